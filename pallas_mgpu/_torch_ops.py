@@ -627,7 +627,11 @@ def linear_cross_entropy_gradients(
         share = (1 / counted).expand(rows.shape[0]).contiguous()
         ops.cross_entropy_backward(share, logits, t, lse, ignore_index=ignore_index, out=logits)
         ops.matmul(logits, weight, out=dx[part])
-        dw += ops.matmul(logits, rows, transpose_a=True, out_dtype=np.float32)
+        if weight.shape[1] % 4 == 0:  # rows of dw are a multiple of 16 bytes
+            options = {"transpose_a": True, "out_dtype": np.float32, "accumulate": True}
+            ops.matmul(logits, rows, out=dw, **options)
+        else:
+            dw += ops.matmul(logits, rows, transpose_a=True, out_dtype=np.float32)
     return total / counted, dx, dw.to(weight.dtype)
 
 

@@ -66,9 +66,11 @@ class Padded:
     def __init__(self, product, pads):
         self.product, self.pads = product, pads
 
-    def __call__(self, *operands, out=None):
-        operands = [x if pad is None else pad(x) for x, pad in zip(operands, self.pads)]
-        return self.product(*operands) if out is None else self.product(*operands, out=out)
+    def __call__(self, *operands, out=None, stream=None):
+        operands = [
+            x if pad is None else pad(x, stream=stream) for x, pad in zip(operands, self.pads)
+        ]
+        return self.product(*operands, out=out, stream=stream)
 
 
 def with_padding(product, pads):

@@ -95,6 +95,7 @@ class Product(NamedTuple):
     bias_dtype: np.dtype | None = None  # None without bias
     activation: Callable | None = None
     forms: Forms = UNSCALED  # of the scales
+    accumulate: bool = False  # add to the result that is there
 
     def named(self, *refs):
         """Operands and the result by name, None for those that are not there."""
@@ -419,8 +420,10 @@ class _Block(WarpSpecialized):
             if not p.single or c >= p.buffers:
                 plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
             where = (pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk))
-            engine = None if p.by_tma else "plain"
-            store(buffer, part.astype(x.out_dtype), self.o.at[where], engine=engine)
+            how = {"engine": None if p.by_tma else "plain"}
+            if x.accumulate:
+                how = {"reduction_op": "add"}
+            store(buffer, part.astype(x.out_dtype), self.o.at[where], **how)
 
 
 @cached
@@ -627,6 +630,36 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     return with_padding(product, [pad_a, padding_of(b, interpret), None])
 
 
+def _check_accumulation(x, a, config):
+    why_not = None
+    if a.dtype.name in FP8:
+        why_not = "8-bit operands"
+    elif x.bias_dtype is not None or x.activation is not None:
+        why_not = "a bias or an activation"
+    elif _tensor_memory.runs_here(a.device) or isinstance(config, TensorMemoryConfig):
+        why_not = "Blackwell"
+    elif isinstance(config, FewRowsConfig):
+        why_not = "a FewRowsConfig"
+    elif x.n * x.out_dtype.itemsize % 16:
+        why_not = f"rows of {x.n} elements of {x.out_dtype}, which are no multiple of 16 bytes"
+    if why_not:
+        raise NotImplementedError(
+            f"matmul: accumulate=True with {why_not}; add the product in a step of its own"
+        )
+
+
+class _Into:
+    """A product that is added to what out= holds."""
+
+    def __init__(self, product):
+        self.product = product
+
+    def __call__(self, *operands, out=None, stream=None):
+        if out is None:
+            raise ValueError("matmul: accumulate=True adds to out=, which must be given")
+        return self.product(*operands, out=out, stream=stream)
+
+
 def _of_8_bits(x, operands, config, invariant, sms, interpret):
     """The same of 8-bit floats. operands: a, b, bias, scale_a, scale_b, None for no array."""
     a, b, bias, scale_a, scale_b = operands
@@ -689,6 +722,7 @@ def matmul(
     config=None,
     batch_invariant=False,
     deterministic=False,
+    accumulate=False,
     interpret=None,
 ):
     """``activation(a @ b + bias)`` with float32 accumulation (Hopper, Blackwell).
@@ -716,6 +750,10 @@ def matmul(
     divided, and a single row goes to the tensor cores, too, which takes longer where M and N are
     small. deterministic: a call repeats bit for bit, which every call does.
 
+    accumulate: add the product to what ``out`` holds, for example a float32 gradient; on Hopper,
+    for 16-bit operands without bias and activation. NotImplementedError elsewhere, and where rows
+    of ``out`` are no multiple of 16 bytes; ValueError without ``out``.
+
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
@@ -724,6 +762,10 @@ def matmul(
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
+    if accumulate:
+        _check_accumulation(x, a, config)
+        x = x._replace(accumulate=True)
+        return _Into(_of_16_bits(x, a, b, config, True, sms, interpret))
     on_blackwell = config is None and _tensor_memory.runs_here(a.device)
     if on_blackwell or isinstance(config, TensorMemoryConfig):
         return _in_tensor_memory(x, (a, b, bias, scale_a, scale_b), config, sms, interpret)

@@ -214,3 +214,31 @@ def test_errors_of_quantize_and_adamw():
         ops.dequantize(x.astype(np.int8), x)
     with pytest.raises(ValueError, match="adamw: settings"):
         ops.adamw(x, x, x, x, x)
+
+
+# ---- products that are added to what is there ----------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(100, 72, 56), (300, 256, 200), (1, 64, 64), (130, 520, 1000)])
+@pytest.mark.parametrize("ta, tb", [(False, False), (True, False), (False, True)])
+def test_accumulate(rng, shape, ta, tb):
+    """Into a float32 array; m, n, k that nothing divides, with copies of padded operands."""
+    m, n, k = shape
+    a = normal(rng, (k, m) if ta else (m, k), np.float16)
+    b = normal(rng, (n, k) if tb else (k, n), np.float16)
+    c = normal(rng, (m, n), np.float32)
+    want = c + (a.T if ta else a).astype(np.float64) @ (b.T if tb else b).astype(np.float64)
+    options = {"transpose_a": ta, "transpose_b": tb, "out_dtype": np.float32}
+    got = ops.matmul(a, b, accumulate=True, out=c, interpret=True, **options)
+    assert got is c
+    np.testing.assert_allclose(c, want, rtol=1e-4, atol=1e-3)
+
+
+def test_errors_of_accumulate():
+    a = np.ones((8, 8), np.float16)
+    with pytest.raises(ValueError, match="must be given"):
+        ops.matmul(a, a, accumulate=True, interpret=True)
+    with pytest.raises(NotImplementedError, match="bias or an activation"):
+        ops.matmul(a, a, activation="relu", accumulate=True, out=a.copy(), interpret=True)
+    with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
+        ops.matmul(a, a[:, :3].copy(), accumulate=True, out=a[:, :3].copy(), interpret=True)
