@@ -242,3 +242,35 @@ def test_errors_of_accumulate():
         ops.matmul(a, a, activation="relu", accumulate=True, out=a.copy(), interpret=True)
     with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
         ops.matmul(a, a[:, :3].copy(), accumulate=True, out=a[:, :3].copy(), interpret=True)
+
+
+# ---- the checker ---------------------------------------------------------------------------------
+
+
+def _checked_calls(rng):
+    x, w = normal(rng, (9, 130), np.float32), normal(rng, (130,), np.float32)
+    long, h = normal(rng, (2, 9000), np.float32), normal(rng, (40, 64), np.float16)
+    targets, lse = np.zeros(9, np.int32), np.ones(9, np.float32)
+    angles = rng.random((7, 32)).astype(np.float32)
+    settings = np.asarray([0.1, 0.9, 0.99, 1e-8, 0.1, 1], np.float32)
+    return {
+        "rms_norm_backward": lambda **o: ops.rms_norm_backward(x, x, w, **o),
+        "long rows": lambda **o: ops.layer_norm_backward(long, long, long[0], bias=True, **o),
+        "softmax_backward": lambda **o: ops.softmax_backward(x, x, axis=0, **o),
+        "column_sums": lambda **o: ops.column_sums(np.tile(x, (40, 1)), **o),
+        "gated_linear_unit_backward": lambda **o: ops.gated_linear_unit_backward(x, x, x, **o),
+        "rotary": lambda **o: ops.rotary(h.reshape(1, 10, 4, 64)[:, :7], angles, angles, **o),
+        "cross_entropy": lambda **o: ops.cross_entropy(x, targets, **o),
+        "cross_entropy_backward": lambda **o: ops.cross_entropy_backward(lse, x, targets, lse, **o),
+        "adamw": lambda **o: ops.adamw(x, x, x, x, settings, **o),
+        "quantize": lambda **o: ops.quantize(x, block=32, mx=True, **o),
+        "accumulate": lambda **o: ops.matmul(
+            h, h.T.copy(), accumulate=True, out=h[:, :40].copy(), **o
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _checked_calls(np.random.default_rng(0)))
+def test_no_races(rng, name):
+    _checked_calls(rng)[name](interpret=plgpu.InterpretParams(detect_races=True, on_race="raise"))
+    assert not plgpu.get_races().races
