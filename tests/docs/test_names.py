@@ -11,7 +11,8 @@ def test_table_of_names(recwarn):
     assert names.TABLE.read_text(encoding="utf-8") == names.page(), "run python tests/docs/names.py"
     assert names.gap("jnp.exp", "jnp.exp(x)", False) is None
     assert names.gap("plgpu.TMEM", "plgpu.TMEM((128, 128), f32)", False) is None
-    assert "one GPU" in names.gap("plgpu.remote_ref", None, False)
+    assert names.gap("plgpu.remote_ref", None, False) is None
+    assert "inline_cuda" in names.gap("plgpu.inline_mgpu", None, False)
     assert "has no" in names.gap("jnp.never", "jnp.never(x)", False)
     assert "has no" in names.gap("pl.never", None, False)
 
