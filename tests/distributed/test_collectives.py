@@ -6,6 +6,7 @@ from distributed.meshes import gpus, on_gpus, params, shards
 from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
+from pallas_mgpu.machine import run as host
 from pallas_mgpu.ops import distributed
 
 
@@ -97,3 +98,56 @@ def test_wrong_arguments(rng):
         distributed.all_gather(x, mesh, blocks=0)
     with pytest.raises(NotImplementedError, match="2 axes"):
         distributed.all_gather(shards(rng, 4, (4,)), plgpu.DeviceMesh((2, 2), ("x", "y")), "x")
+
+
+def problems(n, columns=48):
+    """(result, staging memory or None, the dimensions that kernels see) of arrays (64, columns)."""
+    whole = 64 * columns
+    return {
+        "all_gather": ((n * 64, columns), None, (1, whole)),
+        "reduce_scatter": ((64 // n, columns), None, (1, whole // n)),
+        "all_reduce": ((64, columns), None, (whole,)),
+        "all_reduce_one_shot": ((64, columns), (2, n, whole), (whole,)),
+        "all_to_all": ((64, columns), None, (1, whole // n)),
+    }
+
+
+def expected(kind, x):
+    n, total = len(x), sum(x)
+    return {
+        "all_gather": [np.concatenate(x)] * n,
+        "reduce_scatter": np.split(total, n),
+        "all_reduce": [total] * n,
+        "all_reduce_one_shot": [total] * n,
+        "all_to_all": [np.concatenate([np.split(a, n)[d] for a in x]) for d in range(n)],
+    }[kind]
+
+
+def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48):
+    out, staging, view = problems(n, columns)[kind]
+    return distributed._collective(
+        mesh, "x", kind, np.dtype(dtype), out, view, staging, blocks, None
+    )
+
+
+@pytest.mark.parametrize("kind", problems(2))
+def test_host(kind, rng):
+    """Calls in a row on the emulated machine, with the flags and the staging memory of the last."""
+    n = 2
+    f = made(plgpu.DeviceMesh(n, "x"), kind, n)
+    x = [np.round(a * 8) for a in shards(rng, n, (64, 48))]
+    out = problems(n)[kind][0]
+    lasting = [[np.zeros(a.shape, a.dtype) for a in row] for row in zip(*f.lasting)]
+    for seed in range(2):
+        outs = [[np.zeros(out, np.float32), *row] for row in lasting]
+        host.run_mesh(f.lower(x[0]), [[a] for a in x], outs, seed, written=True)
+        for got, want in zip(outs, expected(kind, x), strict=True):
+            np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.parametrize("kind", problems(8))
+def test_programs(kind):
+    """For sm_90a and eight devices, in registers."""
+    f = made(plgpu.DeviceMesh(8, "x"), kind, 8, bfloat16, 16, 512)
+    used = f.lower(plgpu.ShapeDtypeStruct((64, 512), bfloat16)).resources()
+    assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
