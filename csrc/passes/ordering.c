@@ -25,6 +25,7 @@ typedef enum pending_kind {
 typedef struct pending {
   pending_kind kind;
   pm_access a;
+  int64_t from, to; /* bytes of a dense part; to < 0: not dense; 0: not asked yet */
 } pending;
 
 enum { MOST = 64 }; /* beyond it nothing new is kept */
@@ -47,19 +48,20 @@ static bool is_whole(const pm_graph *g, pm_val view) {
   return pm_type_size(pm_typeof(g, view)) == pm_type_size(pm_typeof(g, pm_view_base(g, view)));
 }
 
-/* The elements of a view in row-major order, if they follow each other at a known place. */
-static bool is_dense(const pm_graph *g, const pm_access *a, int64_t *from, int64_t *to) {
-  return pm_access_bytes(g, a, false, from, to) &&
-         *to - *from ==
-             pm_type_size(pm_typeof(g, a->view)) * pm_dtypes[pm_typeof(g, a->view)->dtype].bytes;
+/* Do the elements of its view, in row-major order, follow each other at a known place? */
+static bool is_dense(const pm_graph *g, pending *p) {
+  if (p->to) return p->to > 0;
+  const pm_type *t = pm_typeof(g, p->a.view);
+  const bool known = pm_access_bytes(g, &p->a, false, &p->from, &p->to);
+  if (!known || p->to - p->from != pm_type_size(t) * pm_dtypes[t->dtype].bytes) p->to = -1;
+  return p->to > 0;
 }
 
-static bool meet(const pm_graph *g, const pm_access *a, const pm_access *b) {
-  int64_t from[2], to[2];
-  if (pm_memory_of(g, a->view) != pm_memory_of(g, b->view)) return false;
-  if (a->view == b->view || is_whole(g, a->view) || is_whole(g, b->view)) return true;
-  return is_dense(g, a, &from[0], &to[0]) && is_dense(g, b, &from[1], &to[1]) && from[0] < to[1] &&
-         from[1] < to[0];
+static bool meet(const pm_graph *g, pending *x, pending *y) {
+  const pm_val a = x->a.view, b = y->a.view;
+  if (pm_memory_of(g, a) != pm_memory_of(g, b)) return false;
+  if (a == b || is_whole(g, a) || is_whole(g, b)) return true;
+  return is_dense(g, x) && is_dense(g, y) && x->from < y->to && y->from < x->to;
 }
 
 /* ---- warnings ------------------------------------------------------------------------------ */
@@ -139,15 +141,15 @@ static void look(checker *c, const pm_access *a, state *s) {
       a->proxy == PM_UNKNOWN) {
     return;
   }
-  const pending_kind kind = kind_of(a);
+  pending now = {.kind = kind_of(a), .a = *a};
   for (uint32_t k = 0; k < s->n; k++) {
     if (s->at[k].a.op == a->op || !conflicts(a, s->at[k].kind)) continue;
-    if (meet(c->g, a, &s->at[k].a)) {
+    if (meet(c->g, &now, &s->at[k])) {
       warn(c, a, &s->at[k]);
       break;
     }
   }
-  if (kind != KINDS && s->n < MOST) s->at[s->n++] = (pending){kind, *a};
+  if (now.kind != KINDS && s->n < MOST) s->at[s->n++] = now;
 }
 
 static void forget(state *s, unsigned kinds) {
@@ -187,16 +189,25 @@ static void keep_common(state *s, const state *other) {
   s->n = n;
 }
 
+static void copy(state *to, const state *from) {
+  to->n = from->n;
+  memcpy(to->at, from->at, from->n * sizeof *from->at);
+}
+
 static void walk_regions(checker *c, pm_opid op, state *s) {
   const pm_op *o = pm_get(c->g, op);
-  state *before = PM_NEW(c->g->arena, state, 1), *inside = PM_NEW(c->g->arena, state, 1);
-  const bool once = o->n_regions == 1 && !pm_is_loop(o->code);
-  *before = *s;
+  const bool loops = pm_is_loop(o->code);
+  state before, inside;
+  if (o->n_regions == 1 && !loops) {
+    walk(c, pm_region(c->g, op, 0), s);
+    return;
+  }
+  copy(&before, s);
   for (uint32_t r = 0; r < o->n_regions; r++) {
-    *inside = *before;
-    walk(c, pm_region(c->g, op, r), inside);
-    if (once || (!r && !pm_is_loop(o->code))) *s = *inside;
-    else keep_common(s, inside);
+    copy(&inside, &before);
+    walk(c, pm_region(c->g, op, r), &inside);
+    if (!r && !loops) copy(s, &inside);
+    else keep_common(s, &inside);
   }
 }
 
@@ -207,6 +218,7 @@ static void walk(checker *c, pm_blk block, state *s) {
   for (uint32_t k = 0; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     const pm_op *o = pm_get(g, op);
+    if (pm_is_pure(o->code) && o->code != PM_OP_SHUFFLE_TILE) continue;
     const bool forgets = learns(g, op);
     if (forgets) s->n = 0;
     pm_access a = pm_accesses(op);
