@@ -255,7 +255,7 @@ static pm_code too_large(plan *p, int64_t limit) {
 
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
   plan p = {.g = g, .err = err, .remote = PM_NEW(g->arena, bool, g->values.n)};
-  pm_walk(g, 1, find_remote, &p);
+  if (g->n_cluster) pm_walk(g, 1, find_remote, &p);
   place_block(&p, 1);
   if (p.code) return p.code;
   g->scratch_offset = p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;

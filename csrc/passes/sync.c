@@ -246,6 +246,7 @@ static void soil_block(placer *p, pm_blk block) {
   for (uint32_t k = 0; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     const bool scope = pm_get(p->g, op)->code == PM_OP_SCOPE;
+    if (pm_is_pure(pm_get(p->g, op)->code)) continue;
     soil_by(p, op);
     released(p, op);
     for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
@@ -587,6 +588,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   const pm_graph *g = p->g;
   const pm_opid op = g->blocks.at[block].ops.at[*k];
   const uint16_t code = pm_get(g, op)->code, effects = pm_ops[code].effects;
+  if (pm_is_pure(code)) return;
   pm_access a = pm_accesses(op), store = {.where = 0};
   int64_t n;
   bool direct = pm_awaits_products(g, op, &n), copies = false, waits = false, signals = false;
