@@ -510,12 +510,12 @@ def told_too_early(r):
 def other_commit(r):
     multiply(r, barrier=r.done)
     multiply(r, barrier=r.told)
-    wait(r.done)
 
-    @pl.loop(0, 64)  # the second commit arrives meanwhile
+    @pl.loop(0, 64)  # both commits arrive meanwhile
     def _(k):
         r.o[k] = r.o[k + 64]
 
+    wait(r.done)
     r.o[...] = plgpu.async_load_tmem(r.acc)
     wait(r.told)
 
