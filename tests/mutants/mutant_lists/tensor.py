@@ -76,6 +76,7 @@ breaks(
 breaks(
     "csrc/interp/tcgen05.c",
     CORE,
+    TMEM,
     PRODUCTS,
     loads_behind_products_that_nobody_awaited=(
         "finished",
@@ -150,18 +151,18 @@ breaks(
     ),
     the_peer_has_its_own_b=(
         "run_product",
-        "multiply_block(m, k, &a, &k->rhs, &b, places)",
-        "multiply_block(m, k, &a, &b, &k->rhs, places)",
+        "multiply_block(m, k, &a, &k->rhs, &b, places); return STEP_NEXT;",
+        "multiply_block(m, k, &a, &b, &k->rhs, places); return STEP_NEXT;",
     ),
     the_peer_has_the_leaders_a=(
         "run_product",
-        "multiply_block(m, k, &a, &k->rhs, &b, places)",
-        "multiply_block(m, k, &k->lhs, &k->rhs, &b, places)",
+        "const located a = in_block(&k->lhs, own, peer);",
+        "const located a = k->lhs;",
     ),
     copies_are_for_one_block=(
         "pm_vm_run_tensor",
-        "x->pair && run_copy(m, k, peer_of(own)) == STEP_FAIL",
-        "x->pair && run_copy(m, k, own) == STEP_FAIL",
+        "else { if (run_copy(m, k, own) == STEP_FAIL) return STEP_FAIL; if (x->pair &&",
+        "else { if (run_copy(m, k, own) == STEP_FAIL) return STEP_FAIL; if (x->pair && !own &&",
     ),
     products_that_start_anew_add=(
         "multiply_block",
@@ -183,8 +184,12 @@ breaks(
         "NULL",
     ),
     reductions_forget_nans=("REDUCE_ROWS", "y != y ||", ""),
-    grid_points_are_given_twice=("run_cancel", "d->begun++", "d->begun"),
-    questions_after_the_end=("exec_try_cancel", "if (c->refused)", "if (c->refused && !c)"),
+    grid_points_are_given_twice=("run_cancel", "m->points ? d->begun++", "m->points ? d->begun"),
+    questions_after_the_end=(
+        "exec_try_cancel",
+        "cluster *c = t->block->cluster; if (c->refused)",
+        "cluster *c = t->block->cluster; if (c->refused && !c)",
+    ),
     answers_are_for_the_leader_alone=(
         "run_cancel",
         "u < own->cluster->blocks + m->n_blocks",
