@@ -77,6 +77,19 @@ NOT_MADE = {
     "named_scope": "it takes the time, and there is nothing to compare; test_profile.py",
     "print_layout": "it prints when a kernel is lowered; test_layouts.py",
 }
+# Kernels of the generator run on a Hopper GPU, and on one device.
+BLACKWELL = "it needs Blackwell; test_tmem.py, test_tensor_core.py"
+MESHES = "it needs a mesh of devices; distributed/test_random.py"
+NOT_MADE |= dict.fromkeys(
+    """alloc_tmem async_copy_scales_to_tmem async_copy_smem_to_tmem async_load_tmem async_store_tmem
+    async_copy_sparse_metadata_to_tmem commit_tmem gather_gmem_to_smem scatter_smem_to_gmem
+    query_cluster_cancel try_cluster_cancel tcgen05_commit_arrive tcgen05_mma tmem_reduced
+    wait_load_tmem""".split(),
+    BLACKWELL,
+)
+NOT_MADE |= dict.fromkeys(
+    "device_ref multicast_ref multimem_load_reduce multimem_store semaphore_of".split(), MESHES
+)
 
 
 def ops_of(text):

@@ -42,8 +42,8 @@ breaks(
     ordering_forgets_other_threads=("walk", "if (forgets) s->n = 0;", "(void)forgets;"),
     ordering_trusts_one_branch=(
         "walk_regions",
-        "else keep_common(s, inside);",
-        "else *s = *inside;",
+        "else keep_common(s, &inside);",
+        "else copy(s, &inside);",
     ),
     ordering_takes_parts_for_wholes=(
         "meet",
