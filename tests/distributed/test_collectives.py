@@ -151,3 +151,29 @@ def test_programs(kind):
     f = made(plgpu.DeviceMesh(8, "x"), kind, 8, bfloat16, 16, 512)
     used = f.lower(plgpu.ShapeDtypeStruct((64, 512), bfloat16)).resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_replays_of_graphs(one_shot):
+    """A CUDA graph of PyTorch replayed in turn with eager calls: epochs are in device memory."""
+    torch = pytest.importorskip("torch")
+    n = 4
+    mesh = plgpu.DeviceMesh((n,), "x", devices=(0,) * n)
+    x = [torch.randint(-9, 9, (3000,), device="cuda:0").float() for _ in range(n)]
+
+    def call():
+        return distributed.all_reduce(x, mesh, blocks=2, one_shot=one_shot)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for _ in range(20):
+        for a in x:
+            a += 1
+        graph.replay()
+        call()
+        for a in y:
+            assert torch.equal(a, sum(x))
