@@ -908,7 +908,9 @@ def case_mesh():
     fake.fake_set_memory(0, 0)
     refused(ValueError, "4", plgpu.DeviceMesh, (2,), ("d",), devices=(0, 4))
 
-    made = plgpu.spmd(kernel(lambda o: None), mesh)()
+    fake.fake_set_kernel(nothing := Callback(lambda params, record: None))
+    made = plgpu.spmd(kernel(lambda o: o.__setitem__(0, 1.0)), mesh)()
+    assert nothing
     assert [o.device for o in made] == ["cuda:0", "cuda:1"]
 
     # one GPU for both devices: the second one has a stream of its own
