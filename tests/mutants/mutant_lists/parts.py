@@ -43,7 +43,7 @@ breaks(
     ordering_trusts_one_branch=(
         "walk_regions",
         "else keep_common(s, &inside);",
-        "else *s = inside;",
+        "else copy(s, &inside);",
     ),
     ordering_takes_parts_for_wholes=(
         "meet",
