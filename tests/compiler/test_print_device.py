@@ -41,7 +41,7 @@ def printer(tmp_path_factory):
     source.write_text(SHIM % DEVICE)
     library = source.with_suffix(".so")
     flags = ["-std=c++17", "-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
-    command = [host.CXX, *flags, "-fPIC", "-shared", source, "-o", library]
+    command = [host.compiler(), *flags, "-fPIC", "-shared", source, "-o", library]
     subprocess.run([str(c) for c in command], check=True)
     lib, out = ctypes.CDLL(str(library)), ctypes.create_string_buffer(1200)
 
