@@ -693,6 +693,32 @@ def test_quotients_are_exact_by_themselves(monkeypatch):
     assert "div.rn.f32" in quotients()
 
 
+@pytest.mark.parametrize(
+    "magnitude",
+    [jnp.abs, lambda x: jnp.where(x < 0, -x, x), lambda x: jnp.maximum(x, -x)],
+    ids=["abs", "select", "maximum"],
+)
+def test_the_magnitude_of_the_least_int32(run, rng, magnitude):
+    """It wraps to itself, and stays negative in what follows: older compilers take abs.s32 for no
+    less than 0, and remainders of it lose their sign."""
+    x = np.concatenate([np.full(64, -(2**31)), rng.integers(-(2**31), 2**31, 64)]).astype(np.int32)
+    y = rng.choice([-7, -2, 1, 3, 7, 15], 128).astype(np.int32)
+
+    def body(x_ref, y_ref, q_ref, r_ref, s_ref):
+        m = magnitude(x_ref[...])
+        q_ref[...], r_ref[...] = m // y_ref[...], lax.rem(m, y_ref[...])
+        s_ref[...] = lax.rem(m, 7)
+
+    with np.errstate(over="ignore"):
+        m = np.abs(x)
+    want = m // y, np.fmod(m, y), np.fmod(m, 7)
+    got = run(body, (x, x, x), x, y)
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)
+    out = [plgpu.ShapeDtypeStruct((128,), np.int32)] * 3
+    assert "abs.s32" not in plgpu.kernel(body, out_type=out).lower(x, y).as_text("ptx")
+
+
 def test_scalar_arithmetic(run):
     """Index arithmetic on scalars, read and written element by element."""
     x = np.arange(16, dtype=np.int32)

@@ -20,7 +20,10 @@ template <typename T> FN T wrap_sub(T a, T b) { return (T)((u32)a - (u32)b); }
 template <typename T> FN T wrap_mul(T a, T b) { return (T)((u32)a * (u32)b); }
 
 //! wrap_neg
-template <typename T> FN T wrap_neg(T a) { return (T)(0u - (u32)a); }
+// Not a difference, of which the compiler makes abs.s32 where it selects -x if x < 0; see abs_int.
+template <typename T> FN T wrap_neg(T a) {
+  i32 r; asm("neg.s32 %0, %1;" : "=r"(r) : "r"((i32)a)); return (T)r;
+}
 
 //! shift_left
 template <typename T> FN T shift_left(T a, T b) { return (T)((u32)a << (u32)b); }
@@ -46,7 +49,12 @@ FN u32 rem_bits(u32 a, u32 b) {
 template <typename T> FN T rem_int(T a, T b) { return (T)rem_bits(a, b); }
 
 //! abs_int
-template <typename T> FN T abs_int(T a) { return a < 0 ? (T)(0u - (u32)a) : a; }
+// The magnitude of the least i32 is itself. Not abs.s32: ptxas before 13.1 takes that for no less
+// than 0, and leaves out the sign of a remainder.
+template <typename T> FN T abs_int(T a) {
+  i32 r; asm("max.s32 %0, %1, %2;" : "=r"(r) : "r"((i32)a), "r"((i32)(0u - (u32)a)));
+  return (T)r;
+}
 
 //! sign_int
 template <typename T> FN T sign_int(T a) { return (T)((a > 0) - (a < 0)); }
