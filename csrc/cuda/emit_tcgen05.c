@@ -612,7 +612,7 @@ static const char *first_column(pm_gen *e, const pm_view *g, const char *chunk) 
   return *chunk == '0' ? t.at : pm_str(e, "%s + %s", t.at, chunk);
 }
 
-/* The lanes that have numbers issue. end: what stands behind the address and the map. */
+/* The lanes that have numbers issue. end: what follows the address and the map. */
 static void issue_rows(pm_gen *e, const rows *r, const char *barrier) {
   const char *map = pm_map_name(e, &r->map), *smem = pm_view_address(e, &r->smem);
   pm_begin(e, r->all ? PM_ONE_LANE " {" : "if (elect_one()) {");

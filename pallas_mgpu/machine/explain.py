@@ -304,7 +304,7 @@ def _remedy(names, lacks, first, second):
             f"call plgpu.commit_smem() before the {engine}, in the thread that stores or issues it"
         )
     if lacks == "drain":
-        return "no proxy fence stands behind the load, which may be late"
+        return "no proxy fence follows the load, which may be late"
     points = [names.point(x["block"]) for x in (first, second) if "block" in x]
     if lacks == "grid" or (len(points) == 2 and points[0] != points[1]):
         return "points of the grid are not ordered, unless a semaphore orders them"

@@ -49,7 +49,7 @@ struct Clock {
   std::vector<u32> seen, fenced[2]; /* of shared, of global memory */
   bool launched = false; /* it comes after the launches before this one (griddepcontrol.wait) */
   TensorOrder carried;   /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
-                            commit, stands behind: a fence::after_thread_sync makes use of it */
+                            commit, follows: a fence::after_thread_sync makes use of it */
   void resize(size_t n, u32 value);
   void join(const Clock &other);
   void meet(const Clock &other); /* what both know */
