@@ -207,7 +207,8 @@ def __getattr__(name):
     return _find(name)
 
 
-__all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "testing"]
+# pytest adds names such as @py_builtins to the modules of packages that bring a plugin
+__all__ = [*(name for name in globals() if name[0].isalpha()), *_LATER, "testing"]
 
 
 def __dir__():
