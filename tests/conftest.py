@@ -32,6 +32,7 @@ if tool := sass.nvdisasm():  # the package looks for it beside NVRTC, which may 
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run what is marked long")
+    parser.addoption("--exhaustive", action="store_true", help="run everything: takes hours")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,8 +47,7 @@ def pytest_collection_modifyitems(config, items):
     found = _core.system_info()
     on_gpu = found["device"] >= 0
     selection.keep_together(items, on_gpu)
-    if not config.option.long:
-        selection.leave_out_long(config, items)
+    selection.leave_out(config, items)
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {found['no_gpu']}"))

@@ -1,7 +1,8 @@
 """Which tests a run of pytest has, and how many processes share them. conftest.py calls this.
 
-Without `--long` a run leaves out the tests marked `long`, and of the products of parameters marked
-`covering(t)` it takes a covering array of strength t: cases among which each combination of values
+Only a run with `--exhaustive` has the tests marked `exhaustive`, for which CI has no time; `--long`
+is all others. Without either a run leaves out the tests marked `long` too, and of the products of
+parameters marked `covering(t)` it takes a covering array of strength t: cases among which each combination of values
 of any t parameters occurs. So `covering(1)` has each value of each parameter, `covering(2)` each
 pair of values of two. Each way of `run` has an array of its own, of other cases where it can; with
 `covering(t, share=True)` the ways without a GPU share one. Tests named on the command line,
@@ -80,12 +81,17 @@ def covering_array(cases, strength, used):
     return taken
 
 
+def exhaustive_ones(items):
+    """Those that only an exhaustive run has."""
+    return [item for item in items if item.get_closest_marker("exhaustive")]
+
+
 def long_ones(items):
-    """Those that only a long run has."""
+    """Those that a run without --long leaves out."""
     functions = {}  # and strength -> way -> [(item, case)]
     for item in items:
         mark = item.get_closest_marker("covering")
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") or item.get_closest_marker("exhaustive"):
             yield item
         elif mark and hasattr(item, "callspec"):
             way = item.callspec.params.get("run")
@@ -103,9 +109,12 @@ def long_ones(items):
             yield from (item for k, (item, _) in enumerate(pairs) if k not in taken)
 
 
-def leave_out_long(config, items):
+def leave_out(config, items):
+    if config.option.exhaustive:
+        return
     is_named = named(config)
-    out = {id(item) for item in long_ones(items) if not is_named(item)}
+    left_out = exhaustive_ones if config.option.long else long_ones
+    out = {id(item) for item in left_out(items) if not is_named(item)}
     if out:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in out])
         items[:] = [item for item in items if id(item) not in out]

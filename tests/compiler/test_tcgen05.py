@@ -2,6 +2,7 @@
 tables, against NumPy; all of it compiles for both targets, without spills."""
 
 import itertools
+import random
 
 import ml_dtypes
 import numpy as np
@@ -66,13 +67,17 @@ def dense():
             )  # fmt: skip
 
 
-def chosen(cases, step):
-    """All with --long, every step-th otherwise."""
-    for k, case in enumerate(cases):
-        yield pytest.param(case, marks=[] if k % step == step // 2 else pytest.mark.long, id=str(k))
+def chosen(cases, quick, long=None):
+    """So many of them in a quick run and in one with --long, drawn at random; None: all."""
+    cases = list(cases)
+    order = random.Random(0).sample(range(len(cases)), len(cases))
+    for place, k in enumerate(order):
+        late = "long" if long is None or place < long else "exhaustive"
+        marks = [] if place < quick else [getattr(pytest.mark, late)]
+        yield pytest.param(cases[k], marks=marks, id=str(k))
 
 
-@pytest.mark.parametrize("case", list(chosen(dense(), 691)))
+@pytest.mark.parametrize("case", list(chosen(dense(), 8, 600)))
 def test_dense(case, rng):
     agrees(case, rng, seeds=range(1))
 
@@ -102,7 +107,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", list(chosen(OTHERS, 3)))
+@pytest.mark.parametrize("case", list(chosen(OTHERS, 12)))
 def test_others(case, rng):
     """Odd widths, A in tensor memory, scales, sparsity."""
     agrees(case, rng, seeds=range(2))
@@ -126,7 +131,7 @@ MOVES = [  # rows, columns, dtype, packed, layout of registers, pair
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("move", list(chosen(MOVES, 3)))
+@pytest.mark.parametrize("move", list(chosen(MOVES, 11)))
 def test_moves(move, rng):
     """A store and a load give back the array; what each lane and column holds is what another
     layout finds there."""
