@@ -49,7 +49,7 @@ def test_kernels(library, suite):
 @needs_nvdisasm
 @pytest.mark.skipif(not os.environ.get(PLACES), reason=f"{PLACES} names no compilers")
 @pytest.mark.parametrize("library", libraries())
-@pytest.mark.parametrize("suite", ["ops", "examples"])
+@pytest.mark.parametrize("suite", [pytest.param("ops", marks=pytest.mark.long), "examples"])
 def test_ops_and_examples(library, suite):
     checked(library, suite)
 

@@ -286,6 +286,7 @@ int nvrtcGetProgramLog(void *p, char *c) { return 1; }
 """
 
 
+@pytest.mark.long
 @pytest.mark.timing
 def test_time_limit_of_a_compiler_that_cannot_be_stopped(tmp_path):
     """An old library, or one that is in ptxas: a line on stderr when the limit has passed."""

@@ -930,6 +930,7 @@ def test_37_indices_and_one_completion():
     clean(lambda o, bar: arrive(bar), out(), scratch_types=[plgpu.Barrier()])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arrivers", range(1, 8))
 def test_38_arrivers_and_waiters(arrivers):
     """Warps 0 to 15 of four threads: the first ones arrive, the next 1 to 7 wait and read all."""

@@ -240,6 +240,7 @@ def lowered_ops():
         yield op.__name__, op.kernel(*args).lower(*args), args
 
 
+@pytest.mark.long
 def test_ops_compile_and_run_with_checks(monkeypatch):
     """No false alarm, and the compiler takes the checks."""
     monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
