@@ -1,63 +1,13 @@
 /* Building the graph: arrays of words that only grow, addressed by index.
  *
- * Index 0 of values, ops, blocks, strings and layouts is reserved for "none"; list 0 is the empty
- * list. pm_emit writes the attributes of the new op first, at the end of graph.attrs and
+ * pm_emit writes the attributes of the new op first, at the end of graph.attrs and
  * graph.lists, lets the type rules read them there, and truncates both arrays if a rule refuses the
- * op: a failure leaves no trace. Ops that were removed (pm_abandon, passes) keep their slot with
- * code PM_OP_NONE. */
+ * op: a failure leaves no trace. */
 #include <assert.h>
 
 #include "rules.h"
 
 /* ---- graph and strings -------------------------------------------------------------------- */
-
-pm_graph *pm_graph_new(pm_arena *a, const char *name) {
-  pm_graph *g = PM_NEW(a, pm_graph, 1);
-  g->arena = a;
-  g->name = pm_strdup(a, name, strlen(name));
-  g->n_threads = 1;
-  g->target = &pm_targets[0];
-  g->reduction_scratch = PM_REDUCTION_SCRATCH;
-  pm_vec_push(a, &g->values, (pm_value){0});
-  pm_vec_push(a, &g->ops, (pm_op){0});
-  pm_vec_push(a, &g->blocks, (pm_block){0});
-  pm_vec_push(a, &g->operands, 0);
-  pm_vec_push(a, &g->region_blocks, 0);
-  pm_vec_push(a, &g->attrs, 0);
-  pm_vec_push(a, &g->lists, 0);
-  pm_vec_push(a, &g->strings, "");
-  pm_vec_push(a, &g->layouts, NULL);
-  pm_new_block(g);
-  return g;
-}
-
-static uint32_t *string_slot(pm_graph *g, const char *s, size_t n) {
-  uint32_t mask = g->string_slots.n - 1, at = (uint32_t)pm_hash(s, n, 0) & mask;
-  uint32_t *slots = g->string_slots.at;
-  while (slots[at] && strcmp(g->strings.at[slots[at]], s)) at = (at + 1) & mask;
-  return &slots[at];
-}
-
-static void grow_string_slots(pm_graph *g) {
-  uint32_t n = g->string_slots.n ? g->string_slots.n * 2 : 64;
-  g->string_slots.at = PM_NEW(g->arena, uint32_t, n);
-  g->string_slots.n = g->string_slots.cap = n;
-  for (uint32_t k = 1; k < g->strings.n; k++) {
-    *string_slot(g, g->strings.at[k], strlen(g->strings.at[k])) = k;
-  }
-}
-
-uint32_t pm_intern(pm_graph *g, const char *s) {
-  size_t n = strlen(s);
-  if (!n) return 0;
-  if (g->strings.n * 2 >= g->string_slots.n) grow_string_slots(g);
-  uint32_t *slot = string_slot(g, s, n);
-  if (!*slot) {
-    pm_vec_push(g->arena, &g->strings, pm_strdup(g->arena, s, n));
-    *slot = g->strings.n - 1;
-  }
-  return *slot;
-}
 
 /* ---- values, blocks, operands ------------------------------------------------------------- */
 
@@ -66,11 +16,6 @@ static pm_val new_value(pm_graph *g, const pm_type *type, pm_opid def, pm_blk bl
   pm_value v = {.type = *type, .def = def, .block = block, .index = index};
   pm_vec_push(g->arena, &g->values, v);
   return g->values.n - 1;
-}
-
-pm_blk pm_new_block(pm_graph *g) {
-  pm_vec_push(g->arena, &g->blocks, (pm_block){0});
-  return g->blocks.n - 1;
 }
 
 pm_val pm_add_arg(pm_graph *g, pm_blk block, const pm_type *type) {
@@ -123,20 +68,6 @@ static uint32_t add_attrs(pm_graph *g, pm_opcode code, const pm_attr_arg *attrs,
     pm_vec_push(g->arena, &g->attrs, word);
   }
   return first;
-}
-
-bool pm_is_free_load(const pm_graph *g, pm_opid op) {
-  return pm_rule_of(g, op) == PM_LAY_LOAD && !*pm_attr(g, op, PM_ATTR_LAYOUT);
-}
-
-int64_t pm_atomic_of(const pm_graph *g, pm_opid op) {
-  return pm_has_attr(g, op, PM_ATTR_ATOMIC) ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
-}
-
-const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n) {
-  const int64_t *list = &g->lists.at[*pm_attr(g, op, id)];
-  *n = (uint32_t)list[0];
-  return list + 1;
 }
 
 void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n) {
@@ -340,27 +271,6 @@ pm_opid pm_insert_like(pm_graph *g, pm_blk block, uint32_t at, pm_opid like, con
 
 /* ---- reading ------------------------------------------------------------------------------ */
 
-void pm_err_op(pm_err *err, const pm_graph *g, pm_opid op) {
-  const pm_op *o = pm_get(g, op);
-  if (o->line) pm_err_at(err, g->strings.at[o->file], o->line);
-}
-
-void pm_walk(pm_graph *g, pm_blk block, pm_visit fn, void *ctx) {
-  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
-    pm_opid op = g->blocks.at[block].ops.at[k];
-    fn(g, op, ctx);
-    const uint32_t n = g->ops.at[op].n_regions;
-    for (uint32_t r = 0; r < n; r++) pm_walk(g, pm_region(g, op, r), fn, ctx);
-  }
-}
-
-uint32_t pm_position(const pm_graph *g, pm_opid op) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t at = 0;
-  while (b->ops.at[at] != op) at++;
-  return at;
-}
-
 pm_val pm_insert_value(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in, uint32_t n_in,
                        const pm_type *out, const pm_attr_arg *attrs, uint32_t n_attrs,
                        pm_opid place_of) {
@@ -373,17 +283,4 @@ pm_val pm_insert_number(pm_graph *g, pm_opid before, int64_t number, pm_opid pla
   const pm_type t = pm_scalar_type(PM_I32);
   const pm_attr_arg value = {.id = PM_ATTR_VALUE, .i = number};
   return pm_insert_value(g, before, PM_OP_CONST, NULL, 0, &t, &value, 1, place_of);
-}
-
-uint32_t pm_inline_results(const pm_graph *g, pm_opid op, pm_val *out) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t n = 0;
-  for (uint32_t k = pm_position(g, op); k < b->ops.n; k++) {
-    const pm_op *o = pm_get(g, b->ops.at[k]);
-    if (o->code == PM_OP_INLINE && n) break;
-    if (o->code != PM_OP_INLINE && o->code != PM_OP_INLINE_RESULT) continue;
-    if (out) out[n] = o->out;
-    n++;
-  }
-  return n;
 }

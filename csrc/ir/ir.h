@@ -236,7 +236,7 @@ enum { PM_REDUCTION_SCRATCH = 2048 }; /* unless the user says otherwise */
 enum { PM_PROFILE_HEAD = 3, PM_PROFILE_TAIL = 4 };
 enum pm_stage { PM_TRACED, PM_LAID_OUT, PM_PLANNED, PM_SYNCED };
 
-/* ---- building (ir/build.c). Failures of memory leave through pm_protect. --------------------- */
+/* ---- building (graph.c, build.c). Failures of memory leave through pm_protect. --------------- */
 
 pm_graph *pm_graph_new(pm_arena *a, const char *name);
 uint32_t pm_intern(pm_graph *g, const char *s);

@@ -797,11 +797,9 @@ bool pm_layout_is_strided(const pm_layout *l) {
   return l->kind == PM_FLAT && make_strided(&m, &t, pm_layout_vector(l, 0)) && same_layout(&m.l, l);
 }
 
-const char *pm_layout_text(pm_arena *a, const pm_layout *l) {
+const char *pm_layout_digits(pm_arena *a, const pm_layout *l) {
   if (l->kind == PM_SPLAT) return "splat";
   if (pm_layout_is_strided(l)) return pm_printf(a, "strided(%d)", (int)pm_layout_vector(l, 0));
-  const char *name = l->kind == PM_TILED ? pm_layout_name(a, l) : NULL;
-  if (name) return name;
   pm_text out;
   pm_text_init(&out, a);
   pm_put(&out, l->kind == PM_FLAT ? "flat(" : "tiled(");
@@ -915,8 +913,7 @@ static bool is_text(const reader *r, const char *word) {
   return (size_t)(r->end - r->at) == strlen(word) && memcmp(r->at, word, strlen(word)) == 0;
 }
 
-pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
-                        pm_layid *out, pm_err *err) {
+pm_layid pm_layout_by_digits(pm_graph *g, const char *text, size_t n, const pm_type *array) {
   maker m;
   reader r = {text, text + n};
   bool ok = true;
@@ -927,8 +924,5 @@ pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *
   else if (begins(&r, "flat(")) ok = read_general(&r, &m, PM_FLAT, array);
   else if (begins(&r, "tiled(")) ok = read_general(&r, &m, PM_TILED, array);
   else ok = false;
-  *out = ok ? finish(g, &m) : pm_layout_by_name(g, text, n, array);
-  if (*out) return PM_OK;
-  return pm_fail(err, PM_E_VALUE, "'%.*s' is not a layout of an array of type %s",
-                 (int)pm_min((int64_t)n, 200), text, pm_type_text(g->arena, array));
+  return ok ? finish(g, &m) : 0;
 }

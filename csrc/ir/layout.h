@@ -90,6 +90,9 @@ bool pm_layout_swizzled(pm_arena *a, const pm_layout *l);
 /* "mma_lhs(16).reduce(1)" of a layout that layouts.def has; NULL: it has not */
 const char *pm_layout_name(pm_arena *a, const pm_layout *l);
 pm_layid pm_layout_by_name(pm_graph *g, const char *text, size_t n, const pm_type *array);
+const char *pm_layout_text(pm_arena *a, const pm_layout *l); /* its name, or digits */
+pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
+                        pm_layid *out, pm_err *err);
 /* Layout of the array after dims `dims` are reduced away. SPLAT stays splat, and a result of one
  * element is a splat from any layout: the dims that stay have size 1, so the whole array is
  * reduced. FLAT over some of its dims: 0 (none exists). */
@@ -137,10 +140,8 @@ bool pm_layout_is_replicated(const pm_layout *l);
  * nothing between lanes. Of one shape; map has pm_layout_regs(to) words; scratch memory from `a`.
  */
 bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map);
-const char *pm_layout_text(pm_arena *a,
-                           const pm_layout *l); /* "splat", "strided(4)", a name, or digits */
-pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
-                        pm_layid *out, pm_err *err);
+const char *pm_layout_digits(pm_arena *a, const pm_layout *l); /* "splat", "strided(4)", digits */
+pm_layid pm_layout_by_digits(pm_graph *g, const char *text, size_t n, const pm_type *array);
 pm_layid pm_layout_intern(pm_graph *g, const pm_layout *l); /* canonical form first */
 
 #endif

@@ -292,3 +292,17 @@ pm_layid pm_layout_by_name(pm_graph *g, const char *text, size_t n, const pm_typ
   }
   return make(g, array, &t, axis);
 }
+
+const char *pm_layout_text(pm_arena *a, const pm_layout *l) {
+  const char *name = l->kind == PM_TILED ? pm_layout_name(a, l) : NULL;
+  return name ? name : pm_layout_digits(a, l);
+}
+
+pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
+                        pm_layid *out, pm_err *err) {
+  *out = pm_layout_by_digits(g, text, n, array);
+  if (!*out) *out = pm_layout_by_name(g, text, n, array);
+  if (*out) return PM_OK;
+  return pm_fail(err, PM_E_VALUE, "'%.*s' is not a layout of an array of type %s",
+                 (int)pm_min((int64_t)n, 200), text, pm_type_text(g->arena, array));
+}

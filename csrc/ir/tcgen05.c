@@ -339,16 +339,6 @@ pm_code pm_type_store_tmem(const pm_typing *t, pm_type *out) {
 
 /* ---- products ------------------------------------------------------------------------------- */
 
-pm_code pm_flavour(const pm_typing *t, uint32_t k, bool tensor_core) {
-  const pm_opid def = pm_value_of(t->g, pm_view_base(t->g, t->in[k]))->def;
-  if (!def || pm_get(t->g, def)->code != PM_OP_ALLOC_BARRIER) return PM_OK;
-  if ((*pm_attr(t->g, def, PM_ATTR_TENSOR_CORE) != 0) == tensor_core) return PM_OK;
-  FAIL(VALUE, "%s: the barrier was allocated with%s orders_tensor_core=True; %s", name(t),
-       tensor_core ? "out" : "",
-       tensor_core ? "products and copies to TMEM complete on one that has it"
-                   : "copies complete on a Barrier without it");
-}
-
 pm_code pm_type_tcgen05_commit(const pm_typing *t, pm_type *out) {
   (void)out;
   pm_code rc = pm_single_barrier(t, 0);

@@ -13,61 +13,7 @@
 #include "typing.h"
 #include "view.h"
 
-enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = (1 << 20) - 1 };
-
-/* ---- types -------------------------------------------------------------------------------- */
-
-bool pm_type_equal(const pm_type *a, const pm_type *b) {
-  if (a->kind != b->kind || a->rank != b->rank) return false;
-  if (a->kind != PM_BARRIER && a->dtype != b->dtype) return false;
-  const bool placed = a->kind == PM_REF || a->kind == PM_SEMAPHORE;
-  if (placed && a->space != b->space) return false;
-  return !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
-}
-
-int64_t pm_type_size(const pm_type *t) {
-  int64_t n = 1;
-  for (int k = 0; k < t->rank; k++) n *= t->dim[k];
-  return n;
-}
-
-const char *pm_element_text(const pm_type *t) {
-  if (t->kind == PM_BARRIER) return "barrier";
-  return t->kind == PM_SEMAPHORE ? "semaphore" : pm_dtypes[t->dtype].text;
-}
-
-const char *pm_type_text(pm_arena *a, const pm_type *t) {
-  pm_text out;
-  pm_text_init(&out, a);
-  if (t->kind == PM_REF || t->kind == PM_SEMAPHORE) pm_putf(&out, "%s ", pm_spaces[t->space].text);
-  pm_put(&out, pm_element_text(t));
-  pm_put(&out, "[");
-  for (int k = 0; k < t->rank; k++) pm_putf(&out, "%s%" PRId64, k ? "," : "", t->dim[k]);
-  pm_put(&out, "]");
-  return out.at;
-}
-
-pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_err *err) {
-  if (t->kind < PM_ARRAY || t->kind > PM_SEMAPHORE || t->dtype >= PM_DTYPE_COUNT ||
-      t->space >= PM_SPACE_COUNT || t->rank > PM_MAX_RANK ||
-      (t->kind == PM_REF) != (t->space != PM_REGS && t->kind < PM_BARRIER)) {
-    return pm_fail(err, PM_E_INTERNAL, "%s has a malformed type", what);
-  }
-  int64_t n = 1, limit = t->kind == PM_ARRAY ? MAX_ARRAY : INT64_C(1) << 46;
-  for (int k = 0; k < t->rank; k++) {
-    if (t->dim[k] < 1 || t->dim[k] > INT32_MAX) {
-      return pm_fail(err, PM_E_VALUE,
-                     "%s has type %s: a dimension is at least 1 and less than 2**31", what,
-                     pm_type_text(g->arena, t));
-    }
-    n *= t->dim[k] > limit ? limit + 1 : t->dim[k];
-    if (n > limit) {
-      return pm_fail(err, PM_E_VALUE, "%s has type %s: too many elements (at most %" PRId64 ")",
-                     what, pm_type_text(g->arena, t), limit);
-    }
-  }
-  return PM_OK;
-}
+enum { MAX_BARRIERS = 32, MAX_ARRIVALS = (1 << 20) - 1 };
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
 
@@ -533,12 +479,6 @@ int64_t pm_barrier_arrivals(const pm_graph *g, pm_opid alloc) {
          senders(g, &g->lists.at[*pm_attr(g, alloc, PM_ATTR_CLUSTER)]);
 }
 
-bool pm_is_cluster_barrier(const pm_graph *g, pm_val barrier) {
-  const pm_opid def = pm_value_of(g, pm_view_base(g, barrier))->def;
-  return def && pm_get(g, def)->code == PM_OP_ALLOC_BARRIER &&
-         g->lists.at[*pm_attr(g, def, PM_ATTR_CLUSTER)] > 0;
-}
-
 static pm_code pm_type_cluster_ref(const pm_typing *t, pm_type *out) {
   const pm_graph *g = t->g;
   const int64_t dim = word(t, PM_ATTR_DIM);
@@ -558,14 +498,6 @@ static pm_code pm_type_cluster_ref(const pm_typing *t, pm_type *out) {
   }
   *out = *type_in(t, 0);
   return PM_OK;
-}
-
-pm_code pm_own_block(const pm_typing *t, uint32_t k, const char *operand) {
-  if (type_in(t, k)->kind != PM_REF || !pm_view_cluster(t->g, t->in[k])) return PM_OK;
-  FAIL(VALUE,
-       "%s: %s is a cluster_ref, SMEM of another block; the block's own SMEM is needed (a "
-       "cluster_ref can be loaded from and stored to)",
-       name(t), operand);
 }
 
 /* ---- given -------------------------------------------------------------------------------- */
@@ -711,32 +643,6 @@ static pm_code pm_type_global_semaphore(const pm_typing *t, pm_type *out) {
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
-pm_code pm_type_load(const pm_typing *t, pm_type *out) {
-  const pm_code rc = pm_one_device(t, 0, "the ref");
-  if (rc) return rc;
-  *out = *type_in(t, 0);
-  out->kind = PM_ARRAY;
-  out->space = PM_REGS;
-  return pm_type_check(t->g, out, name(t), t->err);
-}
-
-pm_code pm_type_store(const pm_typing *t, pm_type *out) {
-  const pm_type *ref = type_in(t, 0), *value = type_in(t, 1);
-  const pm_code rc = pm_one_device(t, 0, "the ref");
-  (void)out;
-  if (rc) return rc;
-  if (!same_shape(ref, value)) {
-    FAIL(VALUE,
-         "Invalid shape for `swap`. Ref shape: %s. Value shape: %s. There is no broadcasting",
-         show_shape(t, ref), show_shape(t, value));
-  }
-  if (ref->dtype != value->dtype) {
-    FAIL(VALUE, "Invalid dtype for `swap`. Ref dtype: %s. Value dtype: %s",
-         pm_dtypes[ref->dtype].text, pm_dtypes[value->dtype].text);
-  }
-  return PM_OK;
-}
-
 static pm_code pm_type_acc_store(const pm_typing *t, pm_type *out) {
   const pm_opid def = t->g->values.at[t->in[0]].def;
   const pm_code rc = pm_type_store(t, out);
@@ -837,13 +743,6 @@ static pm_code pm_type_atomic(const pm_typing *t, pm_type *out) {
   if (!rc) rc = is_mask(t, 2);
   if (!rc && kind == PM_ATOMIC_CAS) rc = like_ref(t, 3, "the value to compare with");
   return rc ? rc : accessed(t, out);
-}
-
-pm_code pm_single_barrier(const pm_typing *t, uint32_t k) {
-  int64_t n = pm_type_size(type_in(t, k));
-  if (n == 1) return PM_OK;
-  FAIL(VALUE, "%s: the barrier is an array of %" PRId64 " barriers; index it with .at[i]", name(t),
-       n);
 }
 
 int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as) {
@@ -1002,18 +901,6 @@ static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
 }
 
 /* ---- products of the tensor cores ----------------------------------------------------------- */
-
-const char *pm_operand_dtypes(const pm_typing *t) {
-  pm_text out;
-  pm_dtype last = PM_BOOL;
-  pm_text_init(&out, t->g->arena);
-  for (uint32_t k = 0; k < pm_mma_count; k++) {
-    if (pm_mmas[k].op != t->code || pm_mmas[k].a == last) continue;
-    last = (pm_dtype)pm_mmas[k].a;
-    pm_putf(&out, "%s%s", out.n ? ", " : "", pm_dtypes[last].text);
-  }
-  return out.at;
-}
 
 static pm_code product_dtypes(const pm_typing *t, const pm_mma **out) {
   const pm_dtype acc = type_in(t, 0)->dtype, a = type_in(t, 1)->dtype, b = type_in(t, 2)->dtype;

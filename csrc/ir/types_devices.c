@@ -46,16 +46,6 @@ pm_code pm_type_semaphore_of(const pm_typing *t, pm_type *out) {
   FAIL(TYPE, "%s: the ref is %s; one of int32 is needed", name(t), show(t, x));
 }
 
-/* Operand k is this device's own, or that of one other device. */
-pm_code pm_one_device(const pm_typing *t, uint32_t k, const char *operand) {
-  const pm_opid view = pm_view_device(t->g, t->in[k]);
-  if (!view || t->g->ops.at[view].code == PM_OP_DEVICE_REF) return PM_OK;
-  FAIL(VALUE,
-       "%s: %s is a multicast_ref, the memory of all devices at once; only copy_smem_to_gmem and "
-       "semaphore_signal_multicast write there. Use plgpu.multimem_store, or a remote_ref",
-       name(t), operand);
-}
-
 /* The switch combines and multicasts the memory of all devices: the ref names none. */
 static pm_code no_device(const pm_typing *t) {
   if (!t->g->n_mesh) {

@@ -1,5 +1,5 @@
-/* What type rules look at: for types.c, types_devices.c and tcgen05.c alone, hence the short names.
- */
+/* What type rules look at: for typing.c, types.c, types_devices.c and tcgen05.c alone, hence the
+ * short names. */
 #ifndef PM_TYPING_H
 #define PM_TYPING_H
 
@@ -57,12 +57,16 @@ static inline pm_code given(const pm_typing *t, pm_kind kind, pm_type *out) {
   return rc;
 }
 
-/* ---- in types.c --------------------------------------------------------------------------- */
+/* ---- in typing.c -------------------------------------------------------------------------- */
 
 /* Asynchronous engines reach the SMEM of their own block only. */
 pm_code pm_own_block(const pm_typing *t, uint32_t k, const char *operand);
 pm_code pm_single_barrier(const pm_typing *t, uint32_t k);
 bool pm_is_cluster_barrier(const pm_graph *g, pm_val barrier);
+/* Does barrier k order tensor cores, or not, as the op needs it? */
+pm_code pm_flavour(const pm_typing *t, uint32_t k, bool tensor_core);
+/* ValueError if operand k is the memory of all devices at once. */
+pm_code pm_one_device(const pm_typing *t, uint32_t k, const char *operand);
 /* "float16, bfloat16 ...": the operands that the product takes */
 const char *pm_operand_dtypes(const pm_typing *t);
 
@@ -76,8 +80,6 @@ pm_code pm_type_multicast_ref(const pm_typing *t, pm_type *out);
 pm_code pm_type_semaphore_of(const pm_typing *t, pm_type *out);
 pm_code pm_type_multimem_store(const pm_typing *t, pm_type *out);
 pm_code pm_type_multimem_reduce(const pm_typing *t, pm_type *out);
-/* ValueError if operand k is the memory of all devices at once. */
-pm_code pm_one_device(const pm_typing *t, uint32_t k, const char *operand);
 
 /* ---- in tcgen05.c ------------------------------------------------------------------------- */
 
@@ -94,8 +96,6 @@ pm_code pm_type_copy_metadata(const pm_typing *t, pm_type *out);
 pm_code pm_type_load_tmem(const pm_typing *t, pm_type *out);
 pm_code pm_type_tmem_reduced(const pm_typing *t, pm_type *out);
 pm_code pm_type_store_tmem(const pm_typing *t, pm_type *out);
-/* Does barrier k order tensor cores, or not, as the op needs it? */
-pm_code pm_flavour(const pm_typing *t, uint32_t k, bool tensor_core);
 /* May an INDEX of a ref in TMEM be made? Called with dimensions in range. */
 pm_code pm_type_tmem_index(const pm_typing *t);
 

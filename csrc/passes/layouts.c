@@ -17,7 +17,7 @@
  * wrote there and that loses to a stronger one is replaced. */
 #include "../ir/relayout.h"
 #include "../ir/tmem.h"
-#include "passes.h"
+#include "derive.h"
 
 typedef struct converted {
   pm_val from, to;
@@ -39,14 +39,6 @@ typedef struct pass {
   PM_VEC(converted) done;
 } pass;
 
-static bool is_array(const pm_graph *g, pm_val v) {
-  const pm_type *t = pm_typeof(g, v);
-  return t->kind == PM_ARRAY && t->rank > 0;
-}
-
-/* Of the ops with the rule PACK. */
-static bool unpacks(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code == PM_OP_UNPACK; }
-
 static bool fits(const pm_layout *l, const pm_type *t) {
   return l->rank == t->rank && memcmp(l->shape, t->dim, sizeof t->dim[0] * t->rank) == 0;
 }
@@ -60,8 +52,6 @@ static void collect(pm_graph *g, pm_opid op, void *ctx) {
 static pm_layid given_layout(const pm_graph *g, pm_opid op) {
   return pm_has_attr(g, op, PM_ATTR_LAYOUT) ? (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT) : 0;
 }
-
-static bool is_splat(const pm_graph *g, pm_layid l) { return pm_layout_of(g, l)->kind == PM_SPLAT; }
 
 static void fail_layout(pass *p, pm_opid op, const char *why) {
   pm_graph *g = p->g;
@@ -276,68 +266,12 @@ static void find_widths(pass *p) {
 
 /* ---- relations ---------------------------------------------------------------------------- */
 
-static pm_layid reduced(pm_graph *g, pm_opid op, pm_layid in) {
-  uint32_t n;
-  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
-  return pm_layout_reduce(g, in, dims, n);
-}
-
-static pm_layid sliced(pm_graph *g, pm_opid op, pm_layid in) {
-  uint32_t n;
-  const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
-  pm_type to = *pm_typeof(g, pm_get(g, op)->out);
-  return pm_layout_slice(g, in, starts, &to);
-}
-
 /* The layout that the operand of a BROADCAST needs for a result in layout `out`. */
 static pm_layid broadcast_operand(pm_graph *g, pm_opid op, pm_layid out) {
   uint32_t n;
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
   pm_type from = *pm_typeof(g, pm_in(g, op, 0));
   return pm_layout_broadcast_operand(g, out, dims, n, &from);
-}
-
-static pm_layid reshaped(pm_graph *g, pm_layid l, pm_val like) {
-  pm_type to = *pm_typeof(g, like);
-  return pm_layout_reshape(g, l, &to);
-}
-
-static pm_layid transposed(pm_graph *g, pm_opid op, pm_layid l, bool back) {
-  uint32_t n;
-  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
-  int64_t inverse[PM_MAX_RANK];
-  for (uint32_t k = 0; k < n; k++) inverse[dims[k]] = k;
-  pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : pm_get(g, op)->out);
-  return pm_layout_transpose(g, l, back ? inverse : dims, &to);
-}
-
-/* The layout that the k-th operand of a CONCAT needs for a result in layout `out`; 0: none. */
-static pm_layid concat_piece(pm_graph *g, pm_opid op, uint32_t k, pm_layid out) {
-  const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
-  int64_t starts[PM_MAX_RANK] = {0};
-  for (uint32_t i = 0; i < k; i++) starts[dim] += pm_typeof(g, pm_in(g, op, i))->dim[dim];
-  pm_type to = *pm_typeof(g, pm_in(g, op, k));
-  return pm_layout_slice(g, out, starts, &to);
-}
-
-/* PACK or UNPACK: from the layout of the operand, or back from that of the result */
-static pm_layid repacked(pm_graph *g, pm_opid op, pm_layid l, bool back) {
-  const bool unpack = unpacks(g, op);
-  const pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : pm_get(g, op)->out);
-  if (!unpack && is_splat(g, l)) return pm_layout_splat(g, &to);
-  return unpack != back ? pm_layout_doubled(g, l, &to) : pm_layout_halved(g, l, &to);
-}
-
-/* The layout in which an op naturally produces its result for an operand in layout `in`. */
-static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
-  switch (pm_rule_of(g, op)) {
-    case PM_LAY_REDUCE: return reduced(g, op, in);
-    case PM_LAY_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
-    case PM_LAY_SLICE: return sliced(g, op, in);
-    case PM_LAY_TRANSPOSE: return transposed(g, op, in, false);
-    case PM_LAY_PACK: return repacked(g, op, in, false);
-    default: return 0;
-  }
 }
 
 /* The first layout c of array v with fn(op, c) == want: WGMMA, then those that the kernel already
@@ -380,19 +314,19 @@ static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
   switch (pm_rule_of(g, op)) {
     case PM_LAY_BROADCAST: return broadcast_operand(g, op, out);
     case PM_LAY_FIXED: return out;
-    case PM_LAY_TRANSPOSE: return transposed(g, op, out, true);
-    case PM_LAY_PACK: return repacked(g, op, out, true);
+    case PM_LAY_TRANSPOSE: return pm_transposed_layout(g, op, out, true);
+    case PM_LAY_PACK: return pm_repacked_layout(g, op, out, true);
     case PM_LAY_RESHAPE:
-      l = unless_wasteful(g, reshaped(g, out, in));
-      return l && natural(g, op, l) == out ? l : 0;
-    default: return search(g, in, op, out, natural);
+      l = unless_wasteful(g, pm_reshaped_layout(g, out, in));
+      return l && pm_natural_layout(g, op, l) == out ? l : 0;
+    default: return search(g, in, op, out, pm_natural_layout);
   }
 }
 
 static pm_layid result_for(pm_graph *g, pm_opid op, pm_layid in) {
   if (pm_rule_of(g, op) == PM_LAY_FIXED) return 0;
-  if (pm_rule_of(g, op) == PM_LAY_RESHAPE) return unless_wasteful(g, natural(g, op, in));
-  if (pm_rule_of(g, op) != PM_LAY_BROADCAST) return natural(g, op, in);
+  if (pm_rule_of(g, op) == PM_LAY_RESHAPE) return unless_wasteful(g, pm_natural_layout(g, op, in));
+  if (pm_rule_of(g, op) != PM_LAY_BROADCAST) return pm_natural_layout(g, op, in);
   return search(g, pm_get(g, op)->out, op, in, broadcast_operand);
 }
 
@@ -418,7 +352,7 @@ static bool relate_concat(pass *p, pm_opid op) {
     for (pm_layid c = 1, n = g->layouts.n; a && c <= n; c++) {
       const pm_layid l = c == n ? pm_layout_wgmma(g, &t) : c;
       if (!l || !fits(pm_layout_of(g, l), &t) || is_splat(g, l)) continue;
-      if (concat_piece(g, op, k, l) == a && settle(p, out, l)) {
+      if (pm_piece_layout(g, op, k, l) == a && settle(p, out, l)) {
         more = true;
         break;
       }
@@ -427,7 +361,7 @@ static bool relate_concat(pass *p, pm_opid op) {
   const pm_layid l = layout_of_class(p, out);
   for (uint32_t k = 0; l && k < pm_get(g, op)->n_in; k++) {
     const pm_val in = pm_in(g, op, k);
-    if (varies(p, in)) more |= settle(p, in, concat_piece(g, op, k, l));
+    if (varies(p, in)) more |= settle(p, in, pm_piece_layout(g, op, k, l));
   }
   return more;
 }
@@ -665,15 +599,15 @@ static pm_layid sliceable(pm_graph *g, pm_opid op) {
   pm_layid l = 0;
   for (int64_t vec = 16 / pm_dtypes[t.dtype].bytes; vec; vec /= 2) {
     l = pm_layout_strided(g, &t, vec);
-    if (l && sliced(g, op, l)) return l;
+    if (l && pm_sliced_layout(g, op, l)) return l;
   }
   l = wgmma_of(g, in);
-  if (l && sliced(g, op, l)) return l;
+  if (l && pm_sliced_layout(g, op, l)) return l;
   static const char columns[] = "wgmma.reduce(0)";
   pm_err ignored;
   memset(&ignored, 0, sizeof ignored);
   if (pm_layout_parse(g, columns, sizeof columns - 1, &t, &l, &ignored)) return 0;
-  return sliced(g, op, l) ? l : 0;
+  return pm_sliced_layout(g, op, l) ? l : 0;
 }
 
 static void prefer_sliced(pass *p) {
@@ -681,7 +615,7 @@ static void prefer_sliced(pass *p) {
     pm_opid op = p->related.at[k];
     if (pm_rule_of(p->g, op) != PM_LAY_SLICE) continue;
     pm_val in = pm_in(p->g, op, 0);
-    if (layout_of_class(p, in) || sliced(p->g, op, strided_of_class(p, in))) continue;
+    if (layout_of_class(p, in) || pm_sliced_layout(p->g, op, strided_of_class(p, in))) continue;
     if (settle(p, in, sliceable(p->g, op))) relate(p);
   }
 }
@@ -837,7 +771,7 @@ static pm_layid pack_fallback(pm_graph *g, pm_opid op) {
   const bool unpack = unpacks(g, op);
   const pm_type bytes = *pm_typeof(g, unpack ? pm_in(g, op, 0) : pm_get(g, op)->out);
   const pm_layid l = strided_for(g, bytes, 1);
-  return unpack ? l : repacked(g, op, l, true);
+  return unpack ? l : pm_repacked_layout(g, op, l, true);
 }
 
 static pm_layid reshape_fallback(pm_graph *g, pm_opid op) {
@@ -863,12 +797,12 @@ static void warn_scratch(pass *p, pm_opid op) {
 static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *, pm_opid)) {
   pm_graph *g = p->g;
   pm_val out = pm_get(g, op)->out;
-  pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = natural(g, op, in);
+  pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = pm_natural_layout(g, op, in);
   const bool bound = pm_rule_of(g, op) == PM_LAY_REDUCE || pm_rule_of(g, op) == PM_LAY_PACK;
   if (!l && (bound || can_be_made_again(g, pm_in(g, op, 0)))) {
     pm_layid want = pm_value_of(g, out)->layout, better = operand_for(g, op, want);
     if (!better && fallback) better = fallback(g, op);
-    l = better ? natural(g, op, better) : 0;
+    l = better ? pm_natural_layout(g, op, better) : 0;
     if (l) set_operand(p, op, 0, better);
   }
   if (l) set_result(p, op, l);
@@ -882,7 +816,7 @@ static void rewrite_concat(pass *p, pm_opid op) {
   const pm_layid out = pm_value_of(g, pm_get(g, op)->out)->layout;
   for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
     if (!can_be_made_again(g, pm_in(g, op, k))) continue;
-    const pm_layid piece = concat_piece(g, op, k, out);
+    const pm_layid piece = pm_piece_layout(g, op, k, out);
     if (piece) set_operand(p, op, k, piece);
   }
   warn_scratch(p, op);
@@ -1096,7 +1030,7 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
     case PM_LAY_REDUCE:
     case PM_LAY_PACK:
       if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
-      return natural(g, op, pm_value_of(g, pm_in(g, op, 0))->layout) == out;
+      return pm_natural_layout(g, op, pm_value_of(g, pm_in(g, op, 0))->layout) == out;
     case PM_LAY_GATHER: return !is_array(g, o->out) || agrees(g, pm_in(g, op, 1), out, true);
     case PM_LAY_SCATTER: return agrees(g, pm_in(g, op, 0), out, true);
     case PM_LAY_SCAN: return agrees(g, pm_in(g, op, 0), out, false);
@@ -1166,37 +1100,3 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
 }
 
 /* ---- moves in registers --------------------------------------------------------------------- */
-
-bool pm_is_fill(const pm_graph *g, pm_opid concat) {
-  const pm_op *o = pm_get(g, concat);
-  const pm_layid first = pm_value_of(g, pm_in(g, concat, 0))->layout;
-  if (o->n_in != 2 || !is_array(g, pm_in(g, concat, 0)) || is_splat(g, first)) return false;
-  if (!is_splat(g, pm_value_of(g, pm_in(g, concat, 1))->layout)) return false;
-  return concat_piece((pm_graph *)g, concat, 0, pm_value_of(g, o->out)->layout) == first;
-}
-
-bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
-  const pm_op *o = pm_get(g, op);
-  const pm_layid out = pm_value_of(g, o->out)->layout;
-  pm_graph *m = (pm_graph *)g; /* only interns layouts */
-  switch (pm_rule_of(g, op)) {
-    case PM_LAY_RESHAPE:
-    case PM_LAY_SLICE:
-    case PM_LAY_TRANSPOSE: {
-      const pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout;
-      if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
-      return is_splat(g, in) || natural(m, op, in) == out;
-    }
-    case PM_LAY_CONCAT:
-      if (pm_is_fill(g, op)) return true;
-      for (uint32_t k = 0; k < o->n_in; k++) {
-        const pm_layid in = pm_value_of(g, pm_in(g, op, k))->layout;
-        const pm_layid piece = concat_piece(m, op, k, out);
-        if (!piece || (in != piece && !is_splat(g, in))) return false;
-      }
-      return true;
-    case PM_LAY_GATHER:
-      return !is_array(g, pm_in(g, op, 0)) || is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout);
-    default: return false;
-  }
-}

@@ -69,7 +69,7 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
 const char *pm_describe(const pm_graph *g, pm_val v, int64_t packed);
 /* the line of a PRINT_LAYOUT */
 const char *pm_print_layout_text(const pm_graph *g, pm_opid op);
-/* Does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only rename registers? */
+/* derive.c: does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only rename registers? */
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op);
 /* Is this CONCAT an array followed by one number, in lanes that already hold the array? */
 bool pm_is_fill(const pm_graph *g, pm_opid concat);

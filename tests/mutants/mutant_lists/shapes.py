@@ -96,7 +96,7 @@ breaks(
         "; case PM_LAY_CONCAT: case PM_LAY_SCATTER: if",
     ),
     pieces_follow_without_a_start=(
-        "concat_piece",
+        "pm_piece_layout",
         "for (uint32_t i = 0; i < k; i++) starts[dim] +=",
         "for (uint32_t i = 0; i < k; i++) starts[dim] =",
     ),
