@@ -68,10 +68,6 @@ pm_code pm_barrier_address(pm_gen *e, pm_opid op, pm_val ref, const char **addre
   return PM_OK;
 }
 
-bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier) {
-  return *pm_attr(g, pm_value_of(g, pm_view_base(g, barrier))->def, PM_ATTR_TENSOR_CORE);
-}
-
 static const char *wait_function(const pm_gen *e, const barrier *b) {
   const bool far = (b->n_groups && e->released[b->base]) || e->sent[b->base];
   return far ? "mbarrier_wait_cluster" : "mbarrier_wait";

@@ -32,7 +32,11 @@ typedef struct pm_head_var {
   const char *name, *text;
 } pm_head_var;
 
-typedef struct pm_gen {
+typedef struct pm_gen pm_gen;
+typedef pm_code (*pm_emitter)(pm_gen *e, pm_opid op);
+
+struct pm_gen {
+  const pm_emitter *emitters; /* per op code: pm_emitters */
   const pm_graph *g;
   const pm_target *target;
   const pm_cuda_options *options;
@@ -102,7 +106,7 @@ typedef struct pm_gen {
   bool in_mesh;          /* the parameter `peers` is used */
   PM_VEC(int32_t) peers; /* arguments on other devices; -1: counters */
   const char *multimem;  /* while a MULTIMEM_REDUCE is printed: what the switch does */
-} pm_gen;
+};
 
 #define PM_TRY(x)            \
   do {                       \
@@ -117,8 +121,12 @@ typedef struct pm_gen {
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
 #undef PM_OP
+extern const pm_emitter pm_emitters[PM_OP_COUNT]; /* emitters.c */
+static inline pm_code pm_emit_op(pm_gen *e, pm_opid op) {
+  return e->emitters[pm_get(e->g, op)->code](e, op);
+}
 
-/* ---- text (block.c) ---------------------------------------------------------------------- */
+/* ---- text (gen.c) ---------------------------------------------------------------------- */
 
 void pm_line(pm_gen *e, const char *fmt, ...) PM_PRINTF(2, 3);
 /* a line that opens a brace, one that closes it */
@@ -136,7 +144,7 @@ void pm_place(pm_gen *e, pm_opid op);
 #define pm_str(e, ...) pm_printf((e)->arena, __VA_ARGS__)
 pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) PM_PRINTF(4, 5);
 
-/* ---- values (block.c) -------------------------------------------------------------------- */
+/* ---- values (gen.c) ---------------------------------------------------------------------- */
 
 const char *pm_unique(pm_gen *e, const char *stem); /* a new C++ name, stem_number like no other */
 const char *pm_identifier(pm_gen *e, const char *s);
@@ -149,9 +157,10 @@ const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v);
 /* text of register `reg` of a value; reg may be NULL where the slot is SCALAR */
 const char *pm_at(pm_gen *e, pm_val v, const char *reg);
 static inline const char *pm_scalar_of(pm_gen *e, pm_val v) { return pm_at(e, v, "0"); }
-bool pm_is_array(const pm_gen *e, pm_val v);    /* slot form ARRAY */
-bool pm_wants_array(const pm_gen *e, pm_val v); /* by type and layout */
-int64_t pm_regs_of(const pm_gen *e, pm_val v);  /* registers by layout; 1 for scalars */
+bool pm_is_array(const pm_gen *e, pm_val v);        /* slot form ARRAY */
+bool pm_wants_array(const pm_gen *e, pm_val v);     /* by type and layout */
+int64_t pm_regs_of(const pm_gen *e, pm_val v);      /* registers by layout; 1 for scalars */
+const pm_layout *pm_layout_in(pm_gen *e, pm_val v); /* of an array or scalar */
 void pm_bind(pm_gen *e, pm_val v, const char *text, pm_form form);
 void pm_alias(pm_gen *e, pm_val v, pm_val of);
 /* declare a variable for the value (array or scalar by its type and layout) */
@@ -170,12 +179,20 @@ void pm_unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like);
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);
 bool pm_is_view(const pm_graph *g, pm_opid op);
+/* Does the barrier order the tensor core? */
+bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);
+
+/* ---- ops and blocks (op.c, lane.c, block.c) ---------------------------------------------- */
+
 pm_code pm_gen_block(pm_gen *e, pm_blk block); /* all ops but the YIELD */
 pm_code pm_gen_op(pm_gen *e, pm_opid op);      /* one that is no part of a run */
 /* the region of one lane that begins at op `first` of the block, if there is one; *next: behind it,
  * else first (lane.c) */
 pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next);
 void pm_find_lane_barriers(pm_gen *e);
+/* Does the op compute an array, rather than one number for all elements? in_run: per value, what
+ * will be an array; or NULL. */
+bool pm_makes_array(pm_gen *e, pm_opid op, const bool *in_run);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 const char *pm_condition(pm_gen *e, pm_val v); /* text that stands in parentheses */
@@ -203,13 +220,17 @@ static inline const char *pm_first_lane(const pm_gen *e) {
   return e->warps ? "lane == 0" : "tid == 0";
 }
 
-/* ---- moves and combinations (emit_shape.c, emit_move.c) ---------------------------------- */
+/* ---- registers and combinations (emit_registers.c) --------------------------------------- */
 
-const pm_layout *pm_layout_in(pm_gen *e, pm_val v); /* of an array or scalar */
 /* the result is registers of the operand: register r is number map(r) */
 void pm_bind_registers(pm_gen *e, pm_opid op, const char *map);
 /* the operand is one number for all elements: so is the result; false: it is not */
 bool pm_bind_scalar(pm_gen *e, pm_opid op);
+const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b);
+const char *pm_identity(pm_gen *e, int reduce, pm_dtype t);
+
+/* ---- exchange between lanes (exchange.c) -------------------------------------------------- */
+
 /* this thread's scratch as an array of this type, row-major */
 pm_view pm_scratch_view(const pm_type *t);
 /* the operand goes to scratch row-major, the result is what this view of it shows */
@@ -218,14 +239,16 @@ pm_code pm_through_scratch(pm_gen *e, pm_opid op, const pm_view *result);
 pm_code pm_through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view *result);
 pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan);
 pm_code pm_no_registers(pm_gen *e, pm_opid op); /* an error of the planning */
-const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b);
-const char *pm_identity(pm_gen *e, int reduce, pm_dtype t);
+/* Fails if the thread's scratch is smaller. */
+pm_code pm_need_scratch(pm_gen *e, pm_opid op, int64_t bytes);
+int64_t pm_scratch_size(const pm_gen *e, pm_val v); /* bytes of its elements there */
+void pm_put_array(pm_gen *e, pm_val v, const pm_view *view);
+/* declares the result and loads it; the lanes meet before and after */
+void pm_take_result(pm_gen *e, pm_opid op, const pm_view *view);
 
 /* Address of one barrier (emit_async.c). */
 pm_code pm_barrier_address(pm_gen *e, pm_opid op, pm_val ref, const char **address);
 const char *pm_map_name(pm_gen *e, const pm_tensor_map *m); /* that of an equal one, if there is */
-/* Does the barrier order the tensor core? */
-bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);
 
 /* ---- tensor memory (emit_tcgen05.c) ------------------------------------------------------ */
 
@@ -235,7 +258,7 @@ void pm_print_tmem_alloc(pm_gen *e, uint32_t slot); /* slot: in shared memory, 4
 void pm_print_tmem_address(pm_gen *e, uint32_t slot);
 void pm_print_tmem_dealloc(pm_gen *e);
 
-/* ---- other devices (emit_remote.c) --------------------------------------------------------- */
+/* ---- other devices (remote.c) -------------------------------------------------------------- */
 
 /* Is the memory of the view another device's, or that of all? */
 static inline bool pm_is_remote(const pm_view *v) { return v->device_val || v->all_devices; }
@@ -266,7 +289,7 @@ const char *pm_cluster_leader(pm_gen *e, int64_t axis);
 /* Rank of the block with coordinate `at` on one axis, else those of this block. */
 const char *pm_cluster_peer(pm_gen *e, int axis, const char *at);
 
-/* ---- sums of digits and accesses (access.c) ---------------------------------------------- */
+/* ---- sums of digits (sums.c) and accesses (access.c) ------------------------------------- */
 
 /* sum over pieces of (number / div % size) * mul, number < total */
 typedef struct pm_piece {

@@ -7,7 +7,7 @@
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
  * then one to the counters of NEXT_TILE and FETCH_TILE, which are zero when a launch starts and
- * again when it ends; then, for a mesh of devices, the table of peers (emit_remote.c). */
+ * again when it ends; then, for a mesh of devices, the table of peers (remote.c). */
 #define _GNU_SOURCE /* memmem */
 #include <stdlib.h>
 
@@ -621,8 +621,13 @@ static void assemble(pm_gen *e) {
 
 pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program *out,
                          pm_err *err) {
-  pm_gen e = {
-      .g = g, .target = g->target, .options = o, .program = out, .err = err, .arena = g->arena};
+  pm_gen e = {.emitters = pm_emitters,
+              .g = g,
+              .target = g->target,
+              .options = o,
+              .program = out,
+              .err = err,
+              .arena = g->arena};
   memset(out, 0, sizeof *out);
   pm_text_init(&e.out, g->arena);
   pm_text_init(&e.inlines, g->arena);

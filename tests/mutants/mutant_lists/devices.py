@@ -1071,7 +1071,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_shape.c",
+    f"{CUDA}/emit_registers.c",
     f"{TURNS}::test_lazy_where_is_where",
     f"{ARRAYS}::test_reductions",
     f"{CLUSTER}::test_any_and_all",

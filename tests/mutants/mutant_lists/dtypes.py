@@ -54,7 +54,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_shape.c",
+    f"{CUDA}/emit_registers.c",
     f"{SMALL}::test_small_integers",
     the_second_half_is_the_first=(
         "pm_cuda_PACK",
@@ -178,7 +178,7 @@ breaks(
 )
 
 breaks(
-    f"{CUDA}/emit_shape.c",
+    f"{CUDA}/emit_registers.c",
     f"{LAYOUTS}::test_scratch_of_reductions",
     later_steps_repeat_the_first=(
         "combine_warps",

@@ -570,7 +570,7 @@ breaks(
     while_tests_the_opposite=("pm_cuda_WHILE", '"if (!(%s)) break;"', '"if (%s) break;"'),
 )
 breaks(
-    f"{CUDA}/emit_shape.c",
+    f"{CUDA}/emit_registers.c",
     f"{ARRAYS}::test_reductions",
     f"{ARRAYS}::test_reduction_propagates_nan",
     f"{ARRAYS}::test_extrema_of_integers_at_their_ends",
@@ -634,7 +634,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_shape.c",
+    f"{CUDA}/emit_registers.c",
     f"{CLUSTER}::test_any_and_all",
     votes_are_exchanged=(
         "vote",

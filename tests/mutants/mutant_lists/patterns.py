@@ -112,7 +112,7 @@ breaks(
 )
 
 breaks(
-    f"{CUDA}/emit_move.c",
+    f"{CUDA}/emit_exchange.c",
     "arrays/test_shapes.py::test_joins_of_padded_parts",
     padding_of_parts_overwrites_others=("concat_registers", "if (used == n) {", "if (used) {"),
 )

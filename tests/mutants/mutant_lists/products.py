@@ -113,7 +113,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_move.c",
+    f"{CUDA}/emit_exchange.c",
     f"{PRODUCTS}::test_wgmma_of_widened_operands",
     bytes_swap_in_other_pairs=(
         "bytes_by_shuffles",

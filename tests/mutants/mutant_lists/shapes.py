@@ -31,14 +31,14 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_move.c",
+    f"{CUDA}/emit_exchange.c",
     f"{MOVES}::test_moves_in_loops_and_threads",
     f"{MOVES}::test_scans",
     f"{MOVES}::test_traced_indices",
     f"{MOVES}::test_scatters_beyond_the_end",
     f"{LAYOUTS}::test_casts_between_any_two",
     result_is_taken_without_meeting=(
-        "take_result",
+        "pm_take_result",
         "const pm_val out = pm_get(e->g, op)->out; pm_line(e, PM_WARPGROUP_SYNC);",
         "const pm_val out = pm_get(e->g, op)->out;",
     ),

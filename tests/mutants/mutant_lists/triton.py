@@ -74,7 +74,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_move.c",
+    f"{CUDA}/emit_exchange.c",
     "arrays/test_products.py::test_few_rows_stay_in_registers",
     every_lane_has_the_rows_that_are_there=(
         "concat_registers",

@@ -3,7 +3,7 @@
  *
  * All except reduce define where result index i comes from. If that element is in a register of the
  * same lane for every lane, the op renames registers (or does nothing). Otherwise the elements go
- * through this thread's scratch (emit_move.c).
+ * through this thread's scratch (exchange.c).
  *
  * A reduction combines the registers of a lane in ascending order (neighbours first, if they belong
  * to one result, which halves the chain), then the lanes by butterfly shuffles, then the warps
@@ -17,16 +17,6 @@ typedef struct from {
   bool one[PM_MAX_RANK]; /* the source has a single element there */
   const pm_type *in, *out;
 } from;
-
-static pm_layout *rank0_layout(pm_gen *e) {
-  pm_layout *l = PM_NEW(e->arena, pm_layout, 1);
-  l->kind = PM_SPLAT;
-  return l;
-}
-
-const pm_layout *pm_layout_in(pm_gen *e, pm_val v) {
-  return pm_value_of(e->g, v)->layout ? pm_value_layout(e->g, v) : rank0_layout(e);
-}
 
 /* The result as registers of the operand under the map text "r" -> register. */
 void pm_bind_registers(pm_gen *e, pm_opid op, const char *map) {
