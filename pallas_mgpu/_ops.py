@@ -171,6 +171,23 @@ def _partitioned(args, kwargs, value):
 
 
 @accepts(impl=None, partitioned_axis=_partitioned)
+def _copy_by_lanes(src, dst, oob_mode, predicate, refused):
+    what = "copy_gmem_to_smem"
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(f"{what}: {name} needs a barrier, got {name}={show(value)}")
+    src = _ref(src, what, "src", GMEM)
+    dst = _ref(dst, what, "dst", SMEM)
+    oob = check_oob_fill_mode(oob_mode, f"{what}: oob_mode") if oob_mode is not None else None
+    pred = _predicate(predicate, what)
+    _core.effect(
+        "copy_gmem_to_smem_cp_async",
+        (src, dst, *pred),
+        oob=int(OOBFillMode.ZEROS if oob is None else oob),
+        predicated=len(pred),
+    )
+
+
 def copy_gmem_to_smem(
     src,
     dst,
@@ -182,11 +199,19 @@ def copy_gmem_to_smem(
     predicate=None,
     engine=None,
 ):
-    """Start an asynchronous copy of the GMEM view ``src`` to the SMEM view ``dst`` (Hopper).
+    """Start an asynchronous copy of the GMEM view ``src`` to the SMEM view ``dst``.
 
-    The copy counts as one arrival on ``barrier``; wait on it before reading. Shapes and dtypes must
-    be equal. Elements outside the array are zeros. ``predicate``: a bool scalar; if False, only the
-    arrival happens. ``collective_axes``: cluster axes along which the copy is multicast.
+    The copy counts as one arrival on ``barrier`` (Hopper and newer); wait on it before reading.
+    Shapes and dtypes must be equal. Elements outside the array are zeros. ``predicate``: a bool
+    scalar; if False, only the arrival happens.
+
+    Without ``barrier`` (sm_80, sm_86, sm_89; ValueError when the kernel is lowered for others) the
+    lanes copy by cp.async, and :func:`wait_gmem_to_smem` waits. Each copy of a thread is one group,
+    an empty one if ``predicate`` is False. ``oob_mode=OOBFillMode.PROMISE_IN_BOUNDS`` saves the
+    checks of the bounds. This form takes no ``collective_axes``, ``leader_tracked`` or ``engine``
+    (ValueError), and is not available in a warp.
+
+    ``collective_axes``: cluster axes along which the copy is multicast.
     ``leader_tracked``, with one collective axis in a cluster of two blocks (Blackwell): both blocks
     call it, and only the barrier of the first one signals that the data of both have arrived.
     ``CopyPartition.PARTITIONED(axis)``: ``src`` is twice as large along ``axis``, and each block
@@ -199,7 +224,9 @@ def copy_gmem_to_smem(
     ``engine``: "tma", "bulk" or "plain" requests one; ValueError if that is not possible."""
     what = "copy_gmem_to_smem"
     if barrier is None:
-        raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
+        given = {"collective_axes": collective_axes, "leader_tracked": leader_tracked}
+        _copy_by_lanes(src, dst, oob_mode, predicate, given | {"engine": engine})
+        return
     if isinstance(src, IndexedRef):
         _plain_rows(what, predicate=predicate, collective_axes=collective_axes, engine=engine)
         src, rows = _rows(src, what, "src")
@@ -348,10 +375,15 @@ def wait_smem_to_gmem(n, wait_read_only=False):
 
 
 def wait_gmem_to_smem(n):
-    """Only for copies without a barrier, which Hopper does not have: raises ValueError."""
-    raise ValueError(
-        "wait_gmem_to_smem is for GPUs before Hopper; wait on the barrier of the copy instead"
-    )
+    """Wait until at most the ``n`` latest copies without a barrier are in flight (sm_80, sm_86,
+    sm_89).
+
+    They are the copies that this thread started by :func:`copy_gmem_to_smem`, in their order. The
+    lanes of the thread synchronise; other threads learn of the data by a barrier after it.
+    TypeError, ValueError for other ``n``; ValueError when the kernel is lowered for a GPU whose
+    copies have barriers.
+    """
+    _core.effect("wait_gmem_to_smem", (), n=_count(n, "wait_gmem_to_smem"))
 
 
 def commit_smem():

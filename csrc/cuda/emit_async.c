@@ -369,6 +369,7 @@ static const char *chunk_address(pm_gen *e, const pm_view *v) {
 }
 
 enum { FEW_REGISTERS = 64 }; /* of a lane: more chunks in flight would spill */
+enum { MOST_UNROLLED = 16 }; /* chunks of a lane, whose addresses differ by constants then */
 
 /* Elements x[0 .. n - 1] are combined with those from `at` on. */
 static void combine_chunk(pm_gen *e, int64_t combine, pm_dtype d, const char *at, const char *valid,
@@ -382,18 +383,27 @@ static void combine_chunk(pm_gen *e, int64_t combine, pm_dtype d, const char *at
   if (valid) pm_end(e);
 }
 
-typedef enum chunks { STORE_CHUNKS, LOAD_CHUNKS, PREFETCH_CHUNKS } chunks;
+typedef enum chunks { STORE_CHUNKS, LOAD_CHUNKS, PREFETCH_CHUNKS, CP_ASYNC_CHUNKS } chunks;
+
+/* Elements of the largest chunk that lanes move at once, at most 16 bytes. */
+static int64_t chunk_size(pm_gen *e, const pm_view *g, const pm_view *s) {
+  int64_t n = 16 / pm_dtypes[g->dtype].bytes;
+  while (n > 1 && (!g->rank || !chunk_fits(e, g, n) || !chunk_fits(e, s, n))) n /= 2;
+  return n;
+}
+
 
 /* combine: of a store, 0: it overwrites what is there */
 static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t combine) {
   const pm_view *g = &p->gmem, *s = &p->smem;
   const int64_t bytes = pm_dtypes[g->dtype].bytes;
-  int64_t n = 16 / bytes, chunks = 1, below = 1;
-  while (n > 1 && (!g->rank || !chunk_fits(e, g, n) || !chunk_fits(e, s, n))) n /= 2;
+  const int64_t n = chunk_size(e, g, s);
+  int64_t chunks = 1, below = 1;
   for (int k = 0; k < g->rank; k++) chunks *= g->dim[k].size;
   chunks /= n;
   pm_need_alignment(e, g, n * bytes);
-  pm_line(e, "#pragma unroll %d", e->registers && e->registers < FEW_REGISTERS ? 2 : 4);
+  const int few = e->registers && e->registers < FEW_REGISTERS ? 2 : 4;
+  pm_line(e, "#pragma unroll %d", what == CP_ASYNC_CHUNKS ? MOST_UNROLLED : few);
   pm_begin(e, "for (i32 c = %s; c < %lld; c += %d) {", e->warps ? "lane" : "tid", (long long)chunks,
            e->warps ? 32 : 128);
   for (int k = g->rank - 1; k >= 0; k--) {
@@ -408,7 +418,7 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t c
     pm_line(e, "const i32 c%d = %s;", k, t.at);
     below *= size;
   }
-  const char *valid = in_bounds(e, g), *cpp = pm_cpp_type(g->dtype);
+  const char *valid = p->promised ? NULL : in_bounds(e, g), *cpp = pm_cpp_type(g->dtype);
   const char *at_g = chunk_address(e, g);
   if (what == PREFETCH_CHUNKS) {
     pm_line(e, "%s%s%sprefetch_global(%s);", valid ? "if (" : "", valid ? valid : "",
@@ -417,6 +427,12 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t c
     return;
   }
   const char *at_s = chunk_address(e, s);
+  if (what == CP_ASYNC_CHUNKS) {
+    if (valid) pm_line(e, "cp_async_or_zeros<%lld>(%s, %s, %s);", (long long)(n * bytes), at_s, at_g, valid);
+    else pm_line(e, "cp_async<%lld>(%s, %s);", (long long)(n * bytes), at_s, at_g);
+    pm_end(e);
+    return;
+  }
   pm_line(e, "%s x[%lld];", cpp, (long long)n);
   if (what == LOAD_CHUNKS) {
     if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);
@@ -453,6 +469,20 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /* an empty group: waits count groups */
     pm_line(e, "%s bulk_group_commit();", pm_elected(e));
   }
+  return PM_OK;
+}
+
+/* What cp.async cannot move in pieces of 4 bytes at least is loaded and stored at once. */
+pm_code pm_cuda_CP_ASYNC(pm_gen *e, pm_opid op) {
+  pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
+  PM_TRY(pm_plan_copy(e->g, op, e->target, p, e->err));
+  const char *when = predicate(e, op);
+  const bool small = chunk_size(e, &p->gmem, &p->smem) * pm_dtypes[p->gmem.dtype].bytes < 4;
+  pm_note(e, op, small ? "copy_gmem_to_smem by loads and stores" : "copy_gmem_to_smem by cp.async");
+  if (when) pm_begin(e, "if (%s) {", when);
+  copy_chunks(e, p, small ? LOAD_CHUNKS : CP_ASYNC_CHUNKS, 0);
+  if (when) pm_end(e);
+  pm_line(e, "cp_async_commit();");
   return PM_OK;
 }
 
@@ -569,6 +599,13 @@ pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   const char *read = *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "";
   pm_note(e, op, "wait_smem_to_gmem");
   on_store_lanes(e, pm_str(e, "bulk_group_wait%s<%lld>();", read, n));
+  meet(e);
+  return PM_OK;
+}
+
+pm_code pm_cuda_WAIT_CP_ASYNC(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "wait_gmem_to_smem");
+  pm_line(e, "cp_async_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));
   meet(e);
   return PM_OK;
 }

@@ -1,14 +1,15 @@
-/* Stores by engines that nobody awaits.
+/* Copies that nobody awaits: stores by engines, and loads by cp.async.
  *
- * A block must not exit while an engine may still read its shared memory, so a thread that can end
- * with such a store waits at its end. One forward walk for each Pallas thread finds these threads.
+ * A block must not exit while a copy may still access its shared memory, so a thread that can end
+ * with such a copy waits at its end. One forward walk for each Pallas thread finds these threads.
  * It knows the branches that the thread takes and the loops that certainly run, and assumes that
  * everything else may or may not happen. Kernels that await their stores get no additional wait. */
 #include "../ir/eval.h"
 #include "gen.h"
 
-/* OPEN: stores in no group yet; GROUPED: a group that may not have been read. */
-enum { OPEN = 1, GROUPED = 2 };
+/* OPEN: stores in no group yet; GROUPED: a group that may not have been read; FETCHING: a group of
+ * cp.async that may not be complete. */
+enum { OPEN = 1, GROUPED = 2, FETCHING = 4 };
 
 typedef struct walk {
   const pm_graph *g;
@@ -17,7 +18,7 @@ typedef struct walk {
 
 static int after_block(const walk *w, pm_blk block, int state);
 
-static int close_group(int state) { return state & OPEN ? GROUPED : state; }
+static int close_group(int state) { return state & OPEN ? (state & ~OPEN) | GROUPED : state; }
 
 static bool runs_for_sure(const pm_graph *g, pm_opid loop) {
   pm_scalar low, high;
@@ -55,7 +56,9 @@ static int after_op(const walk *w, pm_opid op, int state) {
   pm_access a = pm_accesses(op);
   if (code == PM_OP_COMMIT_GROUP) return close_group(state);
   if (code == PM_OP_WAIT_S2G) return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;
+  if (code == PM_OP_WAIT_CP_ASYNC) return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~FETCHING;
   while (pm_next_access(g, &a)) {
+    if (a.completion == PM_COMPLETES_LANES) state |= FETCHING;
     if (a.completion == PM_COMPLETES_GROUP && !pm_by_lanes(&a)) state |= OPEN;
   }
   const bool closes = pm_has_attr(g, op, PM_ATTR_COMMIT) && *pm_attr(g, op, PM_ATTR_COMMIT);
@@ -83,6 +86,11 @@ void pm_print_last_wait(pm_gen *e) {
   if (threads + 1 != 1u << n) {
     who = threads & (threads - 1) ? pm_str(e, "if (0x%x >> wg & 1) ", threads)
                                   : pm_str(e, "if (wg == %d) ", __builtin_ctz(threads));
+  }
+  if (state & FETCHING) {
+    pm_line(e, "// nobody awaits these copies, which may still write to shared memory");
+    pm_line(e, "%scp_async_wait<0>();", who);
+    return;
   }
   pm_line(e, "// nobody awaits these copies to GMEM, which may still read shared memory");
   pm_begin(e, "%s%s {", who, pm_store_lanes(e));

@@ -379,6 +379,18 @@ static step run_async_store(pm_machine *m, task *k) {
   return pm_vm_transfer_done(m, t, op, b);
 }
 
+/* What a copy reads, to its buffer. */
+static void fetch_source(pm_machine *m, task *k) {
+  const access *to = k->smem.mem;
+  const bool zeros = k->i->flags != PM_OOB_UNDEFINED || m->options.zero_fill;
+  if (k->gmem.inside) {
+    pm_vm_gather_part(&k->gmem, k->from, k->to, k->buffer);
+    return;
+  }
+  pm_interp_fill(to->dtype, zeros, k->buffer, to->n);
+  pm_vm_gather_inside(&k->gmem, false, k->buffer);
+}
+
 static step run_copy_in(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
   if (!k->gmem.mem) return run_async_store(m, k);
@@ -392,13 +404,7 @@ static step run_copy_in(pm_machine *m, task *k) {
     pm_vm_gather(&k->gmem, k->smem.at);
   } else {
     if (!pm_vm_want_buffer(k, (size_t)to->n * to->bytes)) return no_memory(m, k);
-    if (k->gmem.inside) {
-      pm_vm_gather_part(&k->gmem, k->from, k->to, k->buffer);
-    } else {
-      bool zeros = k->i->flags != PM_OOB_UNDEFINED || m->options.zero_fill;
-      pm_interp_fill(to->dtype, zeros, k->buffer, to->n);
-      pm_vm_gather_inside(&k->gmem, false, k->buffer);
-    }
+    fetch_source(m, k);
     pm_vm_scatter_part(&k->smem, k->from, k->to, k->buffer);
   }
   thread *t = k->owner;
@@ -421,14 +427,18 @@ void pm_vm_close_group(pm_machine *m, thread *t) {
 }
 
 /* A copy of the group that its thread has open. */
-task *pm_vm_new_store(pm_machine *m, thread *t, const instr *i) {
-  task *k = pm_vm_new_task(m, issuer(t), i, TASK_STORE);
+static task *new_in_group(pm_machine *m, thread *t, const instr *i, task_kind kind) {
+  task *k = pm_vm_new_task(m, issuer(t), i, kind);
   if (!k) return NULL;
   k->next = k->owner->stores;
   if (k->next) k->next->prev = k;
   k->owner->stores = k;
   k->group = k->owner->groups;
   return k;
+}
+
+task *pm_vm_new_store(pm_machine *m, thread *t, const instr *i) {
+  return new_in_group(m, t, i, TASK_STORE);
 }
 
 void pm_vm_end_store(pm_machine *m, task *k) {
@@ -438,6 +448,7 @@ void pm_vm_end_store(pm_machine *m, task *k) {
 }
 
 static step run_copy_out(pm_machine *m, task *k);
+static step run_fetch(pm_machine *m, task *k);
 
 static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   if (!predicated_off(t, i)) {
@@ -502,6 +513,7 @@ static step write_out(pm_machine *m, task *k, size_t bytes) {
 
 /* Its source is read, then its destination written. */
 static step run_copy_out(pm_machine *m, task *k) {
+  if (k->kind == TASK_FETCH) return run_fetch(m, k);
   if (k->run) return k->run(m, k);
   const access *from = k->smem.mem;
   const size_t bytes = (size_t)from->n * from->bytes;
@@ -518,6 +530,39 @@ static step run_copy_out(pm_machine *m, task *k) {
     if (all) k->gmem = pm_vm_on_device(m, &k->gmem, d);
     if (write_out(m, k, bytes) == STEP_FAIL) return STEP_FAIL;
   }
+  pm_vm_end_store(m, k);
+  return STEP_NEXT;
+}
+
+/* ---- GMEM to SMEM by cp.async ------------------------------------------------------------- */
+
+/* Each copy is a group, also one whose predicate is false. */
+static step exec_fetch(pm_machine *m, thread *t, const instr *i) {
+  if (!predicated_off(t, i)) {
+    task *k = new_in_group(m, t, i, TASK_FETCH);
+    if (!k) return STEP_FAIL;
+    k->from = 0;
+    k->to = i->mem2->n;
+    if (locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL) return STEP_FAIL;
+    if (m->races) pm_race_issue(m, t, k);
+    if (m->timeline) pm_time_issue(m, t, k);
+  }
+  pm_vm_close_group(m, t);
+  return STEP_PAUSE;
+}
+
+static step run_fetch(pm_machine *m, task *k) {
+  const access *to = k->smem.mem;
+  if (!k->read) {
+    if (m->races && pm_race_engine(m, k, &k->gmem, READ) == STEP_FAIL) return STEP_FAIL;
+    if (!pm_vm_want_buffer(k, (size_t)to->n * to->bytes)) return no_memory(m, k);
+    fetch_source(m, k);
+    k->read = true;
+    return STEP_NEXT;
+  }
+  if (m->races && pm_race_engine(m, k, &k->smem, WRITE) == STEP_FAIL) return STEP_FAIL;
+  if (m->poison && pm_poison_copy_in(m, k) == STEP_FAIL) return STEP_FAIL;
+  pm_vm_scatter_part(&k->smem, k->from, k->to, k->buffer);
   pm_vm_end_store(m, k);
   return STEP_NEXT;
 }
@@ -683,7 +728,7 @@ step pm_vm_run_task(pm_machine *m, task *k) {
   if (k->kind == TASK_TENSOR) return pm_vm_run_tensor(m, k->owner);
   if (k->run) return k->run(m, k);
   if (k->kind == TASK_LOAD) return run_copy_in(m, k);
-  if (k->kind == TASK_STORE) return run_copy_out(m, k);
+  if (k->kind == TASK_STORE || k->kind == TASK_FETCH) return run_copy_out(m, k);
   return run_mma(m, k->owner);
 }
 
@@ -697,6 +742,9 @@ const handler pm_vm_ASYNC_STORE = {
     exec_async_store,
     {.poison = pm_poison_rule_addresses, .reaches = pm_vm_reaches_always}};
 const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_CP_ASYNC = {
+    pm_vm_encode_plain, exec_fetch, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_WAIT_CP_ASYNC = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};

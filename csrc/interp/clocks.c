@@ -295,7 +295,7 @@ void pm_race_issue(pm_machine *m, thread *t, task *k) {
   k->issuer = t;
   k->number = ++m->races->agents[t - m->threads].products;
   if (k->kind == TASK_TENSOR) follow_queue(m, k);
-  if (k->kind == TASK_STORE && !k->i->lowered) {
+  if ((k->kind == TASK_STORE && !k->i->lowered) || k->kind == TASK_FETCH) {
     agent_order *o = &m->races->agents[k->owner - m->threads];
     o->stores = (uint32_t)k->group + 1;
     o->store = k->i->op;
@@ -309,10 +309,9 @@ void pm_race_check_stores(pm_machine *m, const thread *t) {
     const agent_order *o = &m->races->agents[owner - m->threads];
     const uint32_t id = pm_race_agent_id(m, STORE_READS, owner);
     if (o->stores <= pm_clock_at(clock_of(m, t), id, SEEN)) continue;
-    pm_race_note(
-        m, o->store,
-        "its thread ends without a wait_smem_to_gmem() for this copy. Here the block waits "
-        "until it has read its source");
+    pm_race_note(m, o->store,
+                 "its thread ends without a wait for this copy (wait_smem_to_gmem(), or "
+                 "wait_gmem_to_smem() of one without a barrier). Here the block waits for it");
   }
 }
 

@@ -626,20 +626,21 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
   return STEP_NEXT;
 }
 
-/* Copies to SMEM that ends, with barriers that do not. */
-static step check_loads(pm_machine *m, thread *t, pm_opid op, const scope *s) {
+/* Copies of a kind to SMEM that ends, before they do. */
+static step check_loads(pm_machine *m, thread *t, pm_opid op, const scope *s, task_kind kind) {
   char place[600];
-  for (uint32_t k = 0; k < m->tasks[TASK_LOAD].n; k++) {
-    const task *load = m->tasks[TASK_LOAD].at[k];
+  for (uint32_t k = 0; k < m->tasks[kind].n; k++) {
+    const task *load = m->tasks[kind].at[k];
     const char *at = load->smem.at;
     for (uint32_t j = 0; j < s->n_smem; j++) {
       const struct smem_alloc *x = &s->smem[j];
       const char *from = t->block->smem + x->at + (size_t)x->apart * t->index;
       if (at < from || at >= from + x->n * pm_dtypes[x->dtype].bytes) continue;
       return pm_vm_fail(m, t, op, PM_E_VALUE,
-                        "the scope of '%s' ends while the copy%s may still write to it. Wait on "
-                        "the barrier of the copy before",
-                        load->smem.mem->name, pm_vm_place(m, load->i->op, place, sizeof place));
+                        "the scope of '%s' ends while the copy%s may still write to it. %s before",
+                        load->smem.mem->name, pm_vm_place(m, load->i->op, place, sizeof place),
+                        kind == TASK_LOAD ? "Wait on the barrier of the copy"
+                                          : "Call wait_gmem_to_smem");
     }
   }
   return STEP_NEXT;
@@ -661,7 +662,9 @@ static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bo
       if (check_barrier(m, t, m->places[op].file ? op : info->op, b) == STEP_FAIL) return STEP_FAIL;
     }
   }
-  return s->index ? check_loads(m, t, op, s) : STEP_NEXT;
+  if (!s->index) return STEP_NEXT;
+  if (check_loads(m, t, op, s, TASK_LOAD) == STEP_FAIL) return STEP_FAIL;
+  return check_loads(m, t, op, s, TASK_FETCH);
 }
 
 static step exec_enter(pm_machine *m, thread *t, const instr *i) {

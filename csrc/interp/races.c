@@ -63,7 +63,8 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
                                        [LANES] = "",
                                        [TMA] = "TMA, for ",
                                        [TENSOR_CORE] = "the tensor core, for ",
-                                       [ST_ASYNC] = "st.async, for "};
+                                       [ST_ASYNC] = "st.async, for ",
+                                       [CP_ASYNC] = "cp.async, for "};
   char agent[400];
   s->touch = touch_names[e->touch];
   s->ref = e->mem->name;
@@ -107,6 +108,10 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
     case COPIES: snprintf(buf, n, "wait for the first on barrier '%s'", a->i->mem3->name); break;
     case REMOTE: snprintf(buf, n, "wait for the first on barrier '%s'", a->i->mem2->name); break;
     case STORES:
+      if (a->maker == CP_ASYNC) {
+        snprintf(buf, n, "wait for the first: wait_gmem_to_smem(); %s", reader);
+        return;
+      }
       snprintf(buf, n, "wait for the first: wait_smem_to_gmem(), not with wait_read_only=True; %s",
                reader);
       break;
@@ -521,6 +526,10 @@ static bool begin_engine(tracker *x, pm_machine *m, const task *k, const located
     maker = LANES;
     id = pm_race_agent_id(m, OWN, k->issuer);
     time = pm_clock_at(&k->issued, id, SEEN);
+  } else if (k->kind == TASK_FETCH) {
+    maker = CP_ASYNC;
+    id = pm_race_agent_id(m, STORES, k->owner);
+    time = (uint32_t)k->group + 1;
   } else if (k->kind == TASK_STORE) {
     id = pm_race_agent_id(m, smem ? STORE_READS : STORES, k->owner);
     time = (uint32_t)k->group + 1;

@@ -21,7 +21,7 @@ struct seen {
 typedef enum component {
   OWN,         /* plain accesses: an agent's own time */
   STORE_READS, /* bulk groups whose SMEM was read */
-  STORES,      /* bulk groups that are complete */
+  STORES,      /* groups that are complete: bulk groups, or of cp.async */
   PRODUCTS,    /* wgmmas that are complete */
   COPIES,      /* of a barrier: phases that TMA had a part in */
   REMOTE,      /* of a barrier: the same of st.async */
@@ -30,7 +30,7 @@ typedef enum component {
 } component;
 
 /* Who made an access. LANES: plain loads and stores that do the work of an engine. */
-typedef enum maker { THREAD, LANES, TMA, TENSOR_CORE, ST_ASYNC } maker;
+typedef enum maker { THREAD, LANES, TMA, TENSOR_CORE, ST_ASYNC, CP_ASYNC } maker;
 typedef enum touch { READ, WRITE, ATOMIC } touch;
 
 /* An access, as the shadow remembers it. Who has seen `time` of the component knows it complete. */

@@ -356,8 +356,8 @@ void pm_time_issue(pm_machine *m, const thread *t, task *k) {
   const int64_t cycles = pm_cdiv(bytes_of(k), GMEM_PER_CYCLE);
   const int64_t begin = reserve(&e[COPIES], now, cycles);
   k->done = begin + cycles + COPY_LATENCY;
-  if (k->kind == TASK_STORE) issue_store(m, k, begin + cycles);
-  add_async(m, k->kind == TASK_LOAD ? PM_TIME_COPY_IN : PM_TIME_COPY_OUT, k, now,
+  if (k->kind != TASK_LOAD) issue_store(m, k, begin + cycles);
+  add_async(m, k->kind == TASK_STORE ? PM_TIME_COPY_OUT : PM_TIME_COPY_IN, k, now,
             k->smem.mem->name);
 }
 

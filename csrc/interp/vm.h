@@ -388,15 +388,15 @@ struct thread {
   task *mma_first, *mma_last;                     /* not waited for, oldest first */
   task *mma_next;                                 /* the first of them that has not run */
   uint32_t n_mma;                                 /* all of them */
-  task *stores;                                   /* pending, any order */
+  task *stores;                                   /* of groups, pending, any order */
   task *tensor_first, *tensor_last, *tensor_next; /* not committed; the first that has not run */
   tmem_use *uses;
   tmem_done *finished;
   uint32_t n_uses, cap_uses, n_finished, cap_finished, n_commits;
-  int64_t groups; /* closed bulk groups */
+  int64_t groups; /* closed groups: bulk groups, or of cp.async (no target has both) */
 };
 
-typedef enum task_kind { TASK_LOAD, TASK_STORE, TASK_MMA, TASK_TENSOR, TASK_KINDS } task_kind;
+typedef enum task_kind { TASK_LOAD, TASK_FETCH, TASK_STORE, TASK_MMA, TASK_TENSOR, TASK_KINDS } task_kind;
 
 struct task {
   task_kind kind;
@@ -409,7 +409,7 @@ struct task {
   int64_t from, to;   /* the elements that are moved, of a collective copy */
   barrier *barrier;
   int64_t group;
-  bool read;                              /* a store whose SMEM was read */
+  bool read;                              /* of a group, and its source was read */
   tmem_place places[PM_VM_TMEM_OPERANDS]; /* as tensor_op.tmem */
   uint32_t n_places;
   bool accumulate;

@@ -3,7 +3,7 @@
 
 const pm_target pm_targets[PM_TARGET_COUNT] = {
 #define F(id) | PM_HAS_##id
-#define PM_FEATURE(id, what, instead)
+#define PM_FEATURE(id, what, instead, error)
 #define PM_TARGET(id, name, of_device, bytes, columns, blocks, cores, has) \
   [PM_TARGET_##id] = {.text = name,                                        \
                       .features = 0 has,                                   \
@@ -19,7 +19,7 @@ const pm_target pm_targets[PM_TARGET_COUNT] = {
 };
 
 const char *const pm_feature_names[PM_FEATURE_COUNT] = {
-#define PM_FEATURE(id, what, instead) [PM_FEATURE_##id] = #id,
+#define PM_FEATURE(id, what, instead, error) [PM_FEATURE_##id] = #id,
 #define PM_TARGET(id, text, capability, smem, tmem, cluster, sms, features)
 #include "targets.def"
 #undef PM_FEATURE
@@ -28,8 +28,10 @@ const char *const pm_feature_names[PM_FEATURE_COUNT] = {
 
 static const struct {
   const char *what, *instead;
+  pm_code code;
 } features[PM_FEATURE_COUNT] = {
-#define PM_FEATURE(id, needed, other) [PM_FEATURE_##id] = {.what = needed, .instead = other},
+#define PM_FEATURE(id, needed, other, error) \
+  [PM_FEATURE_##id] = {.what = needed, .instead = other, .code = PM_E_##error},
 #define PM_TARGET(id, text, capability, smem, tmem, cluster, sms, features)
 #include "targets.def"
 #undef PM_FEATURE
@@ -72,8 +74,7 @@ pm_code pm_target_check(const pm_target *t, uint32_t needed, const char *who, pm
                         pm_err *err) {
   for (int k = 0; k < PM_FEATURE_COUNT; k++) {
     if (!(needed & ~t->features & 1u << k)) continue;
-    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
-                   "%s needs %s, which %s lacks (targets that have it: %s); %s", who,
+    return pm_fail(err, features[k].code, "%s needs %s, which %s lacks (targets that have it: %s); %s", who,
                    features[k].what, t->text, pm_target_list(a, 1u << k), features[k].instead);
   }
   return PM_OK;

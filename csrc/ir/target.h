@@ -5,7 +5,7 @@
 #include "../base/base.h"
 
 typedef enum pm_feature {
-#define PM_FEATURE(id, what, instead) PM_FEATURE_##id,
+#define PM_FEATURE(id, what, instead, error) PM_FEATURE_##id,
 #define PM_TARGET(id, text, capability, smem, tmem, cluster, sms, features)
 #include "targets.def"
 #undef PM_FEATURE
@@ -16,7 +16,7 @@ typedef enum pm_feature {
 extern const char *const pm_feature_names[PM_FEATURE_COUNT]; /* "TMA" ... */
 
 enum { /* sets of features: PM_HAS_TMA | PM_HAS_CLUSTER ... */
-#define PM_FEATURE(id, what, instead) PM_HAS_##id = 1 << PM_FEATURE_##id,
+#define PM_FEATURE(id, what, instead, error) PM_HAS_##id = 1 << PM_FEATURE_##id,
 #define PM_TARGET(id, text, capability, smem, tmem, cluster, sms, features)
 #include "targets.def"
 #undef PM_FEATURE
@@ -32,7 +32,7 @@ typedef struct pm_target {
 } pm_target;
 
 typedef enum pm_target_id {
-#define PM_FEATURE(id, what, instead)
+#define PM_FEATURE(id, what, instead, error)
 #define PM_TARGET(id, text, capability, smem, tmem, cluster, sms, features) PM_TARGET_##id,
 #include "targets.def"
 #undef PM_FEATURE
@@ -46,7 +46,7 @@ const pm_target *pm_target_named(const char *text);
 const pm_target *pm_target_of_device(int capability);
 /* The first that has all of these features; the first of all if none has. */
 const pm_target *pm_target_with(uint32_t features);
-/* Fails with PM_E_NOT_IMPLEMENTED if the target lacks one of the features that `who` needs. */
+/* Fails with the feature's error if the target lacks one of the features that `who` needs. */
 pm_code pm_target_check(const pm_target *t, uint32_t features, const char *who, pm_arena *a,
                         pm_err *err);
 /* "sm_90a, sm_100a": those with all of the features */

@@ -795,9 +795,8 @@ static pm_code leader_copy(const pm_typing *t) {
        name(t), blocks);
 }
 
-static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
+static pm_code same_source(const pm_typing *t) {
   const pm_type *src = type_in(t, 0), *dst = type_in(t, 1);
-  (void)out;
   if (src->dtype != dst->dtype) {
     FAIL(VALUE, "%s: src has dtype %s, dst %s; they must be equal", name(t),
          pm_dtypes[src->dtype].text, pm_dtypes[dst->dtype].text);
@@ -806,11 +805,21 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "%s: src has shape %s, dst %s; they must be equal", name(t), show_shape(t, src),
          show_shape(t, dst));
   }
-  uint32_t fixed = t->code == PM_OP_COPY_G2S ? 3 : 2;
-  if (word(t, PM_ATTR_PREDICATED) != (int64_t)(t->n_in - fixed)) {
-    FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
-  }
-  pm_code rc = pm_own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
+  return PM_OK;
+}
+
+/* `fixed`: operands besides the predicate */
+static pm_code predicated(const pm_typing *t, uint32_t fixed) {
+  if (word(t, PM_ATTR_PREDICATED) == (int64_t)(t->n_in - fixed)) return PM_OK;
+  FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
+}
+
+static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
+  const uint32_t fixed = t->code == PM_OP_COPY_G2S ? 3 : 2;
+  (void)out;
+  pm_code rc = same_source(t);
+  if (!rc) rc = predicated(t, fixed);
+  if (!rc) rc = pm_own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
   if (!rc && (fixed == 3 || word(t, PM_ATTR_COMBINE))) rc = pm_one_device(t, fixed == 2, "GMEM");
   if (rc || fixed == 2) return rc ? rc : check_combine(t);
   if ((rc = pm_single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
@@ -819,6 +828,14 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
   }
   if ((rc = pm_flavour(t, 2, false))) return rc;
   return word(t, PM_ATTR_LEADER) ? leader_copy(t) : PM_OK;
+}
+
+static pm_code pm_type_cp_async(const pm_typing *t, pm_type *out) {
+  (void)out;
+  pm_code rc = same_source(t);
+  if (!rc) rc = predicated(t, 2);
+  if (!rc) rc = pm_own_block(t, 1, "dst");
+  return rc ? rc : pm_one_device(t, 0, "GMEM");
 }
 
 static pm_code pm_type_prefetch(const pm_typing *t, pm_type *out) {

@@ -583,11 +583,30 @@ static pm_code plan_prefetch(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_
   return PM_OK;
 }
 
+/* By cp.async, or by loads and stores where pieces of 4 bytes are too large: the generator finds
+ * out. */
+static pm_code plan_cp_async(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
+  memset(p, 0, sizeof *p);
+  if (pm_view_of(g, pm_in(g, op, 0), true, &p->gmem, err)) return err->code;
+  if (pm_view_of(g, pm_in(g, op, 1), true, &p->smem, err)) return err->code;
+  if (p->gmem.reshaped && *pm_attr(g, op, PM_ATTR_OOB) != PM_OOB_PROMISE_IN_BOUNDS &&
+      !pm_view_in_bounds(g, &p->gmem)) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "copy_gmem_to_smem: the GMEM view is a reshape of a slice that is not provably "
+                   "inside the array; reshape the ref first and slice it then");
+  }
+  p->engine = PM_ENGINE_PLAIN;
+  p->promised = *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS;
+  return PM_OK;
+}
+
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
                      pm_err *err) {
   (void)t;
-  const bool prefetch = pm_get(g, op)->code == PM_OP_PREFETCH;
-  const pm_code code = prefetch ? plan_prefetch(g, op, out, err) : plan(g, op, out, err);
+  const int op_code = pm_get(g, op)->code;
+  const pm_code code = op_code == PM_OP_PREFETCH   ? plan_prefetch(g, op, out, err)
+                       : op_code == PM_OP_CP_ASYNC ? plan_cp_async(g, op, out, err)
+                                                   : plan(g, op, out, err);
   if (code) pm_err_op(err, g, op);
   return code;
 }

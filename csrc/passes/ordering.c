@@ -18,6 +18,8 @@ typedef enum pending_kind {
   LOADED_FROM, /* GMEM, by such a copy */
   STORING,     /* GMEM, by a copy of a bulk group */
   STORED_FROM, /* SMEM, by such a copy */
+  FETCHING,    /* SMEM, by a copy without a barrier */
+  FETCHED,     /* GMEM, by such a copy */
   MULTIPLYING, /* SMEM, an operand of a product */
   KINDS
 } pending_kind;
@@ -73,6 +75,8 @@ static const char *remedy(const pm_graph *g, const pending *p) {
     case LOADING:
     case LOADED_FROM: return "call plgpu.barrier_wait() on its barrier before";
     case STORED_FROM: return "call plgpu.wait_smem_to_gmem(0, wait_read_only=True) before";
+    case FETCHING:
+    case FETCHED: return "call plgpu.wait_gmem_to_smem(0) before";
     case STORING: return "call plgpu.wait_smem_to_gmem(0) before";
     default: return wgmma ? "call plgpu.wgmma_wait(0) before" : "wait for its barrier before";
   }
@@ -91,6 +95,8 @@ static void warn(checker *c, const pm_access *a, const pending *p) {
                                           [LOADED_FROM] = "may still be read by",
                                           [STORING] = "may still be written by",
                                           [STORED_FROM] = "may still be read by",
+                                          [FETCHING] = "may still be written by",
+                                          [FETCHED] = "may still be read by",
                                           [MULTIPLYING] = "may still be read by"};
   pm_graph *g = c->g;
   const pm_op *o = pm_get(g, a->op);
@@ -117,6 +123,7 @@ static pending_kind kind_of(const pm_access *a) {
   const bool smem = a->where == PM_IN_SMEM;
   if (a->completion == PM_COMPLETES_NOW)
     return smem && a->writes && a->proxy == PM_GENERIC ? STORED : KINDS;
+  if (a->completion == PM_COMPLETES_LANES) return smem ? FETCHING : FETCHED;
   if (a->proxy != PM_ASYNC) return KINDS;
   switch (a->completion) {
     case PM_COMPLETES_BARRIER: return !smem ? LOADED_FROM : a->writes ? LOADING : KINDS;
@@ -130,7 +137,8 @@ static bool conflicts(const pm_access *a, pending_kind kind) {
   const bool engine = a->proxy == PM_ASYNC;
   switch (kind) {
     case STORED: return engine && a->reads;
-    case LOADING: return true;
+    case LOADING:
+    case FETCHING: return true;
     case STORING: return !engine; /* copies may add to one place */
     default: return a->writes;
   }
@@ -227,6 +235,7 @@ static void walk(checker *c, pm_blk block, state *s) {
     if (forgets && o->n_regions) s->n = 0;
     if (pm_ops[o->code].effects & E_FENCE) forget(s, 1u << STORED);
     if (pm_awaits_products(g, op, &n)) forget(s, 1u << MULTIPLYING);
+    if (o->code == PM_OP_WAIT_CP_ASYNC) forget(s, 1u << FETCHING | 1u << FETCHED);
     if (o->code == PM_OP_WAIT_S2G)
       forget(s, 1u << STORED_FROM | (*pm_attr(g, op, PM_ATTR_READ_ONLY) ? 0 : 1u << STORING));
   }
