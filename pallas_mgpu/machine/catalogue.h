@@ -204,6 +204,9 @@ void host_tma_prefetch(const TensorMap *m, const i32 *c, u32 rank, int line);
 void host_bulk_prefetch(const void *p, u32 bytes, int line);
 void host_group_commit(int line);
 void host_group_wait(u32 n, bool read, int line);
+void host_cp_async(u32 dst, const void *src, u32 bytes, bool valid, int line);
+void host_cp_async_commit(int line);
+void host_cp_async_wait(u32 n, int line);
 void host_prefetch(const TensorMap *m, int line);
 void host_proxy_fence(bool global, int line);
 void host_wgmma(const HostWgmma *w, int line);
@@ -1022,6 +1025,19 @@ FN void bulk_group_wait(LINE) {
 template <int N>
 FN void bulk_group_wait_read(LINE) {
   host_group_wait(N, true, line);
+}
+template <int N>
+FN void cp_async(u32 dst, const void *src, LINE) {
+  host_cp_async(dst, src, N, true, line);
+}
+template <int N>
+FN void cp_async_or_zeros(u32 dst, const void *src, bool valid, LINE) {
+  host_cp_async(dst, src, N, valid, line);
+}
+FN void cp_async_commit(LINE) { host_cp_async_commit(line); }
+template <int N>
+FN void cp_async_wait(LINE) {
+  host_cp_async_wait(N, line);
 }
 FN void fence_proxy_async(LINE) { host_proxy_fence(false, line); }
 FN void fence_proxy_async_global(LINE) { host_proxy_fence(true, line); }

@@ -303,6 +303,11 @@ def _remedy(names, lacks, first, second):
         return (
             f"call plgpu.commit_smem() before the {engine}, in the thread that stores or issues it"
         )
+    if lacks == "wait":
+        return (
+            "wait for the first: plgpu.wait_gmem_to_smem(0); only the thread that issued it can,"
+            " and then tell others"
+        )
     if lacks == "drain":
         return "no proxy fence follows the load, which may be late"
     points = [names.point(x["block"]) for x in (first, second) if "block" in x]

@@ -275,6 +275,7 @@ static void thread_ends(Thread *t) {
       host_fail(g.ops[0]->line,
                 "the thread ends and nobody waited until this bulk store has read "
                 "its shared memory");
+  host_lane_copies_end(*t);
   report->n_facts = 0;
   m.progress++;
   t->done = true;
@@ -626,6 +627,8 @@ static void make_thread(Block &b, u32 k, u32 rank) {
   t.line = 0;
   t.done = false;
   t.groups.clear();
+  t.lane_group = nullptr;
+  t.lane_groups.clear();
   t.reads = t.writes = 0;
   t.stores = t.any = t.all = 0;
   t.fenced_stack.clear();

@@ -68,6 +68,7 @@ struct Mark {
   u16 wrote, was_read; /* clusters, for global memory; 0: none */
   u8 barrier;          /* part of an mbarrier */
   u8 atomic;           /* the writes were atomic: another atomic needs no order behind them */
+  u16 copied;          /* line of the cp.async that may still write it; 0: none */
 };
 
 /* Reads by engines, of 16 bytes: which of them, by whom and when. */
@@ -152,6 +153,8 @@ struct BulkGroup {
   bool awaited = false;
 };
 
+struct LaneGroup; /* cp_async.cpp */
+
 struct Thread : HostThread {
   void *stack_pointer;
   u8 *stack;
@@ -165,6 +168,8 @@ struct Thread : HostThread {
   Clock clock;
   BulkGroup open_group;
   std::vector<BulkGroup> groups;
+  std::shared_ptr<LaneGroup> lane_group; /* cp.async in no group yet; null: none */
+  std::vector<std::shared_ptr<LaneGroup>> lane_groups; /* not waited for; null: empty ones */
   u16 reads, writes; /* agents of its bulk stores, 0: none yet */
   u32 stores;
   u32 any, all;                 /* what the last bar.red found */
@@ -350,6 +355,7 @@ extern "C" void host_yield_poll();
 void host_meet(Request *r, void (*act)(Warp &));
 void host_same(Warp &w, const char *what, int line);
 void host_products_end(Warp &w); /* nothing of the warp is left behind */
+void host_lane_copies_end(const Thread &t);
 std::string host_place_of(Block &b, u32 offset);
 /* What a client that knows names makes a message of: "key value" pairs, one line each fact. */
 void host_fact(const char *format, ...) __attribute__((format(__printf__, 1, 2)));

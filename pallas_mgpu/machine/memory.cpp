@@ -4,7 +4,7 @@
 static const char *names[] = {"read", "write"};
 
 void Region::forget() {
-  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0, 0, 0, 0};
+  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0, 0, 0, 0, 0};
   marks.assign(size, none);
   for (EngineReads &e : engine_reads) e.n = 0;
   crowds.clear();
@@ -85,6 +85,18 @@ unread(const Region &r, size_t at, u16 reader, const Mark &b, const Stamp &s) {
             "write of byte %zu of %s by an engine: no proxy fence stands after its read by %s in "
             "line %d",
             at, r.name, whom(reader, text, sizeof text), b.read_line);
+}
+
+/* What may still be written is in no order with anything. */
+static void in_flight(const Region &r, size_t at, int access, const Mark &b, const Stamp *s,
+                      int line) {
+  if (!b.copied) return;
+  host_fact("kind race");
+  host_fact("lacks wait");
+  host_fact_access("write", r, at, b.writer, b.copied);
+  host_fact_access(names[access], r, at, own(s), line);
+  host_fail(line, "%s of byte %zu of %s while the cp.async of line %d may still write it",
+            names[access], at, r.name, b.copied);
 }
 
 /* ---- other clusters, other launches -------------------------------------------------------- */
@@ -262,6 +274,7 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
+    in_flight(r, k, 0, b, nullptr, line);
     if (read_among_clusters(r, b, k, nullptr, line)) {
     } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, nullptr, line);
@@ -342,6 +355,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
       value = r.bytes[at + k];
     }
     if (b.barrier) in_barrier(r, at + k, line);
+    in_flight(r, at + k, 1, b, nullptr, line);
     write_among_clusters(r, b, at + k, same, false, nullptr, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
       unordered(r, at + k, 1, "read", reader_of(r, b, at + k, t), b.read_line, nullptr, line);
@@ -369,6 +383,7 @@ static void thread_updates(Region &r, size_t at, size_t n, int line) {
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
+    in_flight(r, k, 1, b, nullptr, line);
     if (b.writer == NOBODY && !b.wrote && !r.born_written) uninitialised(r, k, nullptr, line);
     write_among_clusters(r, b, k, false, true, nullptr, line);
     if (!reads_are_ordered(r, b, k, t))
@@ -397,6 +412,7 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
+    in_flight(r, k, 0, b, &s, s.line);
     if (read_among_clusters(r, b, k, &s, s.line)) {
     } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, &s, s.line);
@@ -427,6 +443,7 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
+    in_flight(r, k, 1, b, &s, s.line);
     write_among_clusters(r, b, k, r.bytes[k] == ((const u8 *)from)[k - at], update, &s, s.line);
     if (b.reader == MANY) {
       const std::vector<u32> &read = crowd_of(r, k).read;
