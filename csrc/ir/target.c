@@ -52,6 +52,11 @@ const pm_target *pm_target_of_device(int capability) {
   return NULL;
 }
 
+bool pm_target_runs_on(const pm_target *t, int capability) {
+  const bool alone = t->text[strlen(t->text) - 1] == 'a';
+  return alone ? capability == t->capability : capability >= t->capability;
+}
+
 const pm_target *pm_target_with(uint32_t needed) {
   for (int k = 0; k < PM_TARGET_COUNT; k++) {
     if (pm_target_has(&pm_targets[k], needed)) return &pm_targets[k];

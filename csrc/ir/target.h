@@ -44,6 +44,9 @@ extern const pm_target pm_targets[PM_TARGET_COUNT];
 /* NULL: not in the table. */
 const pm_target *pm_target_named(const char *text);
 const pm_target *pm_target_of_device(int capability);
+/* Do devices of this compute capability run what is compiled for the target? Targets with an
+ * architecture of their own (sm_90a) run there alone. */
+bool pm_target_runs_on(const pm_target *t, int capability);
 /* The first that has all of these features; the first of all if none has. */
 const pm_target *pm_target_with(uint32_t features);
 /* Fails with the feature's error if the target lacks one of the features that `who` needs. */

@@ -1,4 +1,9 @@
-/* Products on targets without wgmma: mma, whose operands are all in registers.
+/* What targets that lack an instruction do instead.
+ *
+ * Without dependent launches, the grids before this one are finished when it starts: the ops that
+ * await them, and that let the next one start, are left out.
+ *
+ * Products without wgmma: mma, whose operands are all in registers.
  *
  *     acc = alloc_acc x                      y = mma x, load a, load b
  *     wgmma acc, a, b                  ->
@@ -115,8 +120,17 @@ static void rewrite(pm_graph *g, pm_opid alloc) {
   drop(g, alloc);
 }
 
+static void drop_overlap(pm_graph *g) {
+  const uint32_t n = g->ops.n;
+  for (pm_opid op = 1; op < n; op++) {
+    const int code = pm_get(g, op)->code;
+    if (code == PM_OP_PDL_WAIT || code == PM_OP_PDL_LAUNCH) drop(g, op);
+  }
+}
+
 pm_code pm_make_mma(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)err;
+  if (!pm_target_has(t, PM_HAS_PDL)) drop_overlap(g);
   if (pm_target_has(t, PM_HAS_WGMMA)) return PM_OK;
   const uint32_t n = g->ops.n;
   for (pm_opid op = 1; op < n; op++) {

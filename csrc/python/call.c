@@ -306,13 +306,15 @@ static int choose_target(pmpy_call *c) {
   c->may_fall_back = c->emulated = false;
   if (p && p != Py_None && p != Py_False) {
     c->emulated = pmpy_attribute_is(p, "backend", "emulate") > 0;
-    return PyErr_Occurred() ? -1 : 0;
+    if (PyErr_Occurred()) return -1;
+  } else if (c->cuda) {
+    c->runs_on = c->device;
+  } else if (choose_backend(c) < 0) {
+    return -1;
   }
-  if (c->cuda) c->runs_on = c->device;
-  else if (choose_backend(c) < 0) return -1;
-  if (c->runs_on < 0 || !pm_device_target(c->runs_on, &c->target, &err)) return 0;
-  pmpy_raise(&err);
-  return -1;
+  const pm_code code = c->runs_on < 0 ? pm_asked_target(&c->target, &err)
+                                      : pm_device_target(c->runs_on, &c->target, &err);
+  return code ? pmpy_raise(&err), -1 : 0;
 }
 
 static PyObject *dispatch(pmpy_call *c) {

@@ -108,7 +108,8 @@ static PyObject *target(PyObject *Py_UNUSED(self), PyObject *args) {
   } else {
     int device = which == Py_None ? pmpy_fitting_device(why, sizeof why) : -1;
     if (which != Py_None && pmpy_device_ordinal(which, &device) < 0) return NULL;
-    if (device < 0) t = &pm_targets[0];
+    if (device < 0 && pm_asked_target(&t, &err)) return pmpy_raise(&err);
+    if (device < 0) t = t ? t : &pm_targets[0];
     else if (pm_device_target(device, &t, &err)) return pmpy_raise(&err);
   }
   PyObject *has = features_of(t);

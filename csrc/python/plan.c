@@ -75,6 +75,22 @@ static pm_code compile(void *ctx, pm_err *err) {
   return code;
 }
 
+/* Machine code is of GPUs of one major version; on later ones the driver compiles the PTX. */
+static pm_code load_for(step *s, const pm_target *t, pm_kernel **out, pm_err *err) {
+  pm_cubin code = s->p->cubin;
+  pm_device_info device;
+  char *ptx = NULL;
+  if (pm_device_get(s->device, &device, err)) return err->code;
+  if (device.capability / 10 != t->capability / 10) {
+    if (pm_compile_ptx(&s->p->program, pm_env_is_on(PM_ENV_LINEINFO), &ptx, &code.size, err))
+      return err->code;
+    code.image = ptx;
+  }
+  const pm_code result = pm_kernel_load(s->device, &code, &s->p->program, out, err);
+  pm_free(ptx);
+  return result;
+}
+
 static pm_code load(void *ctx, pm_err *err) {
   step *s = ctx;
   const pm_target *t, *compiled = s->p->graph->g->target;
@@ -88,7 +104,7 @@ static pm_code load(void *ctx, pm_err *err) {
                    s->device, t->text, compiled->text);
   if (compile(ctx, err)) return err->code;
   pm_kernel *k;
-  if (pm_kernel_load(s->device, &s->p->cubin, &s->p->program, &k, err)) return err->code;
+  if (load_for(s, t, &k, err)) return err->code;
   __atomic_store_n(&s->p->kernels[s->device], k, __ATOMIC_RELEASE);
   return PM_OK;
 }

@@ -6,6 +6,8 @@
  * use the parent's contexts, so every entry point refuses there. */
 #include "driver.h"
 
+#include "../base/env.h"
+
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -123,6 +125,32 @@ int pm_driver_version(void) {
 
 /* ---- devices ------------------------------------------------------------------------------ */
 
+pm_code pm_asked_target(const pm_target **out, pm_err *err) {
+  const char *asked = pm_env(PM_ENV_TARGET);
+  *out = *asked ? pm_target_named(asked) : NULL;
+  if (!*asked || *out) return PM_OK;
+  pm_arena arena;
+  pm_arena_init(&arena);
+  pm_fail(err, PM_E_VALUE, "the environment variable %s must be one of %s, got %s",
+          pm_env_table[PM_ENV_TARGET].variable, pm_target_list(&arena, 0), asked);
+  pm_arena_free(&arena);
+  return err->code;
+}
+
+/* What kernels are compiled for on a device: for what the user asks, if it can run it. */
+static pm_code choose_target(pm_device_info *info, pm_err *err) {
+  const pm_target *asked;
+  info->target = pm_target_of_device(info->capability);
+  if (pm_asked_target(&asked, err) || !asked) return err->code;
+  info->target = asked;
+  if (pm_target_runs_on(asked, info->capability)) return PM_OK;
+  return pm_fail(err, PM_E_VALUE,
+                 "the environment variable %s is %s, which CUDA device %d (%s, compute capability "
+                 "%d.%d) does not run",
+                 pm_env_table[PM_ENV_TARGET].variable, asked->text, info->ordinal, info->name,
+                 info->capability / 10, info->capability % 10);
+}
+
 static pm_code set_up(int ordinal, pm_device *d, pm_err *err) {
   pm_device_info *info = &d->info;
   cu_device dev;
@@ -141,7 +169,7 @@ static pm_code set_up(int ordinal, pm_device *d, pm_err *err) {
       (r = pm_cu.cuDeviceTotalMem(&bytes, dev)))
     return pm_cu_fail(err, PM_E_DRIVER, r, "CUDA device %d cannot be queried", ordinal);
   info->capability = major * 10 + minor;
-  info->target = pm_target_of_device(info->capability);
+  if (choose_target(info, err)) return err->code;
   info->smem_optin = smem;
   info->memory_bytes = (int64_t)bytes;
   if ((r = pm_cu.cuDevicePrimaryCtxRetain(&d->context, dev)))

@@ -18,6 +18,8 @@ typedef struct pm_device_info {
 /* Number of CUDA devices, 0 when libcuda is missing (why is then told, unless NULL). */
 int pm_device_count(char *why, size_t why_size);
 pm_code pm_device_get(int ordinal, pm_device_info *out, pm_err *err);
+/* What the user asks kernels to be lowered for, whatever the GPU; NULL: nothing. */
+pm_code pm_asked_target(const pm_target **out, pm_err *err);
 /* What kernels are compiled for there; PM_E_NOT_IMPLEMENTED: for no such GPU. */
 pm_code pm_device_target(int ordinal, const pm_target **out, pm_err *err);
 /* Where to look for libnvrtc first (a path found by cuda-pathfinder), before the loader's own

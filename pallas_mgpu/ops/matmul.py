@@ -28,11 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, nn, pl
+from pallas_mgpu import _core, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _few_rows, _tensor_memory
+from . import _few_rows, _tensor_memory, _warp_mma
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -50,6 +50,7 @@ from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
 from ._tensor_memory import TensorMemoryConfig
+from ._warp_mma import MmaConfig
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -699,6 +700,22 @@ def _in_tensor_memory(x, operands, config, sms, interpret):
     return with_padding(product, pads)
 
 
+def _on_warps(x, operands, config, accumulate, interpret):
+    """The kernel for GPUs with mma.sync alone. operands: a, b, scale_a, scale_b."""
+    a, b, scale_a, scale_b = operands
+    target = _core.target(a.device)
+    if a.dtype.name in FP8 or accumulate:
+        what = "8-bit operands" if a.dtype.name in FP8 else "accumulate=True"
+        raise NotImplementedError(
+            f"matmul: {what} on {target['name']}; use float16 or bfloat16 operands, and add to"
+            " what is there in a step of its own"
+        )
+    _check_unscaled(a, scale_a, scale_b)
+    config = config or _warp_mma.choose(x.m, x.n, x.k, plgpu.sm_count(a.device))
+    product = _warp_mma.kernel(x, config, target["name"], interpret)
+    return with_padding(product, [padding_of(a, interpret), padding_of(b, interpret), None])
+
+
 def _check_unscaled(a, scale_a, scale_b):
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         if scale is not None:
@@ -762,6 +779,9 @@ def matmul(
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
+    if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
+        operands = a, b, scale_a, scale_b
+        return _on_warps(x, operands, config, accumulate, interpret)
     if accumulate:
         _check_accumulation(x, a, config)
         x = x._replace(accumulate=True)

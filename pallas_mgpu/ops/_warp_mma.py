@@ -1,0 +1,231 @@
+"""Matrix product for GPUs whose tensor cores take operands from registers (mma.sync): sm_80, sm_86,
+sm_89 and sm_120a.
+
+A block is one warpgroup and computes one tile of the result. It fills a ring of slots in shared
+memory, each a tile of A and a tile of B, by copies that run some steps ahead: by cp.async, or by
+TMA where the GPU has it. Per step it waits for one slot, starts the copies for the slot that it
+read the step before, brings both tiles to registers (ldmatrix, without bank conflicts, since the
+tiles are swizzled) and multiplies. The ring leaves room for a second block on the SM, whose
+products hide the waits of the first.
+
+The result goes through the shared memory of the ring, so that lanes store 16 bytes of a row.
+
+K is summed in the same order whatever the tile: results do not depend on M, N or the config."""
+
+import math
+from typing import NamedTuple
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import swizzled
+
+BLOCKS_PER_SM = 2
+
+
+class MmaConfig(NamedTuple):
+    """How a product by mma.sync is tiled (sm_80, sm_86, sm_89, sm_120a).
+
+    ``tile_m``: rows of a tile, 64 or 128; ``tile_n``: columns, 64 or 128; ``step``: elements of K
+    per slot, 32 or 64; ``stages``: slots of the ring, from 2; 0: as many as leave room for a second
+    block on the SM. ``group``: rows of tiles worked on together, for the L2."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    step: int = 32
+    stages: int = 0
+    group: int = 8
+
+
+def runs_here(device):
+    """Do the tensor cores of the device take operands from registers alone?"""
+    return not {"WGMMA", "TCGEN05"} & set(_core.target(device)["features"])
+
+
+def room_of_block(target, blocks=BLOCKS_PER_SM):
+    """Bytes of shared memory that a block may use if so many share an SM. 1024 bytes of each are
+    the system's."""
+    return (target["smem"] + 1024) // blocks - 1024
+
+
+class _Plan:
+    def __init__(self, x, cfg, target):
+        self.x, self.cfg = x, cfg
+        self.by_tma = "CP_ASYNC" not in target["features"]
+        self.tiles_m, self.tiles_n = pl.cdiv(x.m, cfg.tile_m), pl.cdiv(x.n, cfg.tile_n)
+        self.steps = pl.cdiv(x.k, cfg.step)
+        self.group = min(cfg.group, self.tiles_m)
+        self.chunk = 128 // x.out_dtype.itemsize  # columns that are stored at once
+        slot = (cfg.tile_m + cfg.tile_n) * cfg.step * x.dtypes[0].itemsize
+        most = (room_of_block(target) - 256) // slot
+        self.stages = cfg.stages or max(2, min(most, 8, max(self.steps, 2)))
+        if self.stages * slot + 256 > target["smem"]:
+            raise ValueError(
+                f"matmul: {self.stages} slots of {slot} bytes exceed the {target['smem']} bytes of"
+                f" shared memory of {target['name']}, got {cfg}"
+            )
+
+    def scratch(self):
+        x, cfg, stages = self.x, self.cfg, self.stages
+        a_tile = (cfg.step, cfg.tile_m) if x.ta else (cfg.tile_m, cfg.step)
+        b_tile = (cfg.tile_n, cfg.step) if x.tb else (cfg.step, cfg.tile_n)
+        ring = [
+            plgpu.SMEM((stages, *tile), t, transforms=swizzled(min(tile[1], 64), t))
+            for tile, t in zip((a_tile, b_tile), x.dtypes)
+        ]
+        o_tile = (cfg.tile_m, self.chunk)
+        o_smem = plgpu.SMEM(o_tile, x.out_dtype, transforms=swizzled(self.chunk, x.out_dtype))
+        found = {"smem": plgpu.RefUnion(tuple(ring), o_smem)}
+        if self.by_tma:
+            found["full"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+        return found
+
+
+class _Block:
+    """One block of the kernel, while it is traced."""
+
+    def __init__(self, plan, refs):
+        self.plan, self.x, self.cfg = plan, plan.x, plan.cfg
+        vars(self).update(refs)
+        (self.a_smem, self.b_smem), self.o_smem = self.smem
+        self.row, self.col = self.origin(lax.axis_index("tile"))
+
+    def origin(self, t):
+        """First row and column of tile t."""
+        p, cfg = self.plan, self.cfg
+        band, inside = t // (p.group * p.tiles_n), t % (p.group * p.tiles_n)
+        height = p.group
+        if p.tiles_m % p.group:
+            height = jnp.minimum(p.tiles_m - band * p.group, p.group)
+        row, col = band * p.group + inside % height, inside // height
+        return row * cfg.tile_m, col * cfg.tile_n
+
+    def fetch(self, s, more):
+        """Starts the copies of step s, if there are more."""
+        x, cfg = self.x, self.cfg
+        slot = s % self.plan.stages
+        along_m, along_n = pl.ds(self.row, cfg.tile_m), pl.ds(self.col, cfg.tile_n)
+        along_k = pl.ds(s * cfg.step, cfg.step)
+        a = self.a.at[(along_k, along_m) if x.ta else (along_m, along_k)]
+        b = self.b.at[(along_n, along_k) if x.tb else (along_k, along_n)]
+
+        def copy(**how):
+            full = (self.full.at[slot],) if self.plan.by_tma else ()
+            plgpu.copy_gmem_to_smem(a, self.a_smem.at[slot], *full, **how)
+            plgpu.copy_gmem_to_smem(b, self.b_smem.at[slot], *full, **how)
+
+        if self.plan.by_tma:
+            pl.when(more)(copy)
+        else:  # steps that do not exist are groups, too, so that waits can count them
+            copy(predicate=more)
+
+    def wait(self, s):
+        """Until the slot of step s is full."""
+        stages = self.plan.stages
+        if self.plan.by_tma:
+            plgpu.barrier_wait(self.full.at[s % stages], phase=s // stages)
+        else:
+            plgpu.wait_gmem_to_smem(2 * (stages - 2))
+
+    def multiply(self):
+        p, x, cfg = self.plan, self.x, self.cfg
+        for s in range(p.stages - 1):
+            self.fetch(jnp.int32(s), jnp.int32(s) < p.steps)
+
+        def step(s, acc):
+            self.wait(s)
+            ahead = s + (p.stages - 1)
+            self.fetch(ahead, ahead < p.steps)
+            slot = s % p.stages
+            a, b = self.a_smem.at[slot], self.b_smem.at[slot]
+            a = (plgpu.transpose_ref(a, (1, 0)) if x.ta else a)[...]
+            b = (plgpu.transpose_ref(b, (1, 0)) if x.tb else b)[...]
+            return plgpu.mma(acc, a, b)
+
+        acc = jnp.zeros((cfg.tile_m, cfg.tile_n), jnp.float32)
+        return lax.fori_loop(0, p.steps, step, acc)
+
+    def store(self, acc):
+        """The result, a chunk of columns at a time."""
+        p, x, cfg = self.plan, self.x, self.cfg
+        if not p.by_tma:
+            plgpu.wait_gmem_to_smem(0)  # the slots become the buffer
+        vector = 16 // x.out_dtype.itemsize
+        stored = plgpu.Layout.WG_STRIDED((cfg.tile_m, p.chunk), vec_size=vector)
+        rows = pl.ds(self.row, cfg.tile_m)
+        for k in range(cfg.tile_n // p.chunk):
+            col = self.col + k * p.chunk
+            cols = pl.ds(col, p.chunk)
+            value = acc[:, k * p.chunk : (k + 1) * p.chunk]
+            if self.bias is not None:
+                inside = jnp.arange(p.chunk) < x.n - col
+                bias = pl.load(self.bias, (cols,), mask=inside, other=0).astype(jnp.float32)
+                value = value + bias[None, :]
+            if x.activation is not None:
+                value = x.activation(value)
+            self.o_smem[...] = value.astype(x.out_dtype)
+            value = plgpu.load(self.o_smem, (), layout=stored)
+            self.put(rows, cols, value)
+
+    def put(self, rows, cols, value):
+        x, cfg, chunk = self.x, self.cfg, self.plan.chunk
+        masks = []
+        if x.m % cfg.tile_m:
+            masks.append(lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.m - self.row)
+        if x.n % cfg.tile_n:
+            left = x.n - cols.start
+            left = pl.multiple_of(left, math.gcd(x.n, chunk)) if math.gcd(x.n, chunk) > 1 else left
+            masks.append(lax.broadcasted_iota(jnp.int32, value.shape, 1) < left)
+        if not masks:
+            self.o[rows, cols] = value
+            return
+        mask = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+        pl.store(self.o, (rows, cols), value, mask=mask)
+
+
+def choose(m, n, k, sms):
+    """The configuration for a shape: the largest tile that gives every SM its blocks; the one that
+    takes the fewest waves if none does."""
+
+    def time(tile):
+        rows, cols = tile
+        blocks = pl.cdiv(m, rows) * pl.cdiv(n, cols)
+        waves = pl.cdiv(blocks, sms * BLOCKS_PER_SM) if blocks > sms else 0.5
+        # a step takes the products of a tile, and what does not shrink with it
+        return waves * (rows * cols + 24 * (rows + cols)), -rows * cols
+
+    rows, cols = min(((128, 128), (128, 64), (64, 128), (64, 64)), key=time)
+    return MmaConfig(rows, cols, 32 if rows == cols == 128 else 64)
+
+
+def check(config):
+    c = config
+    sizes = c.tile_m in (64, 128) and c.tile_n in (64, 128) and c.step in (32, 64)
+    if not sizes or c.stages < 0 or c.stages == 1 or c.group < 1:
+        raise ValueError(
+            "matmul: an MmaConfig has a tile_m and a tile_n of 64 or 128, a step of 32 or 64,"
+            f" stages from 2 (or 0) and a group from 1; got {config}"
+        )
+
+
+@cached
+def kernel(x, config, target, interpret):
+    """The kernel for a Product of 16-bit floats. target: name of the GPU it is planned for."""
+    check(config)
+    plan = _Plan(x, config, _core.target(target))
+
+    def matmul(*refs, **scratch):
+        block = _Block(plan, x.named(*refs) | scratch)
+        block.store(block.multiply())
+
+    return plgpu.kernel(
+        matmul,
+        out_type=plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),
+        scratch_types=plan.scratch(),
+        grid=(plan.tiles_m * plan.tiles_n,),
+        grid_names=("tile",),
+        kernel_name="matmul",
+        interpret=interpret,
+    )
