@@ -102,7 +102,10 @@ static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask) {
 
 /* Text of the condition under which the op accesses memory, "" always; NULL: an array. */
 static const char *mask_of(pm_gen *e, pm_opid op) {
-  if (!pm_is_masked(pm_get(e->g, op)->code)) return "";
+  const pm_op *o = pm_get(e->g, op);
+  if (pm_has_attr(e->g, op, PM_ATTR_PREDICATED) && *pm_attr(e->g, op, PM_ATTR_PREDICATED))
+    return pm_scalar_of(e, pm_in(e->g, op, o->n_in - 1));
+  if (!pm_is_masked(o->code)) return "";
   pm_access a = pm_accesses(op);
   pm_next_access(e->g, &a);
   const pm_val mask = pm_in(e->g, op, a.writes ? 2 : 1); /* after the value that is written */
@@ -113,7 +116,7 @@ void pm_check_indices(pm_gen *e, pm_opid op) {
   const pm_graph *g = e->g;
   const char *mask = e->options->check_indices ? mask_of(e, op) : NULL;
   if (!mask) return;
-  const bool copies = pm_has_attr(g, op, PM_ATTR_ENGINE);
+  const bool copies = pm_has_attr(g, op, PM_ATTR_ENGINE) || pm_has_attr(g, op, PM_ATTR_OOB);
   const bool promised =
       pm_has_attr(g, op, PM_ATTR_OOB) && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS;
   pm_access a = pm_accesses(op);

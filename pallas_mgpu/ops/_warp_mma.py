@@ -50,6 +50,28 @@ def room_of_block(target, blocks=BLOCKS_PER_SM):
     return (target["smem"] + 1024) // blocks - 1024
 
 
+def fetch(more, full, *copies):
+    """Starts copies, pairs of a source and an SMEM ref, if there are more. full: their barrier; None:
+    by cp.async. Those that do not exist are groups, too, so that waits can count them."""
+
+    def start(*barrier, **how):
+        for source, slot in copies:
+            plgpu.copy_gmem_to_smem(source, slot, *barrier, **how)
+
+    if full is None:
+        start(predicate=more)
+    else:
+        pl.when(more)(lambda: start(full))
+
+
+def await_fetch(full, phase, pending):
+    """Waits for a phase of the barrier; without one until at most so many copies are in flight."""
+    if full is None:
+        plgpu.wait_gmem_to_smem(pending)
+    else:
+        plgpu.barrier_wait(full, phase=phase)
+
+
 class _Plan:
     def __init__(self, x, cfg, target):
         self.x, self.cfg = x, cfg
@@ -111,23 +133,14 @@ class _Block:
         a = self.a.at[(along_k, along_m) if x.ta else (along_m, along_k)]
         b = self.b.at[(along_n, along_k) if x.tb else (along_k, along_n)]
 
-        def copy(**how):
-            full = (self.full.at[slot],) if self.plan.by_tma else ()
-            plgpu.copy_gmem_to_smem(a, self.a_smem.at[slot], *full, **how)
-            plgpu.copy_gmem_to_smem(b, self.b_smem.at[slot], *full, **how)
-
-        if self.plan.by_tma:
-            pl.when(more)(copy)
-        else:  # steps that do not exist are groups, too, so that waits can count them
-            copy(predicate=more)
+        full = self.full.at[slot] if self.plan.by_tma else None
+        fetch(more, full, (a, self.a_smem.at[slot]), (b, self.b_smem.at[slot]))
 
     def wait(self, s):
         """Until the slot of step s is full."""
         stages = self.plan.stages
-        if self.plan.by_tma:
-            plgpu.barrier_wait(self.full.at[s % stages], phase=s // stages)
-        else:
-            plgpu.wait_gmem_to_smem(2 * (stages - 2))
+        full = self.full.at[s % stages] if self.plan.by_tma else None
+        await_fetch(full, s // stages, 2 * (stages - 2))
 
     def multiply(self):
         p, x, cfg = self.plan, self.x, self.cfg

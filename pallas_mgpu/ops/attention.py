@@ -26,12 +26,13 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _attention_tensor_memory, _tensor_memory
+from . import _attention_tensor_memory, _attention_warp_mma, _tensor_memory, _warp_mma
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
+from ._attention_warp_mma import MmaAttentionConfig
 from ._common import (
     SMEM_BYTES,
     CountedTiles,
@@ -516,6 +517,11 @@ def attention(
     scale = float(dim**-0.5 if scale is None else scale)
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse))
+    if config is None and _warp_mma.runs_here(q.device):
+        config = _attention_warp_mma.choose(queries, dim, _core.target(q.device))
+    if isinstance(config, MmaAttentionConfig):
+        target = _core.target(q.device)["name"]
+        return _attention_warp_mma.kernel(problem, config, target, interpret)
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryAttentionConfig()
     if isinstance(config, TensorMemoryAttentionConfig):
