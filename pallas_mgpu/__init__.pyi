@@ -1058,6 +1058,7 @@ class DeviceMesh:
         *,
         devices: Sequence[int] | None = None,
         group: object = None,
+        timeout: float | None = None,
     ) -> None: ...
     @property
     def size(self) -> int: ...

@@ -81,11 +81,17 @@ def mesh_call(
     outs: list[tuple[object, ...] | None],
     devices: tuple[int, ...] | None,
     ordered: bool,
+    mesh: int,
 ) -> list[object]: ...
+def mesh_watch(device: int, devices: int, milliseconds: int) -> int: ...
+def mesh_end(mesh: int, why: str) -> None: ...
+def mesh_check(mesh: int) -> None: ...
+def mesh_leave(milliseconds: int) -> None: ...
 def mesh_launch(
     kernel: Kernel,
     rank: int,
     devices: int,
+    mesh: int,
     args: tuple[object, ...],
     outs: tuple[object, ...],
     tables: list[tuple[list[int], int] | None],

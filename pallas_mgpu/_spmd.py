@@ -20,6 +20,7 @@ from ._kernel import RefKernel
 from ._mutable import MutableArray
 from ._names import show
 from ._types import ShapeDtypeStruct, _Frozen, _shape, ints
+from ._watch import watch_of
 
 
 def _torch(name=""):
@@ -50,13 +51,16 @@ class DeviceMesh(_Frozen):
         and group, the mesh is for the interpreter.
     group: a process group of ``torch.distributed`` with a process for each device, in the order of
         their ranks; each process uses its current CUDA device. ``True`` is the default group.
+    timeout: seconds after which a wait of a kernel for another device ends, 0: never; None:
+        PALLAS_MGPU_MESH_SECONDS. When waits have ended, or a process of the group has, or a launch
+        failed, every later call on the mesh is a DeadlockError that names the waits.
 
     ValueError where the numbers do not fit, or devices cannot access each other's memory.
     """
 
-    __slots__ = ("axis_names", "devices", "group", "shape")
+    __slots__ = ("axis_names", "devices", "group", "shape", "_watch")
 
-    def __init__(self, shape, axis_names, *, devices=None, group=None):
+    def __init__(self, shape, axis_names, *, devices=None, group=None, timeout=None):
         what = "DeviceMesh"
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         shape = ints(shape, f"{what}: shape")
@@ -77,7 +81,14 @@ class DeviceMesh(_Frozen):
                 raise ValueError(f"{what}: {n} devices are needed, got {devices}")
             if n > 1:
                 _core.mesh_connect(devices)
-        self._set(shape=shape, axis_names=names, devices=devices, group=group)
+        watch = watch_of((shape, names, devices, group), n, group, timeout)
+        self._set(shape=shape, axis_names=names, devices=devices, group=group, _watch=watch)
+
+    def __repr__(self):
+        return (
+            f"DeviceMesh(shape={self.shape}, axis_names={self.axis_names}, devices={self.devices},"
+            f" group={self.group})"
+        )
 
     @property
     def size(self):
@@ -93,10 +104,18 @@ class DeviceMesh(_Frozen):
         """Where device ``number`` is, as {name: index}."""
         return dict(zip(self.axis_names, map(int, np.unravel_index(number, self.shape))))
 
-    def __getstate__(self):
+    def __reduce__(self):
         if self.group is not None:
             raise TypeError("DeviceMesh: a mesh with a process group cannot be pickled")
-        return super().__getstate__()
+        after = self._watch and self._watch.timeout
+        make = functools.partial(DeviceMesh, devices=self.devices, timeout=after)
+        return make, (self.shape, self.axis_names)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 def _group(group, n):
@@ -323,7 +342,8 @@ class SpmdKernel:
                         f"{self.definition.name}: out[{k}] must be a list of {n} arrays"
                     )
             outs = [tuple(c[d] for c in columns) for d in range(n)]
-        results = _core.mesh_call(self.kernel, rows, outs, self.mesh.devices, self.ordered)
+        watch = self.mesh._watch.open(self.mesh.devices[0]) if self._on_gpus() and n > 1 else 0
+        results = _core.mesh_call(self.kernel, rows, outs, self.mesh.devices, self.ordered, watch)
         return self._collect(results, whole and out is None)
 
     def _outs(self, out, rows):
@@ -363,6 +383,7 @@ class SpmdKernel:
     def _call_rank(self, args, out):
         torch, dist = _torch(), _torch(".distributed")
         group = self.mesh.group
+        self.mesh._watch.check()
         if not all(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             raise TypeError(f"{self.definition.name}: CUDA tensors of this process are needed")
         if out is None:
@@ -389,6 +410,7 @@ class SpmdKernel:
             self.kernel,
             rank,
             self.mesh.size,
+            self.mesh._watch.open(torch.cuda.current_device()),
             tuple(args),
             tuple(made),
             tables,

@@ -9,6 +9,7 @@
  * SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first one zero
  * when it begins; not zero after it: it stopped, and the next words are a site, a value, a block,
  * x, y and z, and a thread of it.
+ * WATCH: a pm_watch_arg, of the waits for other devices.
  * PEERS, in kernels for a mesh of devices: u64 rank; for each of `peers`, the address of that
  * argument (-1: of the counters) on each device, as this one reaches it; then for each the address
  * at which a store goes to all devices, 0: there is none. Then the tensor maps of a TENSOR_MAP that
@@ -18,9 +19,16 @@ typedef enum pm_arg_kind {
   PM_ARG_POINTER,
   PM_ARG_COUNTERS,
   PM_ARG_SANITIZER,
+  PM_ARG_WATCH,
   PM_ARG_PEERS
 } pm_arg_kind;
 enum { PM_SANITIZER_WORDS = 8, PM_SANITIZE_SECONDS = 5 }; /* the latter: sanitize.cuh */
+
+/* As struct Watch of device/watch.cuh. */
+typedef struct pm_watch_arg {
+  uint64_t words;
+  uint32_t mesh, kernel, rank, none;
+} pm_watch_arg;
 
 /* What a program checks by itself: that a wait ends, or else that an index is inside. */
 typedef struct pm_program_site {
@@ -47,7 +55,7 @@ typedef struct pm_program {
   uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
     uint8_t kind;  /* pm_arg_kind */
-    int32_t param; /* kernel argument (operands, then outputs); COUNTERS, SANITIZER: -1 */
+    int32_t param; /* kernel argument (operands, then outputs); of other kinds: -1 */
     uint32_t map;  /* TENSOR_MAP: index in maps */
   } * args;
   uint32_t n_maps;

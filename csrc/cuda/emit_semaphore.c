@@ -18,6 +18,7 @@ pm_code pm_cuda_GLOBAL_SEMAPHORE(pm_gen *e, pm_opid op) {
 
 typedef struct semaphore {
   const char *address, *prefix, *scope; /* of the names of its functions; template argument */
+  const char *first;                    /* address of the first one of its ref */
 } semaphore;
 
 static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
@@ -32,6 +33,7 @@ static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
   pm_text_init(&t, e->arena);
   if (v.param >= 0) {
     s->address = pm_str(e, "(u32*)(%s)", pm_view_address(e, &v));
+    s->first = pm_str(e, "(u32*)%s", e->slot[v.base].text);
     s->prefix = "";
     s->scope = *pm_attr(e->g, op, PM_ATTR_SYSTEM) ? "<true>" : "<false>";
     return PM_OK;
@@ -42,6 +44,7 @@ static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
   } else {
     pm_put(&t, e->slot[v.base].text);
   }
+  s->first = global ? e->slot[v.base].text : NULL;
   for (uint32_t k = 0; k < v.n_terms; k++) {
     pm_putf(&t, " + %s", pm_term_text(e, &v.term[k], scale, false));
   }
@@ -78,8 +81,12 @@ pm_code pm_cuda_AWAIT(pm_gen *e, pm_opid op) {
   semaphore s;
   pm_note(e, op, "semaphore_wait");
   PM_TRY(semaphore_of(e, op, &s));
-  pm_print_wait_of_one(e, op, pm_str(e, "%ssemaphore_%s", s.prefix, how), s.scope,
-                       pm_str(e, "%s, %s", s.address, pm_scalar_of(e, pm_in(e->g, op, 1))));
+  const char *n = pm_scalar_of(e, pm_in(e->g, op, 1));
+  if (s.first && pm_n_devices(e->g) > 1 && !e->options->check_waits)
+    pm_print_watched_wait(e, op, how, s.address, n, s.first);
+  else
+    pm_print_wait_of_one(e, op, pm_str(e, "%ssemaphore_%s", s.prefix, how), s.scope,
+                         pm_str(e, "%s, %s", s.address, n));
   if (e->program->multicasts) pm_line(e, "fence_proxy_alias();");
   return PM_OK;
 }

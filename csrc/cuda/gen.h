@@ -88,7 +88,8 @@ struct pm_gen {
   uint32_t n_counters;      /* words: of NEXT_TILE and FETCH_TILE, then semaphores of the launch */
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
-  PM_VEC(pm_program_site) sites; /* of checks */
+  PM_VEC(pm_program_site) sites; /* of checks, or else of watched waits */
+  bool watches;                  /* there are such waits */
   pm_opid masked;                /* the masked access that is printed */
   uint32_t n_turns;              /* threads that take turns, 0: none do */
   uint32_t tmem_slot;            /* byte in SMEM of the address of tensor memory */
@@ -381,6 +382,11 @@ const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *
 void pm_print_wait(pm_gen *e, pm_opid op, const char *function, const char *arguments);
 void pm_print_wait_of_one(pm_gen *e, pm_opid op, const char *function, const char *scope,
                           const char *arguments);
+
+/* Until the semaphore at this address is at least n, or the host ends the waits of the mesh; then
+ * the kernel goes on to its end. how: wait or take; first: address of its ref. */
+void pm_print_watched_wait(pm_gen *e, pm_opid op, const char *how, const char *address,
+                           const char *n, const char *first);
 
 /* ---- the profiler (emit_profile.c) --------------------------------------------------------- */
 

@@ -7,7 +7,8 @@
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
  * then one to the counters of NEXT_TILE and FETCH_TILE, which are zero when a launch starts and
- * again when it ends; then, for a mesh of devices, the table of peers (remote.c). */
+ * again when it ends; then what checks and watched waits report to; then, for a mesh of devices,
+ * the table of peers (remote.c). */
 #define _GNU_SOURCE /* memmem */
 #include <stdlib.h>
 
@@ -463,7 +464,7 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   const pm_graph *g = e->g;
   pm_program *p = e->program;
   const char *sep = "\n    ";
-  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 2);
+  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 3);
   p->n_counters = e->n_counters;
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
@@ -489,7 +490,11 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   }
   p->n_sites = e->sites.n;
   p->sites = e->sites.at;
-  if (e->sites.n) {
+  if (e->watches) {
+    pm_putf(out, "%sconst __grid_constant__ Watch watch", sep);
+    add_arg(e, PM_ARG_WATCH, -1, 0);
+    sep = ",\n    ";
+  } else if (e->sites.n) {
     pm_putf(out, "%su32* sanitizer", sep);
     add_arg(e, PM_ARG_SANITIZER, -1, 0);
     sep = ",\n    ";

@@ -7,7 +7,12 @@
  * their overlap and the process its CUDA context. Where lanes have indices of their own, in an
  * array, those that are outside are noted, and their elements left out. What lies outside of an
  * argument is clipped by copies, so their side in global memory is not checked; nor are the starts
- * of views that are accessed under a mask that is an array. */
+ * of views that are accessed under a mask that is an array.
+ *
+ * Without the checks, waits for other devices of a mesh are watched: the host ends them where
+ * another device will not signal any more. A wait that was ended returns as if the semaphore had
+ * come, so that no lane waits for others that have left, and the kernel runs to its end; what it
+ * computes is not used. That costs nothing until a wait has looked at its semaphore many times. */
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -182,6 +187,18 @@ void pm_print_wait_of_one(pm_gen *e, pm_opid op, const char *function, const cha
   pm_line(e, "bool %s = false;", late);
   pm_line(e, "%s %s = %s;", pm_elected(e), late, call);
   stop_if(e, late);
+}
+
+void pm_print_watched_wait(pm_gen *e, pm_opid op, const char *how, const char *address,
+                           const char *n, const char *first) {
+  const uint32_t name = pm_value_of(e->g, pm_view_base(e->g, pm_in(e->g, op, 0)))->name;
+  const char *ref = name ? pm_str(e, "'%s'", e->g->strings.at[name]) : "the semaphores";
+  const pm_program_site s = {.waits = true, .ref = ref};
+  e->watches = true;
+  pm_line(e, "%s%ssemaphore_%s_watched<true>(%s, %s, %s, %uu, watch);",
+          e->lane ? "" : pm_elected(e), e->lane ? "" : " ", how, address, n, first,
+          add_site(e, op, s));
+  if (!e->lane) pm_line(e, "%s", pm_meet(e));
 }
 
 /* ---- the record ---------------------------------------------------------------------------- */

@@ -190,8 +190,8 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 }
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
-  static const char *const kinds[] = {"tensor_map", "pointer", "counters", "sanitizer",
-                                      "peers"}; /* enum pm_arg_kind */
+  static const char *const kinds[] = {"tensor_map", "pointer", "counters",
+                                      "sanitizer",  "watch",   "peers"}; /* enum pm_arg_kind */
   return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
@@ -251,10 +251,9 @@ static PyObject *given_info(const pm_graph *g, const pm_program *p) {
 /* Of a check: (file or None, line, op, ref, dimension, shape, size of a range, does it wait). */
 static PyObject *site_info(const pm_program *p, uint32_t k) {
   const pm_program_site *s = &p->sites[k];
-  return Py_BuildValue(
-      "(zIsNisLO)", s->file, s->line, s->op,
-      PyUnicode_FromFormat(s->of_view ? "a view of '%s'" : "'%s'", s->ref), (int)s->dim, s->shape,
-      (long long)s->size, s->waits ? Py_True : Py_False);
+  return Py_BuildValue("(zIsNisLO)", s->file, s->line, s->op,
+                       PyUnicode_FromFormat(s->of_view ? "a view of '%s'" : "'%s'", s->ref),
+                       (int)s->dim, s->shape, (long long)s->size, s->waits ? Py_True : Py_False);
 }
 
 static PyObject *i64_tuple(const int64_t *x, uint32_t n) {

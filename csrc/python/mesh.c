@@ -4,6 +4,7 @@
  * plan, since their arguments must agree in everything that it depends on. On the interpreter all
  * run as one machine. On GPUs every output is made and the kernel is loaded on every device before
  * the first launch, because a kernel that waits for its peers must not be waited for. */
+#include "../base/env.h"
 #include "kernel.h"
 #include "trace.h"
 
@@ -105,7 +106,8 @@ static int make_ready(pmpy_call *c, int device, place *p, pm_member *m) {
   return 0;
 }
 
-static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, const int64_t *gpus, bool ordered) {
+static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, const int64_t *gpus, bool ordered,
+                             uint32_t mesh) {
   if (!gpus) {
     PyErr_Format(PyExc_TypeError,
                  "kernel %U: the arrays are on GPUs, and the mesh has none: give it "
@@ -122,7 +124,7 @@ static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, const int64_t *gpus, 
   if (ok) {
     PMPY_ERR(err);
     pm_code code;
-    Py_BEGIN_ALLOW_THREADS code = pm_group_launch(members, n, ordered, &err);
+    Py_BEGIN_ALLOW_THREADS code = pm_group_launch(members, n, ordered, mesh, &err);
     Py_END_ALLOW_THREADS if (code) pmpy_raise(&err);
     ok = !code;
   }
@@ -140,15 +142,17 @@ static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, const int64_t *gpus, 
 
 /* ---- calls -------------------------------------------------------------------------------- */
 
-/* mesh_call(kernel, args, outs, devices, ordered): lists of a tuple for each device, an item of
- * outs may be None; ordinals of GPUs or None. A list of results. */
+/* mesh_call(kernel, args, outs, devices, ordered, mesh): lists of a tuple for each device, an item
+ * of outs may be None; ordinals of GPUs or None; the number of mesh_watch. A list of results. */
 static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
   (void)module;
-  if (n_args != 5 || Py_TYPE(args[0]) != pmpy.kernel_type || !PyList_Check(args[1]) ||
+  if (n_args != 6 || Py_TYPE(args[0]) != pmpy.kernel_type || !PyList_Check(args[1]) ||
       !PyList_Check(args[2]) || PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]))
     return PyErr_Format(PyExc_TypeError, "mesh_call: expected a kernel, two lists, and a bool");
   pmpy_kernel *k = (pmpy_kernel *)args[0];
   const uint32_t n = (uint32_t)PyList_GET_SIZE(args[1]);
+  const uint32_t mesh = (uint32_t)PyLong_AsUnsignedLong(args[5]);
+  if (PyErr_Occurred()) return NULL;
   int64_t ordinals[MOST];
   const int64_t *gpus = args[3] == Py_None ? NULL : ordinals;
   if (gpus && pmpy_ints(args[3], "mesh_call: devices", ordinals, MOST) != (int)n)
@@ -172,7 +176,7 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
                  "pallas_mgpu.machine.run.run_mesh",
                  k->name);
   } else if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
-  else if (code > 0) result = run_on_gpus(calls, n, gpus, args[4] == Py_True);
+  else if (code > 0) result = run_on_gpus(calls, n, gpus, args[4] == Py_True, mesh);
   if (calls) end_calls(calls, read);
   if (!result) pmpy_tidy_error();
   return result;
@@ -222,7 +226,7 @@ static int fill_table(pmpy_call *c, const pm_kernel *k, PyObject *tables, uint32
 }
 
 /* Calls counters(words) -> (addresses, address of all), then launches. */
-static int launch_rank(pmpy_call *c, uint32_t rank, uint32_t n, PyObject *tables,
+static int launch_rank(pmpy_call *c, uint32_t rank, uint32_t n, uint32_t mesh, PyObject *tables,
                        PyObject *counters, table *t) {
   const uint32_t n_params = c->n_in + c->plan->n_out;
   uint64_t own[PMPY_MAX_PARAMS];
@@ -240,26 +244,28 @@ static int launch_rank(pmpy_call *c, uint32_t rank, uint32_t n, PyObject *tables
                           .pointers = t->rows,
                           .counters = t->counters,
                           .all = t->all,
-                          .all_counters = t->all_counters};
+                          .all_counters = t->all_counters,
+                          .mesh = mesh};
   uint64_t record;
-  if (!pm_kernel_launch_in_mesh(k, own, t->counters[rank], &peers, c->stream, &record, &err) &&
+  if (!pm_watch_check(mesh, &err) &&
+      !pm_kernel_launch_in_mesh(k, own, t->counters[rank], &peers, c->stream, &record, &err) &&
       !pm_kernel_end_checks(k, c->stream, record, &err))
     return 0;
   pmpy_raise(&err);
   return -1;
 }
 
-/* mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): on this process'
+/* mesh_launch(kernel, rank, devices, mesh, args, outs, tables, counters, stream): on this process'
  * device. tables: for each operand and output (addresses on all devices, address of all) or None.
  */
 static PyObject *mesh_launch(PyObject *module, PyObject *args) {
   PyObject *kernel, *in, *out, *tables, *counters, *stream;
-  unsigned rank, n;
+  unsigned rank, n, mesh;
   pmpy_call c;
   (void)module;
-  if (!PyArg_ParseTuple(args, "O!IIO!O!O!OO:mesh_launch", pmpy.kernel_type, &kernel, &rank, &n,
-                        &PyTuple_Type, &in, &PyTuple_Type, &out, &PyList_Type, &tables, &counters,
-                        &stream))
+  if (!PyArg_ParseTuple(args, "O!IIIO!O!O!OO:mesh_launch", pmpy.kernel_type, &kernel, &rank, &n,
+                        &mesh, &PyTuple_Type, &in, &PyTuple_Type, &out, &PyList_Type, &tables,
+                        &counters, &stream))
     return NULL;
   if (n > PM_MAX_DEVICES || rank >= n)
     return PyErr_Format(PyExc_ValueError, "mesh_launch: rank %u of %u devices", rank, n);
@@ -279,7 +285,7 @@ static PyObject *mesh_launch(PyObject *module, PyObject *args) {
     t->pointers = PyMem_Calloc(n * n_params, sizeof *t->pointers);
     t->all = PyMem_Calloc(n_params, sizeof *t->all);
     if (!t->pointers || !t->all) PyErr_NoMemory();
-    else launch_rank(&c, rank, n, tables, counters, t);
+    else launch_rank(&c, rank, n, mesh, tables, counters, t);
     PyMem_Free(t->pointers);
     PyMem_Free(t->all);
   } else if (code > 0) {
@@ -304,12 +310,65 @@ static PyObject *connect(PyObject *module, PyObject *ordinals) {
   Py_RETURN_NONE;
 }
 
+/* ---- waits that can be ended --------------------------------------------------------------- */
+
+static PyObject *watch(PyObject *module, PyObject *args) {
+  unsigned n;
+  long long milliseconds;
+  int device;
+  uint32_t mesh;
+  PMPY_ERR(err);
+  (void)module;
+  if (!PyArg_ParseTuple(args, "iIL:mesh_watch", &device, &n, &milliseconds)) return NULL;
+  if (milliseconds < 0) milliseconds = pm_env_number(PM_ENV_MESH_SECONDS) * 1000;
+  if (pm_watch_new(device, n, (uint32_t)pm_min(milliseconds, UINT32_MAX), &mesh, &err))
+    return pmpy_raise(&err);
+  return PyLong_FromUnsignedLong(mesh);
+}
+
+static PyObject *end_waits(PyObject *module, PyObject *args) {
+  unsigned mesh;
+  const char *why;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "Is:mesh_end", &mesh, &why)) return NULL;
+  pm_watch_end(mesh, why);
+  Py_RETURN_NONE;
+}
+
+static PyObject *check_waits(PyObject *module, PyObject *number) {
+  const unsigned long mesh = PyLong_AsUnsignedLong(number);
+  PMPY_ERR(err);
+  (void)module;
+  if (PyErr_Occurred()) return NULL;
+  if (pm_watch_check((uint32_t)mesh, &err)) return pmpy_raise(&err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *leave(PyObject *module, PyObject *number) {
+  const unsigned long milliseconds = PyLong_AsUnsignedLong(number);
+  (void)module;
+  if (PyErr_Occurred()) return NULL;
+  Py_BEGIN_ALLOW_THREADS pm_watch_leave((uint32_t)milliseconds);
+  Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"mesh_call", (PyCFunction)(void (*)(void))mesh_call, METH_FASTCALL,
-     "mesh_call(kernel, args, outs, devices, ordered): call a kernel on all devices of its mesh."},
+     "mesh_call(kernel, args, outs, devices, ordered, mesh): call a kernel on all devices of its "
+     "mesh."},
     {"mesh_launch", mesh_launch, METH_VARARGS,
-     "mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): launch a kernel "
+     "mesh_launch(kernel, rank, devices, mesh, args, outs, tables, counters, stream): launch a "
+     "kernel "
      "of a mesh on the device of this process."},
+    {"mesh_watch", watch, METH_VARARGS,
+     "mesh_watch(device, devices, milliseconds): a number for a mesh, whose kernels' waits for "
+     "other devices end when mesh_end asks for it, or after some time (0: never, -1: as the "
+     "environment says)."},
+    {"mesh_end", end_waits, METH_VARARGS,
+     "mesh_end(mesh, why): end all waits of a mesh for other devices."},
+    {"mesh_check", check_waits, METH_O, "mesh_check(mesh): DeadlockError if its waits were ended."},
+    {"mesh_leave", leave, METH_O,
+     "mesh_leave(milliseconds): wait so long for kernels of meshes, then end their waits."},
     {"mesh_connect", connect, METH_O,
      "mesh_connect(devices): let each of these GPUs access the memory of all others."},
     {NULL, NULL, 0, NULL}};

@@ -55,6 +55,7 @@ enum {
 };
 
 enum { CU_CAPTURE_RELAXED = 2 };
+enum { CU_HOST_PORTABLE = 1, CU_HOST_MAPPED = 2 };
 #define CU_STREAM_LEGACY ((cu_stream)1)
 #define CU_STREAM_PER_THREAD ((cu_stream)2)
 

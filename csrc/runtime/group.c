@@ -183,14 +183,18 @@ static pm_code separate(const pm_member *m, uint32_t n, pm_member *out, pm_err *
 }
 
 static pm_code launch_all(const pm_member *m, uint32_t n, const uint64_t *const *pointers,
-                          const uint64_t *counters, pm_err *err) {
+                          const uint64_t *counters, uint32_t mesh, pm_err *err) {
   uint64_t records[MAX_DEVICES];
+  char why[sizeof err->text + 64];
   pm_code code = PM_OK;
   for (uint32_t i = 0; i < n; i++) {
-    const pm_peers peers = {.rank = i, .pointers = pointers, .counters = counters};
-    if (pm_kernel_launch_in_mesh(m[i].kernel, pointers[i], counters[i], &peers, m[i].stream,
-                                 &records[i], err))
-      return err->code;
+    const pm_peers peers = {.rank = i, .pointers = pointers, .counters = counters, .mesh = mesh};
+    if (!pm_kernel_launch_in_mesh(m[i].kernel, pointers[i], counters[i], &peers, m[i].stream,
+                                  &records[i], err))
+      continue;
+    snprintf(why, sizeof why, "a launch on rank %u failed: %s", i, err->text);
+    if (i) pm_watch_end(mesh, why); /* for those that were launched */
+    return err->code;
   }
   for (uint32_t i = 0; i < n; i++) { /* every record is freed; the first error counts */
     pm_err other = {0};
@@ -210,7 +214,8 @@ static pm_code take_counters(const pm_member *m, uint64_t *counters, pm_err *err
   return code;
 }
 
-pm_code pm_group_launch(const pm_member *given, uint32_t n, bool ordered, pm_err *err) {
+pm_code pm_group_launch(const pm_member *given, uint32_t n, bool ordered, uint32_t mesh,
+                        pm_err *err) {
   const uint64_t *pointers[MAX_DEVICES];
   uint64_t counters[MAX_DEVICES];
   pm_member m[MAX_DEVICES];
@@ -218,13 +223,14 @@ pm_code pm_group_launch(const pm_member *given, uint32_t n, bool ordered, pm_err
   if (n > MAX_DEVICES)
     return pm_fail(err, PM_E_NOT_IMPLEMENTED, "at most %d devices are supported", MAX_DEVICES);
   for (uint32_t i = 0; i < n; i++) devices[i] = given[i].device;
+  if (pm_watch_check(mesh, err)) return err->code;
   if (pm_group_connect(devices, n, err) || separate(given, n, m, err)) return err->code;
   for (uint32_t i = 0; i < n; i++) {
     pointers[i] = m[i].pointers;
     if (check_memory(&m[i], err) || take_counters(&m[i], &counters[i], err)) return err->code;
   }
   if (ordered && meet(m, n, err)) return err->code;
-  pm_code code = launch_all(m, n, pointers, counters, err);
+  pm_code code = launch_all(m, n, pointers, counters, mesh, err);
   for (uint32_t i = 0; i < n; i++) {
     pm_err other = {0};
     if (m[i].stream == given[i].stream) continue;

@@ -37,8 +37,10 @@ struct pm_kernel {
   int32_t peers[MAX_ARGS];
   bool multicasts;
   const char *name;
-  pm_program_site *sites; /* of checks; their text is interned */
+  pm_program_site *sites; /* of checks or of watched waits; their text is interned */
   uint32_t n_sites;
+  bool checks;     /* they are of checks */
+  uint32_t watch;  /* else its number for pm_watch_of */
   kept_maps *kept; /* NULL: it has no maps, or there was no memory */
 };
 
@@ -98,8 +100,7 @@ static pm_code check_program(const pm_program *p, pm_err *err) {
         p->n_peers, p->n_devices, n_encoded(p), MAX_TABLE, MAX_MAPS);
   for (uint32_t i = 0; i < p->n_args; i++) {
     const struct pm_program_arg *a = &p->args[i];
-    if (a->kind == PM_ARG_COUNTERS || a->kind == PM_ARG_SANITIZER || a->kind == PM_ARG_PEERS)
-      continue;
+    if (a->kind != PM_ARG_POINTER && a->kind != PM_ARG_TENSOR_MAP) continue;
     if (a->param < 0 || (uint32_t)a->param >= p->n_params ||
         (a->kind == PM_ARG_TENSOR_MAP && a->map >= p->n_maps))
       return pm_fail(err, PM_E_INTERNAL, "parameter %u of the program is out of range", i);
@@ -115,9 +116,10 @@ static kept_maps *keep_none(uint32_t n) {
   return kept;
 }
 
-static bool keep_sites(pm_kernel *k, const pm_program *p) {
+static pm_code keep_sites(pm_kernel *k, const pm_program *p, pm_err *err) {
+  bool watches = false;
   k->n_sites = p->n_sites;
-  if (!p->n_sites) return true;
+  if (!p->n_sites) return PM_OK;
   k->sites = pm_malloc(p->n_sites * sizeof *k->sites);
   for (uint32_t i = 0; k->sites && i < p->n_sites; i++) {
     pm_program_site *s = &k->sites[i];
@@ -127,7 +129,10 @@ static bool keep_sites(pm_kernel *k, const pm_program *p) {
     s->shape = intern(s->shape ? s->shape : "");
     if (s->file) s->file = intern(s->file);
   }
-  return k->sites;
+  if (!k->sites) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
+  for (uint32_t i = 0; i < p->n_args; i++) watches |= p->args[i].kind == PM_ARG_WATCH;
+  k->checks = !watches;
+  return watches ? pm_watch_kernel(k->name, k->sites, k->n_sites, &k->watch, err) : PM_OK;
 }
 
 static void prepare(pm_kernel *k, const pm_program *p) {
@@ -215,11 +220,7 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
   memset(k, 0, sizeof *k);
   k->device = d;
   prepare(k, p);
-  if (!keep_sites(k, p)) {
-    pm_fail(err, PM_E_MEMORY, "the host is out of memory");
-    goto failed;
-  }
-  if (pm_enter(d, &pushed, err)) goto failed;
+  if (keep_sites(k, p, err) || pm_enter(d, &pushed, err)) goto failed;
   cu_result r;
   pm_code code = pm_module_new(d, c, p->entry, p->n_counters, &k->module, &r, err);
   if (!code) r = set_attributes(k, p);
@@ -350,7 +351,7 @@ static pm_code begin_checks(const pm_kernel *k, void *stream, uint64_t *record, 
   static const uint32_t none[PM_SANITIZER_WORDS];
   const int device = k->device->info.ordinal;
   *record = 0;
-  if (!k->n_sites) return PM_OK;
+  if (!k->checks) return PM_OK;
   if (pm_stream_is_capturing(device, stream))
     return pm_fail(err, PM_E_RUNTIME,
                    "kernel %s: with %s each launch is awaited, which a stream that is being "
@@ -391,15 +392,20 @@ static pm_code launch(const pm_kernel *k, const uint64_t *pointers, cu_ptr count
   cu_tensor_map maps[MAX_MAPS];
   uint64_t table[MAX_TABLE];
   void *params[MAX_ARGS];
+  pm_watch_arg watch;
   pm_module_used(k->module, stream);
   cu_result r = make_maps(k, pointers, peers, maps, err);
   if (r || begin_checks(k, stream, record, err)) return err->code;
-  if (peers) fill_table(k, peers, table);
+  if (peers) {
+    fill_table(k, peers, table);
+    watch = pm_watch_of(peers->mesh, k->watch, peers->rank, k->device->info.ordinal);
+  }
   for (uint32_t i = 0; i < k->n_args; i++) {
     const struct pm_program_arg *a = &k->args[i];
     params[i] = a->kind == PM_ARG_TENSOR_MAP  ? (void *)&maps[k->first_map[a->map]]
                 : a->kind == PM_ARG_COUNTERS  ? (void *)&counters
                 : a->kind == PM_ARG_SANITIZER ? (void *)record
+                : a->kind == PM_ARG_WATCH     ? (void *)&watch
                 : a->kind == PM_ARG_PEERS     ? (void *)table
                                               : (void *)(uintptr_t)&pointers[a->param];
   }

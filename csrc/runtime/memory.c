@@ -179,7 +179,7 @@ pm_code pm_device_store(int device, uint64_t dst, uint32_t value, size_t bytes, 
 pm_code pm_synchronize(int device, void *stream, pm_err *err) {
   IN_CONTEXT(device, r, pm_cu.cuStreamSynchronize(stream));
   if (r) return pm_cu_fail(err, PM_E_LAUNCH, r, "work on CUDA device %d failed", device);
-  return PM_OK;
+  return pm_watch_results(err);
 }
 
 pm_code pm_stream_order(int device, void *before, void *after, pm_err *err) {

@@ -118,6 +118,7 @@ typedef struct pm_peers {
   const uint64_t *counters;        /* per device */
   const uint64_t *all;             /* per operand and output, where a store goes to all; or NULL */
   uint64_t all_counters;
+  uint32_t mesh; /* of pm_watch_new */
 } pm_peers;
 /* The words that a launch on this stream counts in; 0: it needs none. In the device's context. */
 pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters, pm_err *err);
@@ -143,9 +144,30 @@ typedef struct pm_member {
 /* Let each device reach the memory of all others: PM_E_VALUE names two that cannot. Once for each
  * pair. */
 pm_code pm_group_connect(const int *devices, uint32_t n, pm_err *err);
-/* Launch on all devices. ordered: no launch begins before what is in the streams of all. Nothing is
- * allocated, loaded or awaited between the launches. */
-pm_code pm_group_launch(const pm_member *members, uint32_t n, bool ordered, pm_err *err);
+/* Launch on all devices of a mesh, a number of pm_watch_new. ordered: no launch begins before what
+ * is in the streams of all. Nothing is allocated, loaded or awaited between the launches. */
+pm_code pm_group_launch(const pm_member *members, uint32_t n, bool ordered, uint32_t mesh,
+                        pm_err *err);
+
+/* ---- waits for other devices that can be ended (watch.c) ------------------------------------ */
+
+/* A mesh, of which this process launches on the device, among others. milliseconds: so long a wait
+ * may last, 0: for ever. */
+pm_code pm_watch_new(int device, uint32_t n_devices, uint32_t milliseconds, uint32_t *mesh,
+                     pm_err *err);
+/* A kernel with watched waits; its name and the texts of its sites stay. */
+pm_code pm_watch_kernel(const char *name, const pm_program_site *sites, uint32_t n,
+                        uint32_t *kernel, pm_err *err);
+pm_watch_arg pm_watch_of(uint32_t mesh, uint32_t kernel, uint32_t rank, int device);
+/* End all waits of a mesh. Only the first reason counts. */
+void pm_watch_end(uint32_t mesh, const char *why);
+/* PM_E_DEADLOCK with the waits that were ended, if the waits of the mesh are to end or have ended;
+ * mesh 0: there is none. */
+pm_code pm_watch_check(uint32_t mesh, pm_err *err);
+/* The same for meshes on which a wait was ended: once for each of them. */
+pm_code pm_watch_results(pm_err *err);
+/* The process exits: kernels of meshes may take so long, then their waits end. */
+void pm_watch_leave(uint32_t milliseconds);
 
 /* Path of the cache directory in use (PALLAS_MGPU_CACHE_DIR or the user's cache directory); static.
  */

@@ -1082,6 +1082,37 @@ FN bool block_semaphore_take_timed(u32 s, u32 n, u32 site, u32 *, LINE) {
   return false;
 }
 
+/* A wait that the host has ended, in its own words: see device/watch.cuh. */
+struct Watch {
+  u32 *words;
+  u32 mesh, kernel, rank;
+};
+template <bool SYSTEM>
+FN bool wait_watched(u32 *s, u32 n, bool take, u32 *first, u32 site, const Watch &w, int line) {
+  if (!w.words[0]) {
+    host_semaphore_wait(s, 0, n, take, line);
+    return true;
+  }
+  for (u32 looks = 0; looks < 64; looks++) {
+    if (host_semaphore_read(s, 0, line) < n) continue;
+    host_semaphore_wait(s, 0, n, take, line);
+    return true;
+  }
+  u32 *row = w.words + 8 + w.rank * 8;
+  const u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  const u32 words[7] = {w.kernel + 1, site, (u32)(s - first), *s, n, block, threadIdx.x};
+  for (u32 k = 0; k < 7 && (k || !row[0]); k++) row[k] = words[k];
+  return false;
+}
+template <bool SYSTEM>
+FN void semaphore_wait_watched(u32 *s, u32 n, u32 *first, u32 site, const Watch &w, LINE) {
+  wait_watched<SYSTEM>(s, n, false, first, site, w, line);
+}
+template <bool SYSTEM>
+FN void semaphore_take_watched(u32 *s, u32 n, u32 *first, u32 site, const Watch &w, LINE) {
+  wait_watched<SYSTEM>(s, n, true, first, site, w, line);
+}
+
 /* ---- the profiler -------------------------------------------------------------------------- */
 
 struct Profile {

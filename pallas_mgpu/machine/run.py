@@ -424,8 +424,17 @@ def table_of_peers(info, places, same, rank):
     return (ctypes.c_uint64 * (1 + max(n, 1) * (len(places) + 1)))(rank, *at, *everywhere)
 
 
-def arguments(info, places, same, rank):
-    """The kernel's parameters on one device."""
+class Watch(ctypes.Structure):
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("mesh", ctypes.c_uint32),
+        ("kernel", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+    ]
+
+
+def arguments(info, places, same, rank, watch):
+    """The kernel's parameters on one device. watch: address of the words by which waits end."""
     keep = []
     for kind, param, index in info["args"]:
         key = same[param] if param >= 0 else -1
@@ -440,15 +449,28 @@ def arguments(info, places, same, rank):
             keep.append((TensorMap * len(bases))(*[tensor_map(m, b, element) for b in bases]))
         elif kind == "peers":
             keep.append(table_of_peers(info, places, same, rank))
+        elif kind == "watch":
+            keep.append(Watch(watch, 1, 0, rank))
         else:
             keep.append(ctypes.c_uint64(places[rank].at[key]))
     return keep
 
 
 def launch_mesh(
-    text, info, library, sizes, same, n_args, places, seed, written=False, unwritten_ok=False
+    text,
+    info,
+    library,
+    sizes,
+    same,
+    n_args,
+    places,
+    seed,
+    written=False,
+    unwritten_ok=False,
+    watch=None,
 ):
-    """The same on all devices of a mesh, with a memory for each, at equal distances."""
+    """The same on all devices of a mesh, with a memory for each, at equal distances. watch: the
+    memory by which waits end."""
     first = sorted(set(same))
     counters = [m.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1)) for m in places]
     buffers = (Buffer * (len(places) * (len(first) + 1)))()
@@ -459,7 +481,8 @@ def launch_mesh(
         for k, j in enumerate(first):
             changes = j >= n_args or j in same[n_args:]
             buffers[row + k] = Buffer(m.at[j], sizes[j], not changes, j < n_args or written)
-    keep = [x for d in range(len(places)) for x in arguments(info, places, same, d)]
+    words = watch.at[0] if watch else None
+    keep = [x for d in range(len(places)) for x in arguments(info, places, same, d, words)]
     pointers = (ctypes.c_void_p * max(len(keep), 1))(*[ctypes.addressof(x) for x in keep])
     grid = list(info["grid"])
     if info.get("shares_grid"):  # any number of clusters will do
@@ -501,16 +524,18 @@ def launch_mesh(
         message = f"{info['entry']}, seed {seed}: {what}{where}\n{printed}"
         raise HostError(message, what, line.value, facts.value.decode(errors="replace"), printed)
     for words in counters:
-        if words.any():
+        if words.any() and not (watch and watch.bytes_of(0, 4).any()):
             raise HostError(
                 f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
             )
     return printed
 
 
-def run_mesh(lowered, args, outs, seed=0, *, written=False):
+def run_mesh(lowered, args, outs, seed=0, *, written=False, ended=None):
     """Run a lowered kernel on the devices of its mesh. `args`, `outs`: for each device its
-    operands and its outputs, which are written in place; written: what they hold counts."""
+    operands and its outputs, which are written in place; written: what they hold counts. ended: a
+    list; waits for other devices then end after a while, and the list gets for each device None, or
+    (site, element, value, target, block, thread) of a wait that ended so."""
     text, info = program(lowered)
     library, n = compile_kernel(text, info["entry"]), len(args)
     data = [[raw(x) for x in (*a, *o)] for a, o in zip(args, outs, strict=True)]
@@ -518,15 +543,23 @@ def run_mesh(lowered, args, outs, seed=0, *, written=False):
     words = 4 * (info.get("counters", 0) + 1)
     sizes = [x.size for x in data[0]]
     memory = Memory([*sizes, words], [*(max(p[2], 16) for p in info["params"]), 16], n)
+    watch = Memory([32 * (n + 1)], [16])
+    watched = watch.bytes_of(0, 32 * (n + 1)).view(np.uint32).reshape(n + 1, 8)
+    watched[0, 0] = ended is not None
     try:
         places = [memory.of(d) for d in range(n)]
         for place, row in zip(places, data):
             for k, x in enumerate(row):
                 place.bytes_of(k, x.size)[:] = x if written or k < len(args[0]) else 0xA5
-        printed = launch_mesh(text, info, library, sizes, same, len(args[0]), places, seed, written)
+        printed = launch_mesh(
+            text, info, library, sizes, same, len(args[0]), places, seed, written, watch=watch
+        )
+        if ended is not None:
+            ended[:] = [tuple(map(int, row[1:7])) if row[0] else None for row in watched[1:]]
         for place, row in zip(places, data):
             for k in range(len(args[0]), len(row)):
                 row[k][:] = place.bytes_of(same[k], row[k].size)
         return printed
     finally:
         memory.free()
+        watch.free()

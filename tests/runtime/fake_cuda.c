@@ -281,6 +281,12 @@ static R cuMemFree(P p) {
   free(at);
   return 0;
 }
+static R cuMemHostAlloc(void **p, size_t n, unsigned flags) {
+  (void)flags;
+  MAY_FAIL;
+  *p = calloc(1, n);
+  return 0;
+}
 static R cuPointerGetAttribute(void *v, int a, P p) {
   (void)p;
   if (a == 17) *(uint64_t *)v = S.foreign_pool;

@@ -927,6 +927,80 @@ def case_mesh():
     assert fake.fake_waits() >= waits + 2 and also
 
 
+def wait_for_the_other(x, o, arrived):
+    pl.semaphore_signal(arrived, device_id=1 - lax.axis_index("d"))
+    pl.semaphore_wait(arrived)
+    o[...] = x[...]
+
+
+def waiting(mesh):
+    scratch = [plgpu.SemaphoreType.REGULAR]
+    return plgpu.spmd(kernel(wait_for_the_other, scratch_types=scratch), mesh)
+
+
+class Watched(ctypes.Structure):
+    """struct Watch of the generated programs."""
+
+    _fields_ = [
+        ("words", ctypes.POINTER(ctypes.c_uint32)),
+        ("mesh", ctypes.c_uint32),
+        ("kernel", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+    ]
+
+
+def case_mesh_watch():
+    """Waits that were ended, by their kernel or by a launch that failed, are what later calls on
+    the mesh raise; a new mesh is not concerned."""
+    at = lambda: plgpu.DeviceMesh((2,), ("d",), devices=(0, 1), timeout=1.5)  # noqa: E731
+    mesh, seen, reports = at(), [], []
+    assert at() == mesh and hash(at()) == hash(mesh) and copy.copy(mesh) is mesh
+    assert pickle.loads(pickle.dumps(mesh)) == mesh
+    f, xs = waiting(mesh), [plgpu.device_put(x, d) for d in range(2)]
+
+    def run(params, record):
+        w = ctypes.cast(params[3], ctypes.POINTER(Watched))[0]  # after x, o, counters
+        seen.append((w.mesh, w.rank, w.words[0], w.words[1]))
+        if reports:
+            w.words[0] = 1
+            row = [w.kernel + 1, *reports[w.rank]]
+            for k, word in enumerate(row):
+                w.words[8 + 8 * w.rank + k] = word
+
+    keep = Callback(run)
+    fake.fake_set_kernel(keep)
+    f(xs)
+    assert [s[1:] for s in seen] == [(0, 0, 1500), (1, 0, 1500)] and seen[0][0] == seen[1][0]
+    reports += [(0, 0, 0, 1, 7, 133), (0, 0, 0, 1, 0, 0)]
+    y = f(xs)
+    line = wait_for_the_other.__code__.co_firstlineno + 2
+    first = (
+        r"lasted longer than the timeout of the mesh\. Make a new DeviceMesh.*\n  rank 0, kernel"
+        r" wait_for_the_other_kernel: semaphore_wait of element 0 of the semaphores, which is 0, for 1 or"
+        rf" more \(block 7, thread 1, warp 0\) at .*fake_driver.py:{line}\n  rank 1, "
+    )
+    refused(plgpu.DeadlockError, first, y[0].numpy)  # once, where results are looked at
+    y[0].numpy()
+    for _ in range(2):
+        refused(plgpu.DeadlockError, first, f, xs)
+    reports.clear()
+
+    again = at()
+    assert again != mesh and at() == again
+    g = waiting(again)
+    g(xs)
+    assert seen[-1][0] != seen[0][0]
+    fake.fake_fail(b"cuLaunchKernelEx", 719, 1)
+    refused(plgpu.LaunchError, "failed", g, xs)
+    refused(plgpu.DeadlockError, "a launch on rank 1 failed: the launch of kernel", g, xs)
+    refused(plgpu.DeadlockError, "timeout of the mesh", f, xs)
+    g = waiting(at())
+    fake.fake_fail(b"cuLaunchKernelEx", 719, 0)  # nobody waits for those that were not launched
+    refused(plgpu.LaunchError, "failed", g, xs)
+    g(xs)
+    refused(ValueError, "timeout must be seconds", plgpu.DeviceMesh, 2, "d", timeout=-1)
+
+
 def case_fork():
     """As in workers of a data loader: the child has the interpreter, the parent the GPU."""
     k, d = plus_one(), plgpu.device_put(x)

@@ -17,7 +17,8 @@ from pallas_mgpu import _core, pl
 HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "fake_driver.py").read_text(), re.M)
-CASES = [c for c in CASES if c not in ("mesh", "no_gpu", "other_gpu", "second_device", "targets")]
+MESHES = [c for c in CASES if c.startswith("mesh")]
+CASES = [c for c in CASES if c not in (*MESHES, "no_gpu", "other_gpu", "second_device", "targets")]
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +79,9 @@ def test_second_device(stand_in, tmp_path):
     run_case("second_device", stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
 
 
-def test_mesh(stand_in, tmp_path):
-    run_case("mesh", stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
+@pytest.mark.parametrize("case", MESHES)
+def test_mesh(case, stand_in, tmp_path):
+    run_case(case, stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
 
 
 def test_other_gpu(stand_in, tmp_path):

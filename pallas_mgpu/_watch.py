@@ -1,0 +1,137 @@
+"""Ends the waits of a mesh for devices that will not signal any more.
+
+Kernels look at words in host memory while they wait for other devices (csrc/runtime/watch.c). A wait
+ends when it has lasted longer than the timeout of its mesh. It ends at once when a launch on another
+device of this process failed, when the process of another device ended, or when the interpreter
+exits. A mesh whose waits were ended stays unusable, since its devices have counted different
+numbers of launches.
+
+Processes of a group tell each other their numbers when they make a mesh. A thread waits for the end
+of those on the same host, by file descriptors of the processes."""
+
+import atexit
+import contextlib
+import importlib
+import os
+import select
+import socket
+import threading
+
+from . import _core
+from ._names import show
+
+_LEAVE = 5000  # milliseconds that kernels may go on when the interpreter exits
+_known: dict = {}  # what describes a mesh: its watch
+
+
+class Watch:
+    """That of one mesh. The number of `_core.mesh_watch` is made for the first launch."""
+
+    def __init__(self, devices, timeout):
+        self.devices, self.timeout = devices, timeout
+        self.number, self.why = 0, None
+
+    def __repr__(self):
+        return f"<watch of {self.devices} devices>"
+
+    def open(self, device):
+        """The number for launches; DeadlockError if waits were ended before."""
+        self.check()
+        if not self.number:
+            after = -1 if self.timeout is None else int(self.timeout * 1000)
+            self.number = _core.mesh_watch(device, self.devices, after)
+            if self.why:  # meanwhile
+                _core.mesh_end(self.number, self.why)
+        return self.number
+
+    def end(self, why):
+        """End all waits, for a reason that later calls give."""
+        self.why = self.why or why
+        if self.number:
+            _core.mesh_end(self.number, self.why)
+
+    def check(self):
+        if self.number:
+            _core.mesh_check(self.number)
+        elif self.why:
+            raise _core.DeadlockError(
+                f"the mesh of {self.devices} devices cannot be used any more: {self.why}. Make a"
+                " new DeviceMesh, and arrays for it"
+            )
+
+    def is_over(self):
+        try:
+            self.check()
+        except _core.DeadlockError:
+            return True
+        return False
+
+
+def watch_of(what, n, group, timeout):
+    """The watch of a mesh, which equal meshes share; None: it has no GPUs. group: all of its
+    processes call this."""
+    bad = isinstance(timeout, bool) or not isinstance(timeout, (int, float, type(None)))
+    if bad or (timeout is not None and not 0 <= timeout < 4_000_000):
+        raise ValueError(
+            f"DeviceMesh: timeout must be seconds below 4,000,000, 0 for none, got {show(timeout)}"
+        )
+    *_, devices, _ = what
+    if devices is None and group is None:
+        return None
+    if not _known:
+        atexit.register(_core.mesh_leave, _LEAVE)
+    key = (*what, timeout)
+    found = _known.get(key)
+    usable = found is not None and not found.is_over()
+    processes = _processes(group, usable) if group is not None else []
+    if usable and all(p["usable"] for p in processes):
+        return found
+    made = _known[key] = Watch(n, timeout)
+    if n > 1:
+        _follow(made, processes)
+    return made
+
+
+def _processes(group, usable):
+    """What each process of a group says of itself."""
+    dist = importlib.import_module("torch.distributed")
+    own = {"usable": usable, "pid": os.getpid(), "host": socket.gethostname()}
+    with contextlib.suppress(OSError):  # processes of other containers have numbers of their own
+        own["space"] = os.readlink("/proc/self/ns/pid")
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return [dict(p, rank=r, near=p != own and _same_host(p, own)) for r, p in enumerate(everyone)]
+
+
+def _same_host(a, b):
+    return "space" in a and all(a[k] == b.get(k) for k in ("host", "space"))
+
+
+def _follow(watch, processes):
+    """End the waits once another process of this host has ended."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    ends, poll = {}, select.poll()
+    for p in processes:
+        if not p["near"] or p["pid"] == os.getpid():
+            continue
+        text = f"the process of rank {p['rank']} ({p['pid']}) has ended"
+        try:
+            fd = os.pidfd_open(p["pid"])
+        except ProcessLookupError:
+            watch.end(text)
+            continue
+        except OSError:  # not allowed here; the timeout remains
+            continue
+        ends[fd] = text
+        poll.register(fd, select.POLLIN)
+    if not ends:
+        return
+
+    def run():
+        for fd, _ in poll.poll():
+            watch.end(ends[fd])
+        for fd in ends:
+            os.close(fd)
+
+    threading.Thread(target=run, name="pallas_mgpu mesh", daemon=True).start()
