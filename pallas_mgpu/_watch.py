@@ -1,10 +1,10 @@
 """Ends the waits of a mesh for devices that will not signal any more.
 
-Kernels look at words in host memory while they wait for other devices (csrc/runtime/watch.c). A wait
-ends when it has lasted longer than the timeout of its mesh. It ends at once when a launch on another
-device of this process failed, when the process of another device ended, or when the interpreter
-exits. A mesh whose waits were ended stays unusable, since its devices have counted different
-numbers of launches.
+Kernels look at words in host memory while they wait for other devices (csrc/runtime/watch.c). A
+wait ends when it has lasted longer than the timeout of its mesh. It ends at once when a launch on
+another device of this process failed, when the process of another device ended, or when the
+interpreter exits. A mesh whose waits were ended stays unusable, since its devices have counted
+different numbers of launches.
 
 Processes of a group tell each other their numbers when they make a mesh. A thread waits for the end
 of those on the same host, by file descriptors of the processes."""

@@ -10,6 +10,9 @@ is one of the summands. Blocks send the tiles of a summand, float32, to the devi
 are, beginning with those of the next device and ending with their own. Then each block sums the
 tiles that it is in charge of, in the order of the ranks, once all of their summands are there.
 
+Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the sum of a
+tile goes to all devices. A kernel ends once all devices have told that their sums are there.
+
 Staging memory has two halves, and flags count up, as in distributed.py. Operands are fetched
 through a ring of slots in shared memory (_common.py). The blocks are persistent: all of them run
 at once, so that a block that waits for one of another device waits for one that runs."""
@@ -283,6 +286,102 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
     )
 
 
+@cached
+def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
+    size = mesh.size
+    tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
+    all_tiles = tiles_m * tiles_n
+    each = pl.cdiv(all_tiles, size)  # of a device; the last one of some is computed for nobody
+    ends = each * _CONSUMERS  # the flag of the end
+
+    def body(refs, flags, epochs, **scratch):
+        a, b, out, staging = refs
+        d = _Device(flags, epochs, axis, blocks)
+        products = _Products(k, scratch)
+        tiles = StaticTiles(each * size, blocks, d.block)
+
+        def place(tile):
+            tile = jnp.minimum(tile, all_tiles - 1)
+            return tile % tiles_m * _ROWS, tile // tiles_m * _COLUMNS
+
+        def device(t):
+            return (d.me + 1 + t // each) % size
+
+        def number(t):
+            return t % each * size + device(t)
+
+        def producer():
+            def fetch(t, it0):
+                return products.fetch([(True, a)], b, *place(number(t)), it0)
+
+            products.ring.drain(tiles.produce(fetch, jnp.int32(0)))
+
+        def parts(wg, row, col):
+            for c in range(_COLUMNS // _CHUNK):
+                yield c, (pl.ds(row + wg * 64, 64), pl.ds(col + c * _CHUNK, _CHUNK))
+
+        def consumer(wg):
+            def tell(t):
+                """What was sent of tile t is there."""
+                plgpu.wait_smem_to_gmem(0)
+                d.tell(device(t), t % each * _CONSUMERS + wg)
+
+            def send(t, carry):
+                it0, before = carry
+                value = products.sum(wg, it0)
+                pl.when(before >= 0)(lambda: tell(before))
+                target = d.on(staging, device(t)).at[d.half, d.me, t % each]
+                for c, where in parts(wg, 0, 0):
+                    part = value[:, c * _CHUNK : (c + 1) * _CHUNK]
+                    store(products.sums.at[wg, c], part, target.at[where])
+                return it0 + products.steps, t
+
+            tell(tiles.consume(send, (jnp.int32(0), jnp.int32(-1)))[1])
+            targets = [d.on(out, (d.me + s) % size) for s in range(size)]
+
+            def total(tile, _):
+                for s in range(size):
+                    d.hear(s, tile * _CONSUMERS + wg)
+                places = zip(parts(wg, 0, 0), parts(wg, *place(tile * size + d.me)))
+                for (_, source), (_, where) in places:
+                    value = staging[(d.half, 0, tile, *source)]
+                    for s in range(1, size):
+                        value = value + staging[(d.half, s, tile, *source)]
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    products.o_smem[wg] = value.astype(out_dtype)
+                    plgpu.commit_smem()
+                    for target in targets:
+                        plgpu.copy_smem_to_gmem(products.o_smem.at[wg], target.at[where])
+
+            mine = (all_tiles - d.me + (size - 1)) // size
+            StaticTiles(mine, blocks, d.block).consume(total, None)
+            plgpu.wait_smem_to_gmem(0)
+            for s in range(1, size):
+                d.tell((d.me + s) % size, ends)
+            for s in range(1, size):
+                d.hear((d.me + s) % size, ends, blocks * _CONSUMERS)
+
+        _roles(producer, consumer)
+        d.end()
+
+    return Collective(
+        mesh,
+        body,
+        "matmul_all_reduce",
+        [((m, n), out_dtype)],
+        [((2, size, each, _ROWS, _COLUMNS), np.dtype(np.float32))],
+        blocks,
+        interpret,
+        num_threads=_CONSUMERS + 1,
+        flags=(ends + 1, 1),
+        scratch_types={
+            **_Products.scratch(dtype),
+            "sums": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), jnp.float32),
+            "o_smem": plgpu.SMEM((_CONSUMERS, 64, _CHUNK), out_dtype),
+        },
+    )
+
+
 def _operands(a, b, mesh, what):
     x, y = distributed._operand(a, mesh, what), distributed._operand(b, mesh, what)
     dtype = distributed._dtype(x, what)
@@ -330,3 +429,18 @@ def matmul_reduce_scatter(
     most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), size))
     blocks = min(distributed._blocks(blocks, what), most)
     return _scattered(mesh, axis, m, k, n, dtype, out, blocks, interpret)(a, b)
+
+
+def matmul_all_reduce(a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None):
+    """The sum over the devices of A @ B, on all of them, while the summands travel.
+
+    a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
+    devices. Summands are float32, added in the order of the devices. Else as
+    :func:`all_gather_matmul`."""
+    what = "matmul_all_reduce"
+    (m, k, n), dtype = _operands(a, b, mesh, what)
+    axis, size = distributed._along(mesh, axis_name, what)
+    out = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
+    each = pl.cdiv(math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS))), size)
+    blocks = min(distributed._blocks(blocks, what), each * size)
+    return _reduced(mesh, axis, m, k, n, dtype, out, blocks, interpret)(a, b)

@@ -48,6 +48,21 @@ def test_all_gather_matmul(way, rng, shape, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("n", [2, 3])
+def test_matmul_all_reduce(way, rng, shape, n):
+    m, k, cols = shape
+    a, b = operands(rng, n, (m, k), bfloat16), operands(rng, n, (k, cols), bfloat16)
+    mesh, (x, y) = on(way, n, a, b)
+    interpret = None if way == "cuda" else params(3)
+    for _ in range(2):
+        got = ops.matmul_all_reduce(x, y, mesh, blocks=3, out_dtype=np.float32, interpret=interpret)
+    want = sum(p.astype(np.float32) @ q.astype(np.float32) for p, q in zip(a, b))
+    for d in range(n):
+        np.testing.assert_allclose(np.asarray(got[d]), want, rtol=1e-4, atol=2e-4)
+        assert np.asarray(got[d]).tobytes() == np.asarray(got[0]).tobytes()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_matmul_reduce_scatter(way, rng, shape, dtype):
     n, (m, k, cols) = 2, shape

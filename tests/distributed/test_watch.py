@@ -107,7 +107,11 @@ os._exit(0)
 def test_a_killed_process():
     """torchrun's processes, of which one is killed: the others know it at once."""
     command = [sys.executable, "-c", RANK]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + os.getpid() % 20000),
+    }
     env |= {"WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)

@@ -1,0 +1,152 @@
+"""All-to-all of rows, of which each device sends different numbers: tokens to their experts.
+
+A device's rows stand in the order of the devices that they are for. Each worker first writes how
+many its device sends to whom into a table of its number on all others, in staging memory; the
+meeting that makes the arrays ready tells that the table is complete. From the table follow the
+places of all rows. Each worker then moves its share of the rows to each device. Flags, epochs and
+the two halves of the table are those of distributed.py."""
+
+import math
+
+import numpy as np
+
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from . import distributed
+from .distributed import _PIECE, _THREADS, ENTRY, EXIT, Collective, Workers, _runs
+
+
+def _moved(w, width, itemsize, count, move):
+    """move(first row, rows, columns) for `count` rows of this width, shared among the workers."""
+    piece = _PIECE // itemsize
+    if width >= piece:
+        for start, size, pieces in _runs(width, piece):
+
+            def one(i, start=start, size=size, pieces=pieces):
+                move(i // pieces, 1, pl.ds(start + i % pieces * size, size))
+
+            w.share(count * pieces, one)
+        return
+    height = max(piece // width, 1)
+    every, whole = pl.ds(0, width), count // height
+    w.share(whole, lambda i: move(i * height, height, every))
+    w.share(count - whole * height, lambda i: move(whole * height + i, 1, every))
+
+
+class _Places:
+    """Where rows are, by the table of how many each device sends to each other one."""
+
+    def __init__(self, w, table, rows, capacity):
+        self.me, self.rows, self.capacity = w.me, rows, capacity
+        self.sent = jnp.maximum(table[...], 0)
+        self.source = lax.broadcasted_iota(jnp.int32, self.sent.shape, 0)
+        self.target = lax.broadcasted_iota(jnp.int32, self.sent.shape, 1)
+
+    def sum(self, where):
+        return jnp.sum(jnp.where(where, self.sent, 0))
+
+    def to(self, device):
+        """(first row here, first row there, rows) of what goes to `device`."""
+        own, there = self.source == self.me, self.target == device
+        first = self.sum(own & (self.target < device))
+        before = self.sum(there & (self.source < self.me))
+        room = jnp.minimum(self.rows - first, self.capacity - before)
+        return first, before, jnp.maximum(jnp.minimum(self.sum(own & there), room), 0)
+
+    def received(self):
+        """How many rows come from all devices together."""
+        return self.sum(self.target == self.me)
+
+
+@cached
+def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
+    """kinds: (columns, dtype) of each array whose rows move."""
+    many, workers = len(kinds), blocks * _THREADS
+
+    def body(refs, flags, epochs):
+        sizes, arrays = refs[0], refs[1 : 1 + many]
+        received, outs, table = refs[1 + many], refs[2 + many : 2 + 2 * many], refs[-1]
+        w = Workers(flags, epochs, axis, workers)
+        table = table.at[w.epoch % 2, w.number]
+        for d in w.everyone():
+            w.on(table, d)[w.me] = sizes[...]
+        w.meet(ENTRY)
+        places = _Places(w, table, rows, capacity)
+        for d in w.everyone():
+            first, there, count = places.to(d)
+            for x, out, (width, dtype) in zip(arrays, outs, kinds):
+                target = w.on(out, d)
+
+                def move(i, height, at, x=x, target=target, first=first, there=there):
+                    target[pl.ds(there + i, height), at] = x[pl.ds(first + i, height), at]
+
+                _moved(w, width, dtype.itemsize, count, move)
+        total = jnp.minimum(places.received(), capacity)
+        for out, (width, dtype) in zip(outs, kinds):
+
+            def clear(i, height, at, out=out, dtype=dtype):
+                out[pl.ds(total + i, height), at] = jnp.zeros((height, at.size), dtype)
+
+            _moved(w, width, dtype.itemsize, capacity - total, clear)
+
+        @pl.when(w.number == 0)
+        def _():
+            for s in range(w.size):
+                received[s] = jnp.maximum(table[s, w.me], 0)
+
+        w.meet(EXIT)
+        w.end()
+
+    n = mesh.size
+    outs = [((n,), np.int32), *(((capacity, width), dtype) for width, dtype in kinds)]
+    staging = [((2, workers, n, n), np.dtype(np.int32))]
+    return Collective(mesh, body, "ragged_all_to_all", outs, staging, blocks, interpret)
+
+
+def ragged_all_to_all(
+    x, sizes, mesh, axis_name=None, *, capacity=None, scales=None, blocks=16, interpret=None
+):
+    """Rows to the devices that they are for, each device a different number to each other one.
+
+    x: (rows, ...) on each device, of any dtype of at most 32 bits: first the rows for device 0,
+    then those for device 1, and so on. sizes: int32 (devices,), how many for each device.
+    capacity: rows of the result, by default those of x; rows beyond it are dropped. scales: a
+    second array whose rows go with those of x, for 8-bit floats. Arrays and ``blocks`` as for
+    :func:`distributed.all_gather`.
+
+    Returns ``(out, received)``, or ``(out, received, scales)``: out (capacity, ...) has the rows
+    from device 0, then those from device 1, and so on, and zeros after them; received, int32
+    (devices,), says how many each device sent. This dispatches tokens to experts;
+    ``ragged_all_to_all(y, received, mesh, capacity=rows)`` combines, that is, brings results back
+    to the places of their tokens. ValueError for other shapes."""
+    what = "ragged_all_to_all"
+    arrays = [x] if scales is None else [x, scales]
+    ones = [distributed._operand(a, mesh, what) for a in arrays]
+    number = distributed._operand(sizes, mesh, what)
+    axis_name, n = distributed._along(mesh, axis_name, what)
+    if tuple(number.shape) != (n,) or distributed._dtype(number, what) != np.int32:
+        raise ValueError(
+            f"{what}: sizes must be int32 ({n},), got {number.dtype}{tuple(number.shape)}"
+        )
+    shapes = [tuple(map(int, a.shape)) for a in ones]
+    if any(len(s) < 2 or not math.prod(s) or s[0] != shapes[0][0] for s in shapes):
+        raise ValueError(f"{what}: x, and scales, must have the same rows, got {shapes}")
+    rows = shapes[0][0]
+    capacity = rows if capacity is None else capacity
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"{what}: capacity must be a positive int, got {capacity!r}")
+    kinds = tuple((math.prod(s[1:]), distributed._dtype(a, what)) for s, a in zip(shapes, ones))
+    f = _ragged(
+        mesh, axis_name, rows, capacity, kinds, distributed._blocks(blocks, what), interpret
+    )
+    many = mesh.group is None
+
+    def seen(a, shape):
+        return [b.reshape(shape) for b in a] if many else a.reshape(shape)
+
+    flat = [a if len(s) == 2 else seen(a, (rows, -1)) for a, s in zip(arrays, shapes)]
+    received, *outs = f(sizes, *flat)
+    outs = [a if len(s) == 2 else seen(a, (capacity, *s[1:])) for a, s in zip(outs, shapes)]
+    return (outs[0], received, *outs[1:])
