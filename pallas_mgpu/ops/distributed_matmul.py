@@ -354,7 +354,8 @@ def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
                         plgpu.copy_smem_to_gmem(products.o_smem.at[wg], target.at[where])
 
             mine = (all_tiles - d.me + (size - 1)) // size
-            StaticTiles(mine, blocks, d.block).consume(total, None)
+            trips = (mine - d.block + (blocks - 1)) // blocks
+            lax.fori_loop(0, trips, lambda w, _: total(d.block + w * blocks, None), None)
             plgpu.wait_smem_to_gmem(0)
             for s in range(1, size):
                 d.tell((d.me + s) % size, ends)

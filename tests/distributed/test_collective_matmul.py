@@ -79,12 +79,14 @@ def test_matmul_reduce_scatter(way, rng, shape, dtype):
         np.testing.assert_allclose(np.asarray(got[d]), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("f", [ops.all_gather_matmul, ops.matmul_reduce_scatter])
+@pytest.mark.parametrize(
+    "f", [ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_four_devices(rng, f, seed):
     """Equal bits under all schedules; several calls follow each other."""
     n, (m, k, cols) = 4, (66, 72, 130)
-    a = operands(rng, n, (m if f is ops.all_gather_matmul else n * m, k), bfloat16)
+    a = operands(rng, n, (n * m if f is ops.matmul_reduce_scatter else m, k), bfloat16)
     b = operands(rng, n, (k, cols), bfloat16)
     mesh = plgpu.DeviceMesh(n, "x")
     first = f(a, b, mesh, blocks=2, interpret=params(0))
@@ -94,12 +96,12 @@ def test_four_devices(rng, f, seed):
         assert x.tobytes() == y.tobytes()
 
 
-@pytest.mark.parametrize("make", [ops._gathered, ops._scattered])
+@pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
 def test_programs(make):
     """For sm_90a, without spills, and no wait that serialises products."""
     mesh, bf = plgpu.DeviceMesh(2, "x"), np.dtype(bfloat16)
     f = make(mesh, "x", 1024, 4096, 2048, bf, bf, 132, None)
-    rows = 1024 if make is ops._gathered else 2048
+    rows = 2048 if make is ops._scattered else 1024
     struct = plgpu.ShapeDtypeStruct
     used = f.lower(struct((rows, 4096), bf), struct((4096, 2048), bf)).resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
