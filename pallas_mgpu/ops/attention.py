@@ -30,7 +30,14 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _attention_tensor_memory, _attention_warp_mma, _tensor_memory, _warp_mma
+from . import (
+    _attention_scores,
+    _attention_tensor_memory,
+    _attention_warp_mma,
+    _tensor_memory,
+    _warp_mma,
+)
+from ._attention_scores import PLAIN, Ranges, Scores, Tile
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
 from ._common import (
@@ -69,9 +76,11 @@ class AttentionConfig(typing.NamedTuple):
     programs: int = 0
 
 
-def choose(queries, head_dim, causal):
+def choose(queries, head_dim, causal, scores=PLAIN):
     """The configuration for a number of queries and a head size."""
     most = pl.cdiv(queries, 64)
+    if scores.adjusted or scores.dropout:  # registers for what is computed from scores
+        return AttentionConfig(min(2, most), 64, 2)
     if head_dim == 64:
         full = not causal
         return AttentionConfig(min(3, most), 128, 4, lazy=full, late=False, hold=full)
@@ -93,6 +102,7 @@ class Problem(typing.NamedTuple):
     causal: bool
     scale: float
     return_lse: bool
+    scores: Scores = PLAIN
 
 
 class _Plan:
@@ -109,7 +119,7 @@ class _Plan:
         if x.causal:
             self.group = min(max(_L2_BYTES // (x.keys * x.dim * 4), 1), self.all_heads)
         self.counted = x.causal and self.total > self.clusters
-        self.c = _F32(x.scale * math.log2(math.e))  # exp(x) is exp2(x log2 e)
+        self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         # The next queries are fetched while these are in use, where there is room.
         self.out = min(x.dim, _OUT)
         used = 2 * self.rows * x.dim + 2 * self.stages * self.block * x.dim + self.rows * self.out
@@ -145,13 +155,22 @@ class _State(typing.NamedTuple):
     w: typing.Any  # tiles so far
     t: typing.Any  # number of this tile
     row: typing.Any  # its first row of queries
-    end: typing.Any  # the key after its next block
+    end: typing.Any  # the key after its next block, or a _Place
     ended: typing.Any  # for the first block of a tile the tile before (`total`: none), else -1
     it: typing.Any  # key blocks so far
     m: typing.Any  # maxima of the rows
     sums: typing.Any  # sums of the rows, per column modulo 8
     p: typing.Any  # probabilities of the block before
     q: typing.Any  # queries, where registers have them
+
+
+class _Place(typing.NamedTuple):
+    """Where a consumer is in a tile whose rows see ranges of keys."""
+
+    end: typing.Any  # the key after the next block
+    first: typing.Any  # the first key of the tile
+    low: typing.Any  # all rows of the consumer see the keys from here
+    high: typing.Any  # to here
 
 
 class _Block(WarpSpecialized):
@@ -186,12 +205,12 @@ class _Block(WarpSpecialized):
         return tile, head % x.heads, head // x.heads
 
     def blocks_of(self, t, tile):
-        """Key blocks of a tile; the one beyond has one."""
+        """The first key block of a tile, and how many it has; the tile beyond has one."""
         p = self.plan
         count = jnp.int32(p.key_blocks)
         if self.x.causal:
             count = jnp.minimum(((tile + 1) * p.rows + p.block - 1) // p.block, count)
-        return lax.select(t < p.total, count, jnp.int32(1))
+        return 0, lax.select(t < p.total, count, jnp.int32(1))
 
     # ---- producer
 
@@ -217,7 +236,7 @@ class _Block(WarpSpecialized):
         K."""
         p, x, ring, (tiles, it, place) = self.plan, self.x, self.q_ring, carry
         tile, head, b = self.tile_of(t)
-        count = self.blocks_of(t, tile)
+        first, count = self.blocks_of(t, tile)
         kv_head = head // (x.heads // x.kv_heads)
         pl.when(tiles >= p.q_slots)(lambda: ring.await_release(tiles - p.q_slots))
         slot = tiles % p.q_slots
@@ -227,7 +246,7 @@ class _Block(WarpSpecialized):
 
         def step(j, carry):
             it, before = carry
-            place = b, (count - 1 - j) * p.block, kv_head
+            place = b, (count - 1 - j + first) * p.block, kv_head
             self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
             self.fetch_block(self.v, self.v_smem, self.v_ring, it, before)
             return it + 1, place
@@ -262,13 +281,20 @@ class _Block(WarpSpecialized):
         sums, none_yet = full((64, 8), _F32(0)), full((64, p.block), np.zeros((), self.x.dtype))
         begin = self.begin(me, none)
         start = _State(none, *begin, none + p.total, none, m, sums, none_yet, q)
-        lax.while_loop(lambda now: now.end > 0, functools.partial(self.step, me, o_acc), start)
+        lax.while_loop(self.goes_on, functools.partial(self.step, me, o_acc), start)
 
     def begin(self, me, w):
         """Number, first row and keys of tile w."""
         t = self.tiles.tile(w)
         tile, _, _ = self.tile_of(t)
-        return t, tile * self.plan.rows + me * 64, self.blocks_of(t, tile) * self.plan.block
+        return t, tile * self.plan.rows + me * 64, self.blocks_of(t, tile)[1] * self.plan.block
+
+    def goes_on(self, now):
+        return now.end > 0
+
+    def before(self, end):
+        """The `end` of the block before, in the order of the keys."""
+        return end - self.plan.block
 
     def load_queries(self, me, w):
         self.q_ring.wait(w)
@@ -281,13 +307,10 @@ class _Block(WarpSpecialized):
     def step(self, me, o_acc, now):
         """One key block: that before key now.end."""
         p, cfg, slot = self.plan, self.cfg, now.it % self.plan.stages
-        first, last = now.ended != -1, now.end == p.block
-        rare = first | last
-        if self.x.causal:
-            rare |= now.end > now.row + 1
-        if self.x.keys % p.block:
-            rare |= now.end > self.x.keys
-        s = self.multiply(me, o_acc, now, slot, first)
+        first = now.ended != -1
+        last = self.is_last(now)
+        rare = self.is_rare(now, first | last)
+        s = self.adjust(now, self.multiply(me, o_acc, now, slot, first))
         if not cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
         change = functools.partial(self.change_tiles, me, o_acc, now, first, last)
@@ -296,6 +319,7 @@ class _Block(WarpSpecialized):
             rare, change, stay, s, now.m, now.sums, now.q
         )
         s, new, sums, alpha, grown = self.softmax(s, m, sums)
+        s = self.drop(now, s)
         if cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
         if cfg.late:
@@ -307,6 +331,27 @@ class _Block(WarpSpecialized):
         plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
         return _State(w, t, row, end, ended, now.it + 1, new, sums, s.astype(self.x.dtype), q)
+
+    def is_last(self, now):
+        """Is this the last block of a tile?"""
+        last = now.end == self.plan.block
+        return last
+
+    def is_rare(self, now, rare):
+        """Does a block with a mask, or the first or the last one of a tile, come?"""
+        if self.x.causal:
+            rare |= now.end > now.row + 1
+        if self.x.keys % self.plan.block:
+            rare |= now.end > self.x.keys
+        return rare
+
+    def adjust(self, now, s):
+        """Scores before the mask; plain ones stay."""
+        return s
+
+    def drop(self, now, s):
+        """Probabilities that values are multiplied with."""
+        return s
 
     def multiply(self, me, o_acc, now, slot, first):
         """Issues Q K of this block and P V of the one before; the scores."""
@@ -329,14 +374,11 @@ class _Block(WarpSpecialized):
 
     def stay(self, now, s, m, sums, q):
         """Most steps: the next block is one of the same tile."""
-        return s, m, sums, jnp.int32(-1), (now.w, now.t, now.row, now.end - self.plan.block, q)
+        return s, m, sums, jnp.int32(-1), (now.w, now.t, now.row, self.before(now.end), q)
 
     def change_tiles(self, me, o_acc, now, first, last, s, m, sums, q):
         """A block with a mask, or the first or the last one of a tile."""
-        p, keys, causal = self.plan, self.x.keys, self.x.causal
-        if causal or keys % p.block:
-            outside = now.end > (jnp.minimum(now.row + 1, keys) if causal else keys)
-            s = lax.cond(outside, lambda s: self.mask(s, now.row, now.end), lambda s: s, s)
+        p, s = self.plan, self.masked(now, s)
 
         def turn_over(m, sums):
             """The tile before ends, and there is nothing yet of this one."""
@@ -347,7 +389,7 @@ class _Block(WarpSpecialized):
             return jnp.full_like(m, _MASKED), jnp.zeros_like(sums)
 
         def same(q):
-            return now.w, now.t, now.row, now.end - p.block, q
+            return now.w, now.t, now.row, self.before(now.end), q
 
         def following(q):
             """The next tile; its queries, where they have a place of their own."""
@@ -360,6 +402,14 @@ class _Block(WarpSpecialized):
             pl.when(last)(lambda: plgpu.barrier_arrive(self.q_empty.at[now.w % p.q_slots]))
         ended = lax.select(last, now.t, -1)
         return s, m, sums, ended, lax.cond(last & (now.t < p.total), following, same, q)
+
+    def masked(self, now, s):
+        """Scores, masked if this block needs it."""
+        p, keys, causal = self.plan, self.x.keys, self.x.causal
+        if causal or keys % p.block:
+            outside = now.end > (jnp.minimum(now.row + 1, keys) if causal else keys)
+            s = lax.cond(outside, lambda s: self.mask(s, now.row, now.end), lambda s: s, s)
+        return s
 
     def mask(self, s, row, end):
         """Scores of the keys before `end`, those outside are _MASKED."""
@@ -407,7 +457,7 @@ class _Block(WarpSpecialized):
         tile, head, b = self.tile_of(t)
         at = pl.ds(tile * p.rows + me * 64, 64)
         sums = jnp.sum(sums, axis=1)
-        factor = _along_rows(pl.reciprocal(sums, approx=True), x.dim)
+        factor = _along_rows(self.reciprocal(sums), x.dim)
         value = (value * factor).astype(x.dtype)
         for c in range(0, x.dim, _OUT):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -416,6 +466,75 @@ class _Block(WarpSpecialized):
         if x.return_lse:
             lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
             store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="plain")
+
+
+    def reciprocal(self, sums):
+        factor = pl.reciprocal(sums, approx=True)
+        return factor
+
+
+class _ScoredBlock(_Block):
+    """One block of a kernel with options of the scores."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.refs = refs
+        self.ranges = Ranges(plan.x, False, refs.get("low"), refs.get("high"))
+
+    def blocks_of(self, t, tile):
+        p = self.plan
+        inside = t < p.total
+        tile = jnp.minimum(tile, p.q_tiles - 1)
+        first, count = self.ranges.blocks(tile * p.rows, p.rows, p.block)
+        return lax.select(inside, first, 0), lax.select(inside, jnp.maximum(count, 1), 1)
+
+    def begin(self, me, w):
+        t = self.tiles.tile(w)
+        tile, _, _ = self.tile_of(t)
+        first, count = self.blocks_of(t, tile)
+        row, n = tile * self.plan.rows + me * 64, self.plan.block
+        return t, row, _Place((first + count) * n, first * n, *self.ranges.of_all(row, 64))
+
+    def goes_on(self, now):
+        return now.end.end > 0
+
+    def before(self, end):
+        return end._replace(end=end.end - self.plan.block)
+
+    def is_last(self, now):
+        return now.end.end == now.end.first + self.plan.block
+
+    def hidden(self, now):
+        """Does a row of this consumer not see all keys of this block?"""
+        place = now.end
+        return (place.end > place.high) | (place.end - self.plan.block < place.low)
+
+    def is_rare(self, now, rare):
+        return rare | self.hidden(now)
+
+    def tile(self, now):
+        """This block's part of the scores."""
+        t = lax.select(now.t < self.plan.total, now.t, 0)
+        _, head, b = self.tile_of(t)
+        shape, column = (64, self.plan.block), now.end.end - self.plan.block
+        return Tile(self.x, self.refs, b, head, now.row, column, shape, by_keys=False)
+
+    def adjust(self, now, s):
+        return self.tile(now).adjust(s)[0]
+
+    def drop(self, now, s):
+        return self.tile(now).drop(s)
+
+    def masked(self, now, s):
+        def mask(s):
+            keep = self.ranges.keep(now.row, now.end.end - self.plan.block, s.shape)
+            return jnp.where(keep, s, _MASKED)
+
+        return lax.cond(self.hidden(now), mask, lambda s: s, s)
+
+    def reciprocal(self, sums):
+        """0 for rows that see nothing."""
+        return jnp.where(sums == 0, _F32(0), pl.reciprocal(sums, approx=True))
 
 
 def _along_rows(x, width):
@@ -430,11 +549,33 @@ def _kernel(x, cfg, cores, interpret):
     def body(q, k, v, o, lse=None, **scratch):
         _Block(plan, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
 
+    def with_options(q, k, v, *others, **scratch):
+        names = *x.scores.kernel_operands, "o", "lse"
+        refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
+        _ScoredBlock(plan, refs | scratch).run()
+
     outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
     if x.return_lse:
         outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
+    body = body if x.scores == PLAIN else with_options
     return warp_specialized(body, plan, outs, kernel_name="attention", **options)
+
+
+class _Packed:
+    """The kernels of packed sequences: ranges of the rows, then attention."""
+
+    def __init__(self, x, cfg, cores, interpret):
+        self.ranges = _attention_scores.lookup_of(x, False, interpret)
+        self.attention = _kernel(x, cfg, cores, interpret)
+        self.order = x.scores.operands
+
+    def __call__(self, q, k, v, *others, out=None, stream=None):
+        named = dict(zip(self.order, others, strict=True))
+        ranges = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
+        ranges = self.ranges(*ranges, stream=stream)
+        rest = [named[n] for n in ("bias", "seed") if n in named]
+        return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
 
 def _check(q, k, v):
@@ -481,13 +622,29 @@ def _check_config(config):
         )
 
 
+def _only_plain(scores, where, product):
+    if scores != PLAIN:
+        raise NotImplementedError(
+            f"attention: {where} no bias, window, softcap, dropout, bottom_right or cu_seqlens;"
+            f" write a kernel with {product}"
+        )
+
+
 @plgpu.specialize(in_place=False)
 def attention(
     q,
     k,
     v,
     *,
+    bias=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seed=None,
     causal=False,
+    window=None,
+    bottom_right=False,
+    softcap=None,
+    dropout=0.0,
     scale=None,
     return_lse=False,
     config=None,
@@ -508,6 +665,16 @@ def attention(
     values, the dtypes and options alone (for the same config, if one is given). deterministic: a
     call repeats bit for bit. Both always hold; the options ask later versions to keep it so.
 
+    On Hopper also: window: ``(left, right)``; query i sees the keys from i - left to i + right,
+    None: all on that side; causal makes right 0. bottom_right: the diagonal of causal and window is
+    ``i + keys - queries``. softcap: scores s become ``softcap * tanh(s / softcap)``. bias: is added
+    to scaled and capped scores; [batch, heads, queries, keys], each dim that or 1, of q's dtype or
+    float32. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], the first row of each of the
+    sequences that are packed one after the other in the single batch entry, and the end of the last
+    one; queries see the keys of their own sequence alone, and causal, window and bottom_right count
+    from its start. dropout: the probability by which a weight is dropped, decided by seed, int32
+    [1] on the device of q. A query that sees no key has the result 0 and the logarithm -inf.
+
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
@@ -515,18 +682,24 @@ def attention(
     batch_invariance("attention", batch_invariant, deterministic)  # the choice always is
     queries, dim = q.shape[1], q.shape[3]
     scale = float(dim**-0.5 if scale is None else scale)
+    arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
+    how = causal, window, bottom_right, softcap, dropout
+    scores = _attention_scores.options("attention", q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
-    problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse))
+    problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse), scores)
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device))
     if isinstance(config, MmaAttentionConfig):
         target = _core.target(q.device)["name"]
+        _only_plain(scores, f"on {target}", "plgpu.mma")
         return _attention_warp_mma.kernel(problem, config, target, interpret)
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryAttentionConfig()
     if isinstance(config, TensorMemoryAttentionConfig):
         _attention_tensor_memory.check(config, dim)
+        _only_plain(scores, "on Blackwell", "plgpu.tcgen05_mma")
         return _attention_tensor_memory.kernel(problem, config, interpret)
-    config = config or choose(queries, dim, bool(causal))
+    config = config or choose(queries, dim, bool(causal), scores)
     _check_config(config)
-    return _kernel(problem, config, plgpu.sm_count(q.device), interpret)
+    make = _Packed if scores.sequences else _kernel
+    return make(problem, config, plgpu.sm_count(q.device), interpret)

@@ -1,0 +1,309 @@
+"""What attention may do to its scores, for the forward and the gradients alike.
+
+The scores ``scale * Q K^T`` are first capped (``cap * tanh(s / cap)``), then a bias is added; only
+then are pairs hidden. Each row of a tile (a query, or a key in kernels whose rows are keys) sees
+one range of columns, from `low` up to but not including `high`, and neither decreases with the row:
+causal masks, windows and packed sequences differ only in the formula of that range. So a tile needs
+the columns from `low` of its first row to `high` of its last one, and a block of columns needs no
+mask if it lies between `low` of the last row and `high` of the first.
+
+Ranges of packed sequences come from a small kernel, which looks each row up in ``cu_seqlens``.
+Dropout hashes the seed, the head and the position of a pair, so that every kernel finds the same
+decisions in any order."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+_F32 = np.float32
+_LOG2E = _F32(math.log2(math.e))
+_MULTIPLE = 384  # rows of padded ranges: of whole tiles of 64, 128 and 192 rows
+_PART = 256  # rows of a block that looks up ranges
+
+
+class Scores(NamedTuple):
+    """Options of the scores, without arrays. The default is plain attention."""
+
+    left: int | None = None  # keys before the diagonal that a query sees; None: all
+    right: int | None = None
+    bottom_right: bool = False  # the diagonal ends at the last query and the last key
+    softcap: float = 0.0
+    bias: tuple | None = None  # its shape
+    dropout: float = 0.0
+    sequences: int = 0  # packed ones; 0: every batch entry is one
+
+    @property
+    def adjusted(self):
+        """Are scores changed before the softmax, other than by hiding pairs?"""
+        return self.softcap != 0 or self.bias is not None
+
+    @property
+    def operands(self):
+        """Names of the arrays that follow q, k and v."""
+        names = ["bias"] if self.bias else []
+        names += ["cu_seqlens_q", "cu_seqlens_k"] if self.sequences else []
+        return names + (["seed"] if self.dropout else [])
+
+    @property
+    def kernel_operands(self):
+        """The same of the kernels, which get ranges of packed sequences."""
+        names = ["bias"] * bool(self.bias) + ["seed"] * bool(self.dropout)
+        return names + ["low", "high"] * bool(self.sequences)
+
+    def factor(self, scale):
+        """What raw (or adjusted) scores are multiplied with to be exponents of 2."""
+        return _F32(1) if self.adjusted else _F32(scale * math.log2(math.e))
+
+
+PLAIN = Scores()
+
+
+def options(name, q, k, arrays, causal, window, bottom_right, softcap, dropout):
+    """Checks the options of `name`; the Scores. arrays: bias, cu_seqlens_q, cu_seqlens_k, seed."""
+    bias, cu_q, cu_k, seed = arrays
+    left, right = (None, None) if window is None else window
+    for side in (left, right):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+            raise ValueError(
+                f"{name}: window must be (left, right), each None or an int from 0; got {window!r}"
+            )
+    softcap = 0.0 if softcap is None else float(softcap)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"{name}: softcap must be positive and finite, got {softcap}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{name}: dropout must be from 0 and less than 1, got {dropout}")
+    if (seed is None) != (dropout == 0):
+        raise ValueError(f"{name}: dropout and seed must be given together")
+    if seed is not None and (seed.shape != (1,) or seed.dtype.name not in ("int32", "uint32")):
+        raise ValueError(
+            f"{name}: seed must be int32 or uint32 of shape (1,), got {seed.dtype} of shape"
+            f" {seed.shape}"
+        )
+    if bias is not None:
+        _check_bias(name, bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.dtype)
+    sequences = _sequences(name, q, cu_q, cu_k)
+    right = 0 if causal else right
+    if left is right is None or (q.shape[1] == k.shape[1] and not sequences):
+        bottom_right = False  # it is the same
+    shape = None if bias is None else bias.shape
+    found = Scores(left, right, bool(bottom_right), softcap, shape, float(dropout), sequences)
+    return PLAIN if causal and found == Scores(right=0) else found
+
+
+def _check_bias(name, bias, whole, dtype):
+    fits = len(bias.shape) == 4 and all(n in (1, w) for n, w in zip(bias.shape, whole))
+    if not fits:
+        raise ValueError(
+            f"{name}: bias must have the dims [batch, heads, queries, keys], each 1 or that of"
+            f" {whole}; got shape {bias.shape}"
+        )
+    if bias.dtype not in (dtype, np.dtype(_F32)):
+        raise TypeError(f"{name}: bias must be {dtype} or float32, got {bias.dtype}")
+
+
+def _sequences(name, q, cu_q, cu_k):
+    if (cu_q is None) != (cu_k is None):
+        raise ValueError(f"{name}: cu_seqlens_q and cu_seqlens_k must be given together")
+    if cu_q is None:
+        return 0
+    for what, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if len(x.shape) != 1 or x.shape != cu_q.shape or x.shape[0] < 2 or x.dtype != np.int32:
+            raise ValueError(
+                f"{name}: {what} must be int32 of shape (sequences + 1,), got {x.dtype} of shape"
+                f" {x.shape}"
+            )
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"{name}: packed sequences lie in one batch entry; got {q.shape[0]} with cu_seqlens"
+        )
+    return cu_q.shape[0] - 1
+
+
+# ---- ranges of packed sequences ------------------------------------------------------------------
+
+
+@cached
+def lookup(sequences, rows, columns, before, after, bottom_right, interpret):
+    """Kernel: (low, high) of rows padded to whole tiles, from cu_seqlens of rows and of columns.
+    Rows beyond the last sequence see nothing."""
+    padded = pl.cdiv(rows, _MULTIPLE) * _MULTIPLE
+
+    def body(cu_rows, cu_columns, low, high):
+        start = lax.axis_index("part") * _PART
+        i = jnp.minimum(start + jnp.arange(_PART), rows - 1)
+
+        def count(t, s):
+            return s + (cu_rows[t] <= i).astype(jnp.int32)
+
+        s = lax.fori_loop(1, sequences + 1, count, jnp.zeros_like(i))
+        following = jnp.minimum(s + 1, sequences)
+        first, begin, end = cu_rows[s], cu_columns[s], cu_columns[following]
+        shift = begin - first
+        if bottom_right:
+            shift += (end - begin) - (cu_rows[following] - first)
+
+        def inside(column):
+            column = jnp.minimum(jnp.maximum(column, begin), end)
+            return jnp.minimum(jnp.maximum(column, 0), columns)
+
+        at, none = pl.ds(start, _PART), jnp.zeros_like(i)
+        keep = start + jnp.arange(_PART) < padded
+        found = inside(begin if before is None else i + shift - before)
+        pl.store(low, (at,), found + none, mask=keep)
+        found = inside(end if after is None else i + shift + (after + 1))
+        pl.store(high, (at,), found + none, mask=keep)
+
+    out = plgpu.ShapeDtypeStruct((padded,), np.int32)
+    return plgpu.kernel(
+        body,
+        out_type=(out, out),
+        grid=(pl.cdiv(padded, _PART),),
+        grid_names=("part",),
+        interpret=interpret,
+        kernel_name="attention_ranges",
+    )
+
+
+def lookup_of(x, by_keys, interpret):
+    """The kernel above for a problem, whose arguments are (cu_seqlens_q, cu_seqlens_k)."""
+    f = x.scores
+    if by_keys:
+        return lookup(
+            f.sequences, x.keys, x.queries, f.right, f.left, f.bottom_right, interpret
+        )
+    return lookup(f.sequences, x.queries, x.keys, f.left, f.right, f.bottom_right, interpret)
+
+
+class Ranges:
+    """Columns that rows see, while a kernel is traced. low, high: the arrays of lookup(), or
+    None."""
+
+    def __init__(self, x, by_keys, low=None, high=None):
+        f = x.scores
+        self.columns, rows = (x.queries, x.keys) if by_keys else (x.keys, x.queries)
+        self.before, self.after = (f.right, f.left) if by_keys else (f.left, f.right)
+        self.shift = self.columns - rows if f.bottom_right else 0
+        self.arrays = (low, high) if f.sequences else None
+
+    def low(self, i):
+        """The first column that row i sees; i: a number or an array of numbers."""
+        if self.before is None:
+            return jnp.int32(0)
+        return jnp.clip(i + (self.shift - self.before), 0, self.columns)
+
+    def high(self, i):
+        """The column after the last one that row i sees."""
+        if self.after is None:
+            return jnp.int32(self.columns)
+        return jnp.clip(i + (self.shift + self.after + 1), 0, self.columns)
+
+    def of_tile(self, first, rows):
+        """(from, to) of the columns that some of the rows sees."""
+        if self.arrays:
+            return self.arrays[0][first], self.arrays[1][first + (rows - 1)]
+        return self.low(first), self.high(first + (rows - 1))
+
+    def of_all(self, first, rows):
+        """(from, to) of the columns that each of the rows sees."""
+        if self.arrays:
+            return self.arrays[0][first + (rows - 1)], self.arrays[1][first]
+        return self.low(first + (rows - 1)), self.high(first)
+
+    def blocks(self, first, rows, block):
+        """(first block, number of blocks) that a tile of rows needs."""
+        start, stop = self.of_tile(first, rows)
+        start = start // block
+        return start, jnp.maximum((stop + (block - 1)) // block - start, 0)
+
+    def keep(self, row, column, shape):
+        """Which pairs of a tile are there, from its first row and column."""
+        here = column + lax.broadcasted_iota(jnp.int32, shape, 1)
+        if self.arrays:
+            layout, at = plgpu.Layout.WGMMA.reduce(1), pl.ds(row, shape[0])
+            low, high = (
+                lax.broadcast_in_dim(plgpu.load(a.at[at], layout=layout), shape, [0])
+                for a in self.arrays
+            )
+            return (here >= low) & (here < high)
+        i = row + lax.broadcasted_iota(jnp.int32, shape, 0)
+        keep = here < self.high(i)
+        return keep if self.before is None else keep & (here >= self.low(i))
+
+
+# ---- scores of a tile ----------------------------------------------------------------------------
+
+
+class Tile:
+    """The scores of one head and a tile of pairs, while a kernel is traced.
+
+    batch, head: of the queries; row, column: the first ones; by_keys: rows are keys."""
+
+    def __init__(self, x, refs, batch, head, row, column, shape, by_keys):
+        self.x, self.f, self.refs = x, x.scores, refs
+        self.batch, self.head, self.shape, self.by_keys = batch, head, shape, by_keys
+        self.row, self.column = row, column
+
+    def adjust(self, s):
+        """The exponents of 2 of raw scores, and the slope of the cap (None without one)."""
+        if not self.f.adjusted:
+            return s, None
+        s, slope = s * _F32(self.x.scale), None
+        if self.f.softcap:
+            t = jnp.tanh(s * _F32(1 / self.f.softcap))
+            s, slope = t * _F32(self.f.softcap), 1 - t * t
+        if self.f.bias:
+            s = s + self.bias()
+        return s * _LOG2E, slope
+
+    def bias(self):
+        """float32, of the shape of the tile or broadcast to it."""
+        ref, dims = self.refs["bias"], self.f.bias
+        ref = ref.at[0 if dims[0] == 1 else self.batch, 0 if dims[1] == 1 else self.head]
+        sizes, starts = list(dims[2:]), [self.row, self.column]
+        if self.by_keys:
+            ref = plgpu.transpose_ref(ref, (1, 0))
+            sizes.reverse()
+        layout, whole = plgpu.Layout.WGMMA, self.shape
+        there = [k for k in (0, 1) if sizes[k] > 1]
+        if not there:
+            return ref[0, 0].astype(jnp.float32)
+        if len(there) == 1:
+            layout, whole = layout.reduce(1 - there[0]), (self.shape[there[0]],)
+        at, keep = [0, 0], None
+        for axis, k in enumerate(there):
+            at[k] = pl.ds(starts[k], self.shape[k])
+            inside = lax.broadcasted_iota(jnp.int32, whole, axis) < sizes[k] - starts[k]
+            keep = inside if keep is None else keep & inside
+        value = plgpu.load(ref, tuple(at), layout=layout, mask=keep, other=0.0)
+        return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, there)
+
+    def drop(self, value):
+        """The array with some elements 0 and the others multiplied by 1 / (1 - dropout)."""
+        if not self.f.dropout:
+            return value
+        u32 = jnp.uint32
+        head = (self.batch * self.x.heads + self.head).astype(u32)
+        seed = self.refs["seed"][0].astype(u32)
+        key = _mixed(_mixed(seed) ^ (head * u32(0x9E3779B9)))
+        row, column = (
+            (start + lax.broadcasted_iota(jnp.int32, self.shape, k)).astype(u32)
+            for k, start in enumerate((self.row, self.column))
+        )
+        query, at = (column, row) if self.by_keys else (row, column)
+        bits = _mixed((query * u32(self.x.keys) + at) ^ key)
+        least = u32(min(round(self.f.dropout * 2**32), 2**32 - 1))
+        return jnp.where(bits >= least, value * _F32(1 / (1 - self.f.dropout)), _F32(0))
+
+
+def _mixed(x):
+    """A bijection of uint32 in whose results every bit depends on all bits of x."""
+    u32 = jnp.uint32
+    x = (x ^ (x >> u32(16))) * u32(0x7FEB352D)
+    x = (x ^ (x >> u32(15))) * u32(0x846CA68B)
+    return x ^ (x >> u32(16))
