@@ -174,9 +174,7 @@ def lookup_of(x, by_keys, interpret):
     """The kernel above for a problem, whose arguments are (cu_seqlens_q, cu_seqlens_k)."""
     f = x.scores
     if by_keys:
-        return lookup(
-            f.sequences, x.keys, x.queries, f.right, f.left, f.bottom_right, interpret
-        )
+        return lookup(f.sequences, x.keys, x.queries, f.right, f.left, f.bottom_right, interpret)
     return lookup(f.sequences, x.queries, x.keys, f.left, f.right, f.bottom_right, interpret)
 
 
@@ -185,7 +183,7 @@ class Ranges:
     None."""
 
     def __init__(self, x, by_keys, low=None, high=None):
-        f = x.scores
+        f = x.scores._replace(right=0) if x.causal else x.scores
         self.columns, rows = (x.queries, x.keys) if by_keys else (x.keys, x.queries)
         self.before, self.after = (f.right, f.left) if by_keys else (f.left, f.right)
         self.shift = self.columns - rows if f.bottom_right else 0

@@ -306,7 +306,7 @@ class _Block(WarpSpecialized):
 
     def step(self, me, o_acc, now):
         """One key block: that before key now.end."""
-        p, cfg, slot = self.plan, self.cfg, now.it % self.plan.stages
+        cfg, slot = self.cfg, now.it % self.plan.stages
         first = now.ended != -1
         last = self.is_last(now)
         rare = self.is_rare(now, first | last)
@@ -467,7 +467,6 @@ class _Block(WarpSpecialized):
             lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
             store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="plain")
 
-
     def reciprocal(self, sums):
         factor = pl.reciprocal(sums, approx=True)
         return factor
@@ -578,36 +577,36 @@ class _Packed:
         return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
 
-def _check(q, k, v):
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _check(q, k, v, name="attention"):
+    for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
-                f"attention: {name} must have the dims [batch, length, heads, head_dim], got "
+                f"{name}: {what} must have the dims [batch, length, heads, head_dim], got "
                 f"shape {x.shape}"
             )
         if q.dtype.name not in ("float16", "bfloat16") or x.dtype != q.dtype:
             raise TypeError(
-                "attention: q, k and v must all be float16 or all bfloat16, got "
+                f"{name}: q, k and v must all be float16 or all bfloat16, got "
                 f"{q.dtype}, {k.dtype} and {v.dtype}"
             )
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
     if dim not in (64, 128, 256):
         raise NotImplementedError(
-            f"attention: head_dim must be 64, 128 or 256, got {dim}; pad q, k and v with zeros and "
+            f"{name}: head_dim must be 64, 128 or 256, got {dim}; pad q, k and v with zeros and "
             "give scale"
         )
     if k.shape != v.shape:
-        raise ValueError(f"attention: k and v must have one shape, got {k.shape} and {v.shape}")
+        raise ValueError(f"{name}: k and v must have one shape, got {k.shape} and {v.shape}")
     if k.shape[0] != batch or k.shape[3] != dim:
-        raise ValueError(f"attention: q {q.shape} and k {k.shape} differ in batch or head_dim")
+        raise ValueError(f"{name}: q {q.shape} and k {k.shape} differ in batch or head_dim")
     if not kv_heads or heads % kv_heads:
         raise ValueError(
-            f"attention: the heads of q must be a multiple of those of k and v, got {heads} and "
+            f"{name}: the heads of q must be a multiple of those of k and v, got {heads} and "
             f"{kv_heads}"
         )
     if 0 in (batch, queries, heads, keys):
-        raise ValueError(f"attention: empty operands, {q.shape} and {k.shape}")
+        raise ValueError(f"{name}: empty operands, {q.shape} and {k.shape}")
 
 
 def _check_config(config):

@@ -14,7 +14,13 @@ tile of queries and goes over the keys.
 The products S and dP are computed twice in this way, which makes seven products instead of five,
 but dQ needs no atomics, and results repeat bit for bit. In both kernels each consumer owns 64 rows,
 and the producer fetches blocks of the other side through a ring. Keys beyond the last one have zero
-rows: their gradients are not stored, and the third kernel masks their probabilities."""
+rows: their gradients are not stored, and the third kernel masks their probabilities.
+
+Registers do not hold dK and dV of rows of 256 elements, so that the second kernel runs once for
+each of them. With five products instead (:class:`AttentionBackwardConfig`) the second kernel also
+multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`). The gradient of a
+bias is that of the scores, summed along the dims that the bias lacks: a kernel of its own
+(`_attention_backward_bias.py`)."""
 
 import math
 import typing
@@ -26,6 +32,8 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _attention_backward_bias, _attention_scores
+from ._attention_scores import PLAIN, Ranges, Scores, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, warp_specialized
 from .attention import _check
 
@@ -48,6 +56,7 @@ class Problem(typing.NamedTuple):
     dtype: np.dtype
     causal: bool
     scale: float
+    scores: Scores = PLAIN
 
     @property
     def group(self):
@@ -65,14 +74,16 @@ class _Plan:
     consumers = _CONSUMERS
     axes: dict = {}
 
-    def __init__(self, x, rows, heads, by_keys):
-        self.x, self.by_keys = x, by_keys
+    def __init__(self, x, rows, heads, by_keys, sums):
+        self.x, self.by_keys, self.sums = x, by_keys, sums
         self.tiles, self.heads = pl.cdiv(rows, _ROWS), heads
         self.clusters = self.tiles * heads * x.batch
         self.block = 64 if by_keys or x.dim == 128 else 128
-        self.stages = 2 if x.dim == 128 else 3
+        if x.dim == 256 or by_keys and x.dim == 128 and x.scores.adjusted:
+            self.block = 32
+        self.stages = 3 if x.dim == 64 else 2
         self.registers = 24, 240  # of a lane of the producer, and of a consumer
-        self.c = _F32(x.scale * math.log2(math.e))
+        self.c = x.scores.factor(x.scale)
 
     def scratch(self):
         x = self.x
@@ -99,7 +110,9 @@ class _Block(WarpSpecialized):
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.x = plan.x
+        self.x, self.refs = plan.x, refs
+        self.plain = self.x.scores == PLAIN and self.x.dim < 256
+        self.ranges = Ranges(plan.x, plan.by_keys, refs.get("low"), refs.get("high"))
         self.ring = Ring(plan.stages, self.full, self.empty, self.first_smem, self.second_smem)
         t = lax.axis_index("cluster")
         tile, self.head, self.b = (
@@ -130,6 +143,31 @@ class _Block(WarpSpecialized):
         query = queries + lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis)
         return key > query if self.x.causal else key >= self.x.keys
 
+    def tile(self, row, column, head):
+        """The scores of a consumer's rows and a block of columns."""
+        p = self.plan
+        return Tile(self.x, self.refs, self.b, head, row, column, (64, p.block), p.by_keys)
+
+    def gradients(self, s_acc, p_acc, lse, delta, tile):
+        """With options of the scores: probabilities for dV, and the gradients of raw scores
+        (None without dP)."""
+        ranges, p = self.ranges, self.plan
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if p_acc is None else 1)
+        s, slope = tile.adjust(s)
+        probabilities = jnp.exp2(s * p.c - lse)
+        low, high = ranges.of_all(tile.row, 64)
+        probabilities = lax.cond(
+            (tile.column < low) | (tile.column + p.block > high),
+            lambda v: jnp.where(ranges.keep(tile.row, tile.column, v.shape), v, _F32(0)),
+            lambda v: v,
+            probabilities,
+        )
+        if p_acc is None:
+            return tile.drop(probabilities), None
+        dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=0))
+        ds = probabilities * (dp - delta)
+        return tile.drop(probabilities), ds if slope is None else ds * slope
+
     def store(self, me, k, value, target):
         at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
         store(self.own_smem.at[k, me], value.astype(self.x.dtype), target.at[at])
@@ -145,7 +183,10 @@ class _ByKeys(_Block):
         self.first = jnp.int32(0)
         if x.causal:
             self.first = jnp.minimum(self.row // n, self.blocks)
-        self.count = self.blocks - self.first  # of each head
+        if x.scores != PLAIN:
+            self.first, self.count = self.ranges.blocks(self.row, _ROWS, n)
+        else:
+            self.count = self.blocks - self.first  # of each head
         self.steps = self.count * x.group
 
     def producer(self):
@@ -171,9 +212,15 @@ class _ByKeys(_Block):
 
     def consumer(self, me):
         shape = (64, self.x.dim)
-        pl.run_scoped(lambda k, v: self.sums(me, k, v), plgpu.ACC(shape), plgpu.ACC(shape))
+        if self.plan.sums == ("dk", "dv"):
+            pl.run_scoped(lambda k, v: self.sums(me, k, v), plgpu.ACC(shape), plgpu.ACC(shape))
+        elif self.plan.sums == ("dk",):
+            pl.run_scoped(lambda k: self.sums(me, k, None), plgpu.ACC(shape))
+        else:
+            pl.run_scoped(lambda v: self.sums(me, None, v), plgpu.ACC(shape))
 
     def sums(self, me, dk_acc, dv_acc):
+        """dK and dV, or one of them: the sum of the other is None."""
         p, x = self.plan, self.x
         plgpu.barrier_wait(self.own_full)
 
@@ -184,9 +231,20 @@ class _ByKeys(_Block):
             lse, delta = self.statistics(slot)
             keys, queries = self.row + me * 64, (self.first + j) * p.block
 
-            def products(s_acc, p_acc):
+            def products(s_acc, p_acc=None):
                 plgpu.wgmma(s_acc, self.own_smem.at[0, me], q.T)
-                plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
+                if p_acc is not None:
+                    plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
+                if not self.plain:
+                    head = self.head * x.group + lax.div(it, self.count)
+                    tile = self.tile(keys, queries, head)
+                    probabilities, ds = self.gradients(s_acc, p_acc, lse, delta, tile)
+                    if dv_acc is not None:
+                        plgpu.wgmma(dv_acc, probabilities.astype(x.dtype), grad)
+                    if dk_acc is not None:
+                        plgpu.wgmma(dk_acc, ds.astype(x.dtype), q)
+                    plgpu.wgmma_wait(0)
+                    return
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 probabilities = jnp.exp2(s * p.c - lse)
                 if x.causal:
@@ -203,14 +261,17 @@ class _ByKeys(_Block):
                 plgpu.wgmma(dk_acc, ds, q)
                 plgpu.wgmma_wait(0)
 
-            pl.run_scoped(products, *[plgpu.ACC((64, p.block))] * 2)
+            both = 2 if dk_acc is not None else 1
+            pl.run_scoped(products, *[plgpu.ACC((64, p.block))] * both)
             self.ring.release(it)
             return lax.select(j + 1 == self.count, jnp.int32(0), j + 1)
 
         lax.fori_loop(0, self.steps, step, jnp.int32(0))
-        self.store(me, 1, plgpu.wgmma_accumulator_load(dv_acc), self.dv)
-        dk = plgpu.wgmma_accumulator_load(dk_acc) * _F32(x.scale)
-        self.store(me, 0, dk, self.dk)
+        if dv_acc is not None:
+            self.store(me, 1, plgpu.wgmma_accumulator_load(dv_acc), self.dv)
+        if dk_acc is not None:
+            dk = plgpu.wgmma_accumulator_load(dk_acc) * _F32(x.scale)
+            self.store(me, 0, dk, self.dk)
 
     def statistics(self, slot):
         """lse and delta of the queries, which are columns."""
@@ -227,8 +288,10 @@ class _ByQueries(_Block):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         x, n = self.x, plan.block
-        self.steps = jnp.int32(pl.cdiv(x.keys, n))
-        if x.causal:
+        self.first, self.steps = 0, jnp.int32(pl.cdiv(x.keys, n))
+        if x.scores != PLAIN:
+            self.first, self.steps = self.ranges.blocks(self.row, _ROWS, n)
+        elif x.causal:
             self.steps = jnp.minimum((self.row + (_ROWS + n - 1)) // n, self.steps)
 
     def producer(self):
@@ -237,7 +300,7 @@ class _ByQueries(_Block):
 
         def one(it, carry):
             self.ring.acquire(it)
-            at = (self.b, pl.ds(pl.multiple_of(it * n, n), n), kv)
+            at = (self.b, pl.ds(pl.multiple_of((it + self.first) * n, n), n), kv)
             self.fetch(self.k, self.first_smem, it, at)
             self.fetch(self.v, self.second_smem, it, at)
             return carry
@@ -255,13 +318,19 @@ class _ByQueries(_Block):
         plgpu.barrier_wait(self.own_full)
 
         def step(it, carry):
-            slot, keys = self.ring.slot(it), it * p.block
+            slot, keys = self.ring.slot(it), (it + self.first) * p.block
             k, v = self.first_smem.at[slot], self.second_smem.at[slot]
             self.ring.wait(it)
 
             def products(s_acc, p_acc):
                 plgpu.wgmma(s_acc, self.own_smem.at[0, me], k.T)
                 plgpu.wgmma(p_acc, self.own_smem.at[1, me], v.T)
+                if not self.plain:
+                    tile = self.tile(queries, keys, self.head)
+                    _, ds = self.gradients(s_acc, p_acc, lse, delta, tile)
+                    plgpu.wgmma(dq_acc, ds.astype(x.dtype), k)
+                    plgpu.wgmma_wait(0)
+                    return
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 probabilities = self.masked(jnp.exp2(s * p.c - lse), keys, queries)
                 dp = plgpu.wgmma_accumulator_load(p_acc, wait_n=0)
@@ -323,6 +392,8 @@ def _statistics(x, interpret):
 
         delta_out[b, h, rows] = jnp.sum(load(grad) * load(o), axis=1)
         value = pl.load(lse, (b, h, rows), mask=there, other=0.0) * _F32(math.log2(math.e))
+        if x.scores != PLAIN:
+            there &= value > -_NEVER  # queries that see no key have no gradient
         lse_out[b, h, rows] = jnp.where(there, value, _NEVER)
 
     shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded), _F32)
@@ -337,71 +408,128 @@ def _statistics(x, interpret):
 
 
 @cached
-def _kernel(x, by_keys, interpret):
+def _kernel(x, by_keys, interpret, sums=("dk", "dv")):
     heads, rows = (x.kv_heads, x.keys) if by_keys else (x.heads, x.queries)
-    plan = _Plan(x, rows, heads, by_keys)
+    plan = _Plan(x, rows, heads, by_keys, sums)
 
     def body(grad, q, k, v, lse, delta, *outs, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        refs |= dict(zip(("dk", "dv") if by_keys else ("dq",), outs))
+        names = *x.scores.kernel_operands, *(sums if by_keys else ("dq",))
+        refs |= dict(zip(names, outs, strict=True))
         overlap_launches()
         (_ByKeys if by_keys else _ByQueries)(plan, refs).run()
 
     out = plgpu.ShapeDtypeStruct((x.batch, rows, heads, x.dim), x.dtype)
     name = "attention_backward_keys" if by_keys else "attention_backward_queries"
     params = plgpu.CompilerParams(approx_math=True)
-    outs = (out, out) if by_keys else out
+    outs = (out, out) if by_keys and len(sums) == 2 else out
     return warp_specialized(
         body, plan, outs, kernel_name=name, compiler_params=params, interpret=interpret
     )
 
 
-class Gradients:
-    """The three kernels. The result is (dq, dk, dv)."""
+class _Keys:
+    """dK and dV by two kernels, where registers do not hold both."""
 
     def __init__(self, x, interpret):
-        self.statistics = _statistics(x, interpret)
-        self.by_keys, self.by_queries = _kernel(x, True, interpret), _kernel(x, False, interpret)
+        self.dk, self.dv = (_kernel(x, True, interpret, (name,)) for name in ("dk", "dv"))
 
-    def __call__(self, grad, q, k, v, o, lse, out=None, stream=None):
-        dq, (dk, dv) = (None, (None, None)) if out is None else (out[0], out[1:])
+    def __call__(self, *operands, out=None, stream=None):
+        dk, dv = out or (None, None)
+        dk = self.dk(*operands, out=dk, stream=stream)
+        return dk, self.dv(*operands, out=dv, stream=stream)
+
+
+class Gradients:
+    """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
+
+    def __init__(self, x, bias_dtype, interpret):
+        self.statistics = _statistics(x, interpret)
+        self.by_keys = _Keys(x, interpret) if x.dim == 256 else _kernel(x, True, interpret)
+        self.by_queries = _kernel(x, False, interpret)
+        self.names, self.bias, self.ranges = x.scores.operands, None, None
+        if x.scores.sequences:
+            self.ranges = [
+                _attention_scores.lookup_of(x, by_keys, interpret) for by_keys in (True, False)
+            ]
+        if bias_dtype is not None:
+            self.bias = _attention_backward_bias.bias_gradient(x, bias_dtype, interpret)
+
+    def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
+        dq, dk, dv, *dbias = (None,) * 4 if out is None else out
+        named = dict(zip(self.names, others, strict=True))
         lse, delta = self.statistics(grad, o, lse, stream=stream)
         operands = grad, q, k, v, lse, delta
+        rest = [named[n] for n in ("bias", "seed") if n in named]
+        of_keys = of_queries = ()
+        if self.ranges:
+            of_keys = self.ranges[0](named["cu_seqlens_k"], named["cu_seqlens_q"], stream=stream)
+            of_queries = self.ranges[1](named["cu_seqlens_q"], named["cu_seqlens_k"], stream=stream)
         pair = None if dk is None else (dk, dv)
-        dk, dv = self.by_keys(*operands, out=pair, stream=stream)
-        return self.by_queries(*operands, out=dq, stream=stream), dk, dv
+        dk, dv = self.by_keys(*operands, *rest, *of_keys, out=pair, stream=stream)
+        found = self.by_queries(*operands, *rest, *of_queries, out=dq, stream=stream), dk, dv
+        if self.bias is None:
+            return found
+        dbias = dbias[0] if dbias else None
+        return *found, self.bias(*operands, *rest, *of_queries, out=dbias, stream=stream)
 
 
 @plgpu.specialize(in_place=False)
-def attention_backward(grad, q, k, v, o, lse, *, causal=False, scale=None, interpret=None):
+def attention_backward(
+    grad,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    *,
+    bias=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seed=None,
+    causal=False,
+    window=None,
+    bottom_right=False,
+    softcap=None,
+    dropout=0.0,
+    scale=None,
+    bias_gradient=False,
+    deterministic=False,
+    interpret=None,
+):
     """The gradients of :func:`attention` by ``q``, ``k`` and ``v``, accumulated in float32
     (Hopper).
 
-    grad: the gradient of the result, like ``o``; q, k, v, causal, scale: the arguments of
-    attention; o, lse: its results, with ``return_lse``. float16 or bfloat16; head_dim 64 or 128;
-    any lengths and numbers of heads. Results repeat bit for bit. out: a tuple of results.
+    grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
+    ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, causal, window, bottom_right,
+    softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256; any
+    lengths and numbers of heads. bias_gradient: also return the gradient by ``bias``, summed along
+    the dims that the bias lacks. deterministic: results repeat bit for bit; they always do. out: a
+    tuple of results.
 
-    Returns (dq, dk, dv). TypeError, ValueError for other dtypes and shapes, NotImplementedError for
-    other head_dims.
+    Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,
+    NotImplementedError for other head_dims.
     """
-    _check(q, k, v)
+    name = "attention_backward"
+    _check(q, k, v, name)
     batch, queries, heads, dim = q.shape
-    if dim not in (64, 128):
-        raise NotImplementedError(
-            f"attention_backward: head_dim must be 64 or 128, got {dim}: registers do not hold the"
-            " sums of longer rows"
-        )
-    for name, x in (("grad", grad), ("o", o)):
+    for what, x in (("grad", grad), ("o", o)):
         if x.shape != q.shape or x.dtype != q.dtype:
             raise ValueError(
-                f"attention_backward: {name} must be {q.dtype} of shape {q.shape}, as q is; got"
+                f"{name}: {what} must be {q.dtype} of shape {q.shape}, as q is; got"
                 f" {x.dtype} of shape {x.shape}"
             )
     if lse.shape != (batch, heads, queries) or lse.dtype != _F32:
         raise ValueError(
-            f"attention_backward: lse must be float32 of shape {(batch, heads, queries)}, got"
+            f"{name}: lse must be float32 of shape {(batch, heads, queries)}, got"
             f" {lse.dtype} of shape {lse.shape}"
         )
+    if bias_gradient and bias is None:
+        raise ValueError(f"{name}: bias_gradient needs the bias")
     scale = float(dim**-0.5 if scale is None else scale)
+    arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
+    how = causal, window, bottom_right, softcap, dropout
+    scores = _attention_scores.options(name, q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
-    return Gradients(Problem(*shape, q.dtype, bool(causal), scale), interpret)
+    x = Problem(*shape, q.dtype, bool(causal), scale, scores)
+    return Gradients(x, bias.dtype if bias_gradient else None, interpret)
