@@ -2,7 +2,7 @@
 
 from .adamw import adamw
 from .attention import AttentionConfig, TensorMemoryAttentionConfig, attention
-from .attention_backward import attention_backward
+from .attention_backward import AttentionBackwardConfig, attention_backward
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .matmul import FewRowsConfig, MatmulConfig, TensorMemoryConfig, matmul
@@ -19,6 +19,7 @@ from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 from .rotary import rotary
 
 __all__ = [
+    "AttentionBackwardConfig",
     "AttentionConfig",
     "FewRowsConfig",
     "MatmulConfig",

@@ -179,12 +179,13 @@ def lookup_of(x, by_keys, interpret):
 
 
 class Ranges:
-    """Columns that rows see, while a kernel is traced. low, high: the arrays of lookup(), or
-    None."""
+    """Columns that rows see, while a kernel is traced. low, high: the arrays of lookup(), or None.
+    exact: rows beyond the last one see nothing; otherwise their results mean nothing."""
 
-    def __init__(self, x, by_keys, low=None, high=None):
+    def __init__(self, x, by_keys, low=None, high=None, exact=False):
         f = x.scores._replace(right=0) if x.causal else x.scores
         self.columns, rows = (x.queries, x.keys) if by_keys else (x.keys, x.queries)
+        self.rows = rows if exact and rows % _MULTIPLE else None
         self.before, self.after = (f.right, f.left) if by_keys else (f.left, f.right)
         self.shift = self.columns - rows if f.bottom_right else 0
         self.arrays = (low, high) if f.sequences else None
@@ -210,8 +211,12 @@ class Ranges:
     def of_all(self, first, rows):
         """(from, to) of the columns that each of the rows sees."""
         if self.arrays:
-            return self.arrays[0][first + (rows - 1)], self.arrays[1][first]
-        return self.low(first + (rows - 1)), self.high(first)
+            low, high = self.arrays[0][first + (rows - 1)], self.arrays[1][first]
+        else:
+            low, high = self.low(first + (rows - 1)), self.high(first)
+        if self.rows:
+            high = lax.select(first + rows > self.rows, jnp.int32(0), high)
+        return low, high
 
     def blocks(self, first, rows, block):
         """(first block, number of blocks) that a tile of rows needs."""
@@ -222,16 +227,18 @@ class Ranges:
     def keep(self, row, column, shape):
         """Which pairs of a tile are there, from its first row and column."""
         here = column + lax.broadcasted_iota(jnp.int32, shape, 1)
+        i = row + lax.broadcasted_iota(jnp.int32, shape, 0)
         if self.arrays:
             layout, at = plgpu.Layout.WGMMA.reduce(1), pl.ds(row, shape[0])
             low, high = (
                 lax.broadcast_in_dim(plgpu.load(a.at[at], layout=layout), shape, [0])
                 for a in self.arrays
             )
-            return (here >= low) & (here < high)
-        i = row + lax.broadcasted_iota(jnp.int32, shape, 0)
-        keep = here < self.high(i)
-        return keep if self.before is None else keep & (here >= self.low(i))
+            keep = (here >= low) & (here < high)
+        else:
+            keep = here < self.high(i)
+            keep = keep if self.before is None else keep & (here >= self.low(i))
+        return keep & (i < self.rows) if self.rows else keep
 
 
 # ---- scores of a tile ----------------------------------------------------------------------------

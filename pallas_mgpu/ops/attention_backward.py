@@ -44,6 +44,17 @@ _ROWS = 64 * _CONSUMERS  # of a tile
 _PAD = 128  # queries of padded rows of statistics
 
 
+class AttentionBackwardConfig(typing.NamedTuple):
+    """How the gradients of attention are computed.
+
+    ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
+    (head_dim 64, or 128 without softcap and bias). ``stages``: slots of the ring of the kernel with
+    five products; 0: 2."""
+
+    products: int = 7
+    stages: int = 0
+
+
 class Problem(typing.NamedTuple):
     """What the kernels compute."""
 
@@ -165,7 +176,7 @@ class _Block(WarpSpecialized):
         if p_acc is None:
             return tile.drop(probabilities), None
         dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=0))
-        ds = probabilities * (dp - delta)
+        ds = probabilities * (dp - (delta() if callable(delta) else delta))
         return tile.drop(probabilities), ds if slope is None else ds * slope
 
     def store(self, me, k, value, target):
@@ -189,6 +200,10 @@ class _ByKeys(_Block):
             self.count = self.blocks - self.first  # of each head
         self.steps = self.count * x.group
 
+    def block_at(self, j):
+        """The block of queries of step j of a head."""
+        return self.first + j
+
     def producer(self):
         x, n = self.x, self.plan.block
         self.fetch_own(self.k, self.v)
@@ -198,7 +213,7 @@ class _ByKeys(_Block):
 
             def one(j, it):
                 self.ring.acquire(it)
-                rows = pl.ds(pl.multiple_of((self.first + j) * n, n), n)
+                rows = pl.ds(pl.multiple_of(self.block_at(j) * n, n), n)
                 self.fetch(self.q, self.first_smem, it, (self.b, rows, h))
                 self.fetch(self.grad, self.second_smem, it, (self.b, rows, h))
                 self.fetch(self.lse, self.lse_smem, it, (self.b, h, rows))
@@ -267,6 +282,10 @@ class _ByKeys(_Block):
             return lax.select(j + 1 == self.count, jnp.int32(0), j + 1)
 
         lax.fori_loop(0, self.steps, step, jnp.int32(0))
+        self.store_sums(me, dk_acc, dv_acc)
+
+    def store_sums(self, me, dk_acc, dv_acc):
+        x = self.x
         if dv_acc is not None:
             self.store(me, 1, plgpu.wgmma_accumulator_load(dv_acc), self.dv)
         if dk_acc is not None:
@@ -275,11 +294,11 @@ class _ByKeys(_Block):
 
     def statistics(self, slot):
         """lse and delta of the queries, which are columns."""
+        return [self.statistic(ref, slot) for ref in (self.lse_smem, self.delta_smem)]
+
+    def statistic(self, ref, slot):
         shape, layout = (64, self.plan.block), plgpu.Layout.WGMMA.reduce(0)
-        return [
-            lax.broadcast_in_dim(plgpu.load(ref.at[slot], layout=layout), shape, [1])
-            for ref in (self.lse_smem, self.delta_smem)
-        ]
+        return lax.broadcast_in_dim(plgpu.load(ref.at[slot], layout=layout), shape, [1])
 
 
 class _ByQueries(_Block):
@@ -374,11 +393,12 @@ class _ByQueries(_Block):
 
 
 @cached
-def _statistics(x, interpret):
-    """Kernel: lse times log2 e, and delta, for queries padded to whole blocks."""
+def _statistics(x, interpret, *more):
+    """Kernel: lse times log2 e, and delta, for queries padded to whole blocks. more: other results,
+    arrays that are allocated; the first one is cleared, (batch, heads, padded queries, dim)."""
     height, dim = 64, x.dim
 
-    def body(grad, o, lse, lse_out, delta_out):
+    def body(grad, o, lse, lse_out, delta_out, sums=None, *_):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * height
@@ -395,11 +415,13 @@ def _statistics(x, interpret):
         if x.scores != PLAIN:
             there &= value > -_NEVER  # queries that see no key have no gradient
         lse_out[b, h, rows] = jnp.where(there, value, _NEVER)
+        if sums is not None:
+            sums[b, h, rows] = jnp.zeros((height, dim), jnp.float32)
 
     shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded), _F32)
     return plgpu.kernel(
         body,
-        out_type=(shape, shape),
+        out_type=(shape, shape, *more),
         grid=(x.batch, x.heads, x.padded // height),
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
@@ -443,10 +465,16 @@ class _Keys:
 class Gradients:
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
-    def __init__(self, x, bias_dtype, interpret):
-        self.statistics = _statistics(x, interpret)
-        self.by_keys = _Keys(x, interpret) if x.dim == 256 else _kernel(x, True, interpret)
-        self.by_queries = _kernel(x, False, interpret)
+    def __init__(self, x, config, bias_dtype, interpret):
+        self.fused = None
+        if config.products == 5:
+            from ._attention_backward_fused import FusedKernels  # it derives from classes above
+
+            self.fused = FusedKernels(x, config.stages, interpret)
+        else:
+            self.statistics = _statistics(x, interpret)
+            self.by_keys = _Keys(x, interpret) if x.dim == 256 else _kernel(x, True, interpret)
+            self.by_queries = _kernel(x, False, interpret)
         self.names, self.bias, self.ranges = x.scores.operands, None, None
         if x.scores.sequences:
             self.ranges = [
@@ -458,20 +486,45 @@ class Gradients:
     def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
         dq, dk, dv, *dbias = (None,) * 4 if out is None else out
         named = dict(zip(self.names, others, strict=True))
-        lse, delta = self.statistics(grad, o, lse, stream=stream)
-        operands = grad, q, k, v, lse, delta
         rest = [named[n] for n in ("bias", "seed") if n in named]
         of_keys = of_queries = ()
         if self.ranges:
-            of_keys = self.ranges[0](named["cu_seqlens_k"], named["cu_seqlens_q"], stream=stream)
-            of_queries = self.ranges[1](named["cu_seqlens_q"], named["cu_seqlens_k"], stream=stream)
-        pair = None if dk is None else (dk, dv)
-        dk, dv = self.by_keys(*operands, *rest, *of_keys, out=pair, stream=stream)
-        found = self.by_queries(*operands, *rest, *of_queries, out=dq, stream=stream), dk, dv
+            cu_q, cu_k = named["cu_seqlens_q"], named["cu_seqlens_k"]
+            of_keys = self.ranges[0](cu_k, cu_q, stream=stream)
+            of_queries = self.ranges[1](cu_q, cu_k, stream=stream)
+        if self.fused:
+            three = None if out is None else (dq, dk, dv)
+            *found, lse, delta = self.fused(
+                grad, q, k, v, o, lse, (*rest, *of_keys), out=three, stream=stream
+            )
+            operands = grad, q, k, v, lse, delta
+        else:
+            lse, delta = self.statistics(grad, o, lse, stream=stream)
+            operands = grad, q, k, v, lse, delta
+            pair = None if dk is None else (dk, dv)
+            dk, dv = self.by_keys(*operands, *rest, *of_keys, out=pair, stream=stream)
+            found = self.by_queries(*operands, *rest, *of_queries, out=dq, stream=stream), dk, dv
         if self.bias is None:
-            return found
+            return tuple(found)
         dbias = dbias[0] if dbias else None
         return *found, self.bias(*operands, *rest, *of_queries, out=dbias, stream=stream)
+
+
+def _check_config(config, dim, adjusted, deterministic):
+    name = "attention_backward"
+    if not isinstance(config, AttentionBackwardConfig):
+        raise TypeError(f"{name}: config must be an AttentionBackwardConfig, got {config!r}")
+    if config.products not in (5, 7) or config.stages not in (0, 1, 2, 3):
+        raise ValueError(
+            f"{name}: an AttentionBackwardConfig has 5 or 7 products and up to 3 stages; got"
+            f" {config}"
+        )
+    if config.products == 5 and (dim == 256 or dim == 128 and adjusted or deterministic):
+        raise NotImplementedError(
+            f"{name}: five products with head_dim 256, with softcap or bias and head_dim 128, or"
+            " deterministic; use AttentionBackwardConfig(products=7)"
+        )
+    return config
 
 
 @plgpu.specialize(in_place=False)
@@ -494,6 +547,7 @@ def attention_backward(
     dropout=0.0,
     scale=None,
     bias_gradient=False,
+    config=None,
     deterministic=False,
     interpret=None,
 ):
@@ -504,8 +558,8 @@ def attention_backward(
     ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, causal, window, bottom_right,
     softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256; any
     lengths and numbers of heads. bias_gradient: also return the gradient by ``bias``, summed along
-    the dims that the bias lacks. deterministic: results repeat bit for bit; they always do. out: a
-    tuple of results.
+    the dims that the bias lacks. config: an :class:`AttentionBackwardConfig`. deterministic:
+    results repeat bit for bit, as without a config. out: a tuple of results.
 
     Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,
     NotImplementedError for other head_dims.
@@ -532,4 +586,5 @@ def attention_backward(
     scores = _attention_scores.options(name, q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
     x = Problem(*shape, q.dtype, bool(causal), scale, scores)
-    return Gradients(x, bias.dtype if bias_gradient else None, interpret)
+    config = _check_config(config or AttentionBackwardConfig(), dim, scores.adjusted, deterministic)
+    return Gradients(x, config, bias.dtype if bias_gradient else None, interpret)

@@ -1,0 +1,213 @@
+"""Gradients of attention by five products: dK, dV and dQ in one kernel.
+
+A block has 128 keys, 64 for each of two consumers, and goes over the queries. A consumer computes
+its part of S^T and dP^T (keys are rows), and from them P^T and dS^T. These are the left operands of
+the products for dV and dK, in registers. dS^T also goes to shared memory: dQ = dS K sums the keys
+of both consumers. Where rows have 128 elements each consumer makes 64 columns of dQ's block; where
+they have 64, they take turns.
+
+The blocks of all keys add to dQ. A consumer stores its part in shared memory, and a TMA copy adds
+it to float32 sums in global memory, while the next block is computed. The kernel of statistics
+clears these sums, a last kernel converts them. The order of the additions is that of the blocks'
+progress: dQ differs from call to call by rounding. The blocks of a head begin at different queries,
+so that they do not all add to the same rows at once.
+
+dS has two buffers. When a consumer multiplies, the other one has stored dS of this step, and has
+finished its product of the step before, which read the other buffer; so one barrier a step is
+enough, and a buffer is free when its turn comes again.
+
+Registers are what limits the tile: dK and dV take 128 of a lane's 240, S and dP 64. The statistics
+of the queries are columns here, 16 values each; delta is loaded when lse is no longer needed."""
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._attention_scores import Ranges
+from ._common import overlap_launches, store, warp_specialized
+from .attention_backward import _CONSUMERS, _ROWS, _ByKeys, _Plan, _statistics
+
+_F32 = np.float32
+
+
+class FusedPlan(_Plan):
+    """How the kernel is tiled."""
+
+    def __init__(self, x, stages):
+        super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
+        self.block, self.stages = 64, stages or 2
+        self.turns = x.dim == 64
+
+    def scratch(self):
+        x = self.x
+
+        def smem(shape, dtype):
+            tile = plgpu.TilingTransform((8, 128 // dtype.itemsize))
+            return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
+
+        more = {
+            "ds_smem": smem((2, _CONSUMERS, 64, self.block), x.dtype),
+            "dq_smem": smem((_CONSUMERS, self.block, 64), np.dtype(_F32)),
+        }
+        return super().scratch() | more
+
+
+class _Fused(_ByKeys):
+    """dK, dV and dQ of a tile of keys."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        x = self.x
+        self.ranges = Ranges(x, True, refs.get("low"), refs.get("high"), exact=True)
+        self.first, self.count = self.ranges.blocks(self.row, _ROWS, plan.block)
+        self.steps = self.count * x.group
+        self.start = self.row // _ROWS * self.count // plan.tiles
+
+    def block_at(self, j):
+        j = j + self.start
+        return self.first + lax.select(j >= self.count, j - self.count, j)
+
+    def sums(self, me, dk_acc, dv_acc):
+        p, x = self.plan, self.x
+        plgpu.barrier_wait(self.own_full)
+
+        def step(it, carry):
+            j, g = carry
+            slot = self.ring.slot(it)
+            q, grad = self.first_smem.at[slot], self.second_smem.at[slot]
+            head, queries = self.head * x.group + g, self.block_at(j) * p.block
+            self.ring.wait(it)
+            lse, delta = (
+                self.statistic(self.lse_smem, slot),
+                lambda: self.statistic(self.delta_smem, slot),
+            )
+            tile = self.tile(self.row + me * 64, queries, head)
+
+            def scores(s_acc, p_acc):
+                plgpu.wgmma(s_acc, self.own_smem.at[0, me], q.T)
+                plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
+                found = self.gradients(s_acc, p_acc, lse, delta, tile)
+                return [v.astype(x.dtype) for v in found]
+
+            probabilities, ds = pl.run_scoped(scores, *[plgpu.ACC((64, p.block))] * 2)
+            self.ds_smem[it % 2, me] = ds
+            plgpu.commit_smem()
+            plgpu.wgmma(dv_acc, probabilities, grad)
+            plgpu.wgmma(dk_acc, ds, q)
+            self.add_queries(me, it, head, queries)
+            plgpu.wgmma_wait(0)
+            self.ring.release(it)
+            last = j + 1 == self.count
+            return lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
+
+        lax.fori_loop(0, self.steps, step, (jnp.int32(0), jnp.int32(0)))
+        plgpu.ext.named_barrier_sync(2, _CONSUMERS)  # the results take the place of the keys
+        self.store_sums(me, dk_acc, dv_acc)
+
+    def add_queries(self, me, it, head, queries):
+        """dQ of a block, once both consumers have stored dS: a half each, or all in turns."""
+        if not self.plan.turns:
+            plgpu.ext.named_barrier_sync(0, _CONSUMERS)
+            self.multiply(me, it, head, queries, pl.ds(pl.multiple_of(me * 64, 64), 64))
+            return
+        mine = it % _CONSUMERS == me
+
+        @pl.when(mine)
+        def _():
+            plgpu.ext.named_barrier_sync(it % 2, _CONSUMERS)
+            self.multiply(me, it, head, queries, pl.ds(0, 64))
+
+        @pl.when(~mine)
+        def _():
+            plgpu.ext.named_barrier_arrive(it % 2, _CONSUMERS)
+
+    def multiply(self, me, it, head, queries, columns):
+        """Adds some columns of dS K, over the keys of both consumers, to dQ."""
+
+        def product(acc):
+            for w in range(_CONSUMERS):
+                keys = self.own_smem.at[0, w, :, columns]
+                plgpu.wgmma(acc, self.ds_smem.at[it % 2, w].T, keys)
+            return plgpu.wgmma_accumulator_load(acc)
+
+        dq = pl.run_scoped(product, plgpu.ACC((self.plan.block, 64)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        there = self.dq.at[self.b, head, pl.ds(queries, self.plan.block), columns]
+        store(self.dq_smem.at[me], dq, there, reduction_op="add")
+
+
+@cached
+def _kernel(x, stages, interpret):
+    plan = FusedPlan(x, stages)
+
+    def body(grad, q, k, v, lse, delta, *others, **scratch):
+        refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
+        names = *x.scores.kernel_operands, "dk", "dv", "dq"
+        refs |= dict(zip(names, others, strict=True))
+        overlap_launches()
+        _Fused(plan, refs).run()
+
+    return warp_specialized(
+        body,
+        plan,
+        (*_pair(x), _sums(x)),
+        kernel_name="attention_backward_fused",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+
+
+def _pair(x):
+    one = plgpu.ShapeDtypeStruct((x.batch, x.keys, x.kv_heads, x.dim), x.dtype)
+    return one, one
+
+
+def _sums(x):
+    return plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded, x.dim), _F32)
+
+
+@cached
+def _converted(x, interpret):
+    """Kernel: dQ from its float32 sums."""
+    height = 32
+
+    def body(sums, dq):
+        overlap_launches()
+        b, h = lax.axis_index("batch"), lax.axis_index("head")
+        start = lax.axis_index("tile") * height
+        rows = pl.ds(start, height)
+        value = (sums[b, h, rows] * _F32(x.scale)).astype(x.dtype)
+        if x.queries % height:
+            keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
+            pl.store(dq, (b, rows, h, slice(None)), value, mask=keep)
+        else:
+            dq[b, rows, h] = value
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype),
+        grid=(x.batch, x.heads, pl.cdiv(x.queries, height)),
+        grid_names=("batch", "head", "tile"),
+        interpret=interpret,
+        kernel_name="attention_backward_convert",
+    )
+
+
+class FusedKernels:
+    """(dQ, dK, dV) from the arguments of the kernels, and from o and lse."""
+
+    def __init__(self, x, stages, interpret):
+        self.clear = _statistics(x, interpret, _sums(x))
+        self.allocate = _statistics(x, interpret, _sums(x), *_pair(x))
+        self.fused, self.convert = _kernel(x, stages, interpret), _converted(x, interpret)
+
+    def __call__(self, grad, q, k, v, o, lse, others, out=None, stream=None):
+        """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
+        statistics = self.allocate if out is None else self.clear
+        lse, delta, sums, *pair = statistics(grad, o, lse, stream=stream)
+        dq, dk, dv = (None, *pair) if out is None else out
+        self.fused(grad, q, k, v, lse, delta, *others, out=(dk, dv, sums), stream=stream)
+        return self.convert(sums, out=dq, stream=stream), dk, dv, lse, delta
