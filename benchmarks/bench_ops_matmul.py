@@ -27,11 +27,12 @@ import types
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch  # noqa: E402
-from timing import WAYS, all_ways, estimate, host_seconds, queued  # noqa: E402
+from timing import WAYS, all_ways, estimate, host_seconds  # noqa: E402
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu.ops import MatmulConfig, matmul  # noqa: E402
 from pallas_mgpu.ops.matmul import candidates, choose, few_rows_candidates  # noqa: E402
+from pallas_mgpu.testing import do_bench  # noqa: E402
 
 SIZES = (
     "8192x8192x8192:bfloat16",
@@ -366,7 +367,8 @@ def bench_candidates(texts):
                 contestants[config] = size.ours(config)
             except Exception as e:  # noqa: BLE001 - shown, the others are still timed
                 print(f"{s}: {config}: {type(e).__name__}: {str(e)[:300]}")
-        times = {n: statistics.median(t) for n, t in queued(contestants, 5).items()}
+        found = do_bench(contestants, ways="queued", rounds=5)["queued"]
+        times = {n: t.median for n, t in found.items()}
         DATA.append({"size": text, "us": {str(tuple(n)): t * 1e6 for n, t in times.items()}})
         ours = sorted((t, n) for n, t in times.items() if n != "torch")
         short = "; ".join(f"{t * 1e6:.2f} {tuple(n)}" for t, n in ours[:4])
