@@ -83,8 +83,8 @@ static inline size_t pmpy_bytes(const pmpy_spec *s) {
                                       : n * pm_dtypes[s->dtype].bytes;
 }
 
-/* A fresh array for a result of a library, with its memory. On the device the libraries without an
- * exchange API get a DeviceArray here and their own kind from pmpy_finish. */
+/* results.c: a fresh array for a result of a library, with its memory. On the device the libraries
+ * without an exchange API get a DeviceArray here and their own kind from pmpy_finish. */
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr);
 /* torch.c: an uninitialised tensor; NULL without an exception where this way is not open. */

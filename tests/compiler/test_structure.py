@@ -27,15 +27,17 @@ BELOW = {
 }
 
 
-# What each folder of csrc may include, beside its own files.
-BELOW = {
-    "base": (),
-    "ir": ("base",),
-    "passes": ("base", "ir"),
-    "cuda": ("base", "ir", "passes"),
-    "interp": ("base", "ir", "passes"),
-    "runtime": ("base", "ir", "passes", "cuda"),
-    "python": ("base", "ir", "passes", "cuda", "interp", "runtime"),
+# Files of a folder of csrc that call one another in a circle, and why they may.
+CIRCLES = {
+    "interp": (
+        {
+            *("async", "clocks", "compile", "devices", "inline", "machine", "masked", "matmul"),
+            *("memory", "moves", "observe", "poison", "profile", "races", "semaphores"),
+            *("shadow", "tcgen05", "tile_ops", "timeline"),
+        },
+        "an op's handler names its encoder and its rule for poison, and an op that runs tells the"
+        " race detector and the timeline, which ask the machine who runs",
+    ),
 }
 
 
@@ -61,6 +63,53 @@ def imported(file, name, known):
             for a in node.names:
                 member = f"{source}.{a.name}"
                 yield member if member in known else source
+
+
+def circles_of(edges):
+    """Sets of nodes that reach one another. `edges`: node -> the nodes that it leads to."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(node):
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            found.append(set(stack[at:]))
+            del stack[at:]
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return [c for c in found if len(c) > 1]
+
+
+def call_circles(root):
+    """Folder of csrc -> sets of its .c files of which each mentions functions or data that another
+    defines. Names that only an expansion of a table makes (pm_cuda_ADD) are not seen."""
+    definition = re.compile(
+        r"^(?!static\b|typedef\b|extern\b|return\b|#)[a-z][\w *]*?\b(\w+)"
+        r"(?:\([^;{}]*\)\s*\{|(?:\[\w*\])?\s*=)",
+        re.M,
+    )
+    nothing = re.compile(r'/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)
+    circles = {}
+    for folder in sorted(d for d in root.iterdir() if d.is_dir()):
+        texts = {f.stem: nothing.sub(" ", f.read_text()) for f in folder.glob("*.c")}
+        home = {name: f for f, text in texts.items() for name in definition.findall(text)}
+        edges = {
+            f: {home[w] for w in re.findall(r"\w+", text) if w in home} - {f}
+            for f, text in texts.items()
+        }
+        found = circles_of(edges)
+        if found:
+            circles[folder.name] = found
+    return circles
 
 
 def import_circles(root):
@@ -173,6 +222,12 @@ def test_folders_include_what_is_below_them():
     assert not wrong_includes(ROOT / "csrc")
 
 
+def test_files_of_a_folder_call_one_way():
+    """What is below in a folder does not call what is above it."""
+    assert all(reason for _, reason in CIRCLES.values())
+    assert call_circles(ROOT / "csrc") == {f: [files] for f, (files, _) in CIRCLES.items()}
+
+
 def test_single_ops_are_rarely_named():
     """What passes, generator and interpreter know of ops stands in tables, not in switches."""
     folders = (ROOT / "csrc" / folder for folder in ("ir", "passes", "cuda", "interp"))
@@ -205,6 +260,9 @@ def test_rules_find_what_breaks_them(tmp_path):
         c / "base" / "a.c": "#include <Python.h>\n",
         c / "base" / "b.c": '#include "../python/x.h"\n',
         c / "base" / "c.h": "\n" * (MOST_LINES + 1),
+        c / "ir" / "low.c": "int low(int x) { return x; } /* for high */\n",
+        c / "ir" / "high.c": "int high(int x) {\n  return low(x) + other(x);\n}\n",
+        c / "ir" / "other.c": "int other(int x) {\n  return x ? high(x - 1) : 0;\n}\n",
     }
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,3 +273,4 @@ def test_rules_find_what_breaks_them(tmp_path):
     assert long_lines(package) == [f"{package / 'wide.py'}:1"]
     assert wrong_includes(c) == ["base/a.c: Python.h", "base/b.c: ../python/x.h"]
     assert long_files(c) == [c / "base" / "c.h"]
+    assert call_circles(c) == {"ir": [{"high", "other"}]}
