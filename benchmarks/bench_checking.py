@@ -68,12 +68,28 @@ def calls(plgpu):
     def columns(x, o):
         o[:, ::4] = x[...]
 
+    def each_column(x, o):
+        @pl.loop(0, 128)
+        def _(i):
+            o[:, i] = x[i]
+
+    def masked(x, o):
+        i = lax.broadcasted_iota(np.int32, (128, 128), 1)
+        plgpu.store(o.at[...], x[...], mask=i % 2 == 0)
+
+    def scattered(x, i, o):
+        o[i[...]] = x[...]
+
     rows = array(128, 128, dtype=np.float32)
+    order = np.random.default_rng(0).permutation(16384).astype(np.int32)
     kernels = {}
     bodies = {
         "ring of slots": (ring, (128, 128), (rows,)),
         "single elements": (elements, (512,), (array(512, 2, dtype=np.float32),)),
         "every fourth column": (columns, (128, 512), (rows,)),
+        "column by column": (each_column, (512, 128), (array(128, 512, dtype=np.float32),)),
+        "every other element by a mask": (masked, (128, 128), (rows,)),
+        "elements by index": (scattered, (16384,), (rows.reshape(-1), order)),
     }
     for name, (body, shape, arrays) in bodies.items():
         options = {"num_threads": 2, "thread_name": "t"} if body is ring else {}

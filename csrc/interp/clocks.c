@@ -566,6 +566,7 @@ void pm_race_end(pm_machine *m) {
   pm_free(r->reported);
   pm_free(r->root);
   pm_free(r->old);
+  pm_free(r->places);
   pm_shadow_free(&r->shadow);
   pm_free(r);
   m->races = NULL;

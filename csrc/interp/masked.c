@@ -67,18 +67,46 @@ static bool is_true(thread *t, const walker *w, uint32_t slot, uint32_t n) {
   return *operand(t, w, slot, n, 1) != 0;
 }
 
+/* Elements of a row of bytes. */
+static void race_row(tracker *x, thread *t, const instr *i, const located *s, uint32_t slot,
+                     uint32_t n) {
+  const char *on = slot_of(t, slot);
+  const int64_t size = i->mem->n, bytes = i->mem->bytes;
+  if (i->to >> n & 1) {
+    if (*on) pm_race_element(x, s->at, (size_t)(size * bytes));
+    return;
+  }
+  for (int64_t k = 0, from; k < size;) {
+    while (k < size && !on[k]) k++;
+    from = k;
+    while (k < size && on[k]) k++;
+    if (k > from) pm_race_element(x, s->at + from * bytes, (size_t)((k - from) * bytes));
+  }
+}
+
 /* What the instruction is about to touch; the mask is in `slot`, the n-th operand behind the ref.
  */
 static step race(pm_machine *m, thread *t, const instr *i, const located *s, touch touch,
                  uint32_t slot, uint32_t n) {
+  const access *mem = i->mem;
   walker w = {.i = i, .s = s};
+  uint32_t count = 0;
+  bool rising = true;
   tracker x;
   if (!s->base || !pm_race_begin_elements(&x, m, t, i, s, touch)) return STEP_NEXT;
+  if (!mem->by && s->inside && mem->contiguous) {
+    race_row(&x, t, i, s, slot, n);
+    return pm_race_end_elements(&x);
+  }
+  const char **places = pm_race_places(m, mem->by ? mem->by->size : mem->n);
+  if (!places) return pm_race_end_elements(&x);
   do {
     const char *at = is_true(t, &w, slot, n) ? place_of(t, &w) : NULL;
-    if (at) pm_race_element(&x, at, i->mem->bytes);
+    if (!at) continue;
+    rising &= !count || at > places[count - 1];
+    places[count++] = at;
   } while (next(&w));
-  return pm_race_end_elements(&x);
+  return pm_race_end_places(&x, count, rising);
 }
 
 static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {

@@ -16,7 +16,7 @@
 
 #include "races.h"
 
-enum { MOST_REPORTS = 1000 };
+enum { MOST_REPORTS = 1000, FEW_PERIODS = 8 };
 
 /* ---- reports ------------------------------------------------------------------------------ */
 
@@ -283,6 +283,7 @@ static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, co
   const access *mem = s->mem;
   x->m = m;
   x->from = x->to = x->n_runs = 0;
+  x->lowest = x->highest = NULL;
   x->region = NULL;
   x->early =
       m->overlaps_kernels && mem->space == PM_GMEM && !pm_clock_at(clock, EARLIER_KERNELS, SEEN);
@@ -299,7 +300,10 @@ static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, co
               .thread = (uint8_t)t->index,
               .warp = t->of ? (int8_t)t->warp : -1,
               .touch = touch};
-  x->touching = (touching){.shadow = &m->races->shadow, .event = &x->event, .clock = clock};
+  x->touching = (touching){.shadow = &m->races->shadow,
+                           .event = &x->event,
+                           .clock = clock,
+                           .others = m->grid_size * m->n_devices > 1};
   return true;
 }
 
@@ -432,30 +436,149 @@ bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const in
 }
 
 void pm_race_element(tracker *x, const char *at, size_t bytes) {
-  const int64_t first = (at - x->base) / x->event.mem->bytes;
-  if (x->event.last < x->event.first) x->event.first = x->event.last = first;
-  x->event.first = pm_min(x->event.first, first);
-  x->event.last = pm_max(x->event.last, first);
+  if (!x->lowest || at < x->lowest) x->lowest = at;
+  if (at + bytes > x->highest) x->highest = at + bytes;
   add(x, at, bytes);
 }
 
 step pm_race_end_elements(tracker *x) {
-  const uint32_t number = x->touching.number;
-  const step s = end(x);
-  if (number || !x->touching.number) return s;
-  event *e = pm_shadow_at(x->touching.shadow, x->touching.number);
-  e->first = x->event.first;
-  e->last = x->event.last;
-  return s;
+  const int64_t bytes = x->event.mem->bytes;
+  if (x->lowest) {
+    x->event.first = (x->lowest - x->base) / bytes;
+    x->event.last = (x->highest - x->base) / bytes - 1;
+  }
+  event *e = x->touching.number ? pm_shadow_at(x->touching.shadow, x->touching.number) : NULL;
+  if (e) { /* some is in the shadow */
+    e->first = x->event.first;
+    e->last = x->event.last;
+  }
+  return end(x);
+}
+
+static int by_place(const void *a, const void *b) {
+  const char *x = *(const char *const *)a, *y = *(const char *const *)b;
+  return (x > y) - (x < y);
+}
+
+/* Places in rising order, by the digits of their distances from the lowest. */
+static void sort_places(const char **at, const char **to, uint32_t n) {
+  enum { BITS = 11, DIGITS = 1 << BITS };
+  const char *low = at[0], *high = at[0], **from = at;
+  if (n < DIGITS / 8) {
+    qsort(at, n, sizeof *at, by_place);
+    return;
+  }
+  for (uint32_t k = 1; k < n; k++) {
+    if (at[k] < low) low = at[k];
+    if (at[k] > high) high = at[k];
+  }
+  for (uint32_t shift = 0; (uint64_t)(high - low) >> shift; shift += BITS) {
+    uint32_t count[DIGITS] = {0};
+    for (uint32_t k = 0; k < n; k++) count[(uint64_t)(from[k] - low) >> shift & (DIGITS - 1)]++;
+    for (uint32_t d = 0, sum = 0; d < DIGITS; d++) {
+      const uint32_t here = count[d];
+      count[d] = sum;
+      sum += here;
+    }
+    for (uint32_t k = 0; k < n; k++) {
+      to[count[(uint64_t)(from[k] - low) >> shift & (DIGITS - 1)]++] = from[k];
+    }
+    const char **other = from;
+    from = to;
+    to = other;
+  }
+  if (from != at) memcpy(at, from, n * sizeof *at);
+}
+
+const char **pm_race_places(pm_machine *m, int64_t n) {
+  races *r = m->races;
+  if ((size_t)n > r->cap_places) {
+    const char **more = pm_realloc(r->places, 2 * (size_t)n * sizeof *more);
+    if (!more) return r->no_memory = true, NULL;
+    r->places = more;
+    r->cap_places = (size_t)n;
+  }
+  return r->places;
+}
+
+/* Elements at places in any order, some perhaps several times. */
+step pm_race_end_places(tracker *x, uint32_t n, bool rising) {
+  races *r = x->m->races;
+  const size_t bytes = x->event.mem->bytes;
+  if (!rising) sort_places(r->places, r->places + r->cap_places, n);
+  for (uint32_t k = 0; k < n; k++) {
+    if (!k || r->places[k] != r->places[k - 1]) pm_race_element(x, r->places[k], bytes);
+  }
+  return pm_race_end_elements(x);
 }
 
 /* ---- views -------------------------------------------------------------------------------- */
 
+/* The same runs of each period of a range. */
+typedef struct periods {
+  run runs[MOST_CUTS];
+  uint32_t n, period;
+  size_t bytes; /* from the first byte of the first period to the last one of the last */
+} periods;
+
+/* The outermost loop that repeats few runs at a short distance, and the runs; the number of loops
+ * outside of it, r->n: there is none that is worth it. */
+static uint32_t find_periods(const runs *r, periods *p) {
+  size_t n = 1, span = r->bytes;
+  uint32_t best = r->n;
+  for (uint32_t d = r->n; d-- > 0;) {
+    if (r->step[d] < (int64_t)span || r->step[d] > MOST_PERIOD || n > MOST_CUTS) break;
+    span += (size_t)(r->step[d] * (r->size[d] - 1));
+    if (r->size[d] >= FEW_PERIODS) {
+      best = d;
+      p->n = (uint32_t)n;
+      p->bytes = span;
+    }
+    n *= (size_t)r->size[d];
+  }
+  if (best == r->n) return best;
+  runs inner = {.n = r->n - best - 1, .bytes = r->bytes, .at = r->at};
+  memcpy(inner.size, r->size + best + 1, inner.n * sizeof *inner.size);
+  memcpy(inner.step, r->step + best + 1, inner.n * sizeof *inner.step);
+  p->period = (uint32_t)r->step[best];
+  for (uint32_t k = 0; k < p->n; k++, pm_vm_next_run(&inner)) {
+    const uint32_t from = (uint32_t)(inner.at - r->at);
+    p->runs[k] = (run){from, from + (uint32_t)r->bytes};
+  }
+  return best;
+}
+
+/* Loops over equally spaced bytes become one. */
+static void join_loops(runs *r) {
+  for (uint32_t d = r->n; d-- > 1;) {
+    if (r->step[d - 1] != r->step[d] * r->size[d]) continue;
+    r->size[d - 1] *= r->size[d];
+    r->step[d - 1] = r->step[d];
+    r->n--;
+    memmove(r->size + d, r->size + d + 1, (r->n - d) * sizeof *r->size);
+    memmove(r->step + d, r->step + d + 1, (r->n - d) * sizeof *r->step);
+  }
+}
+
 static void add_whole(tracker *x, const located *s) {
+  periods p;
   runs r;
   pm_vm_begin_runs(s, &r);
-  do add(x, r.at, r.bytes);
-  while (pm_vm_next_run(&r));
+  join_loops(&r);
+  const uint32_t outer = x->m->options.touched || !x->region->pages ? r.n : find_periods(&r, &p);
+  if (outer == r.n) {
+    do add(x, r.at, r.bytes);
+    while (pm_vm_next_run(&r));
+    return;
+  }
+  flush(x);
+  r.n = outer;
+  do {
+    x->from = (size_t)(r.at - x->low);
+    x->to = x->from + p.bytes;
+    pm_shadow_touch_periods(&x->touching, x->region, x->from, x->to, p.period, p.runs, p.n);
+  } while (pm_vm_next_run(&r));
+  x->from = x->to;
 }
 
 /* Elements from <= k < to in row-major order. */
@@ -559,7 +682,6 @@ step pm_race_rows(pm_machine *m, const task *k, const located *s, char *const *a
   for (int64_t r = 0; r < n; r++) {
     if (!at[r]) continue;
     pm_race_element(&x, at[r], (size_t)bytes);
-    x.event.last = pm_max(x.event.last, (at[r] - x.base) / s->mem->bytes + columns - 1);
   }
   return pm_race_end_elements(&x);
 }

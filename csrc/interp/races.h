@@ -49,13 +49,32 @@ typedef struct event {
 
 /* ---- shadow memory -------------------------------------------------------------------------- */
 
-enum { PAGE = 4096, MOST_SINCE = 16, MOST_RUNS = 1024 };
+enum { PAGE = 16384, MOST_SINCE = 16, MOST_RUNS = 2048 };
+enum { MOST_PERIOD = PAGE / 2, MOST_COMB = 2048, MOST_CUTS = 64, MOST_DONE = 8 };
+#define COMB 0x80000000u /* in mark.write */
 
 /* Bytes up to `to` of a page: the last write, and the list of those who read, or changed them by
- * an atomic operation, since. */
+ * an atomic operation, since. Or the number of a comb in `write`, with COMB, and 0. */
 typedef struct mark {
   uint32_t to, write, since;
 } mark;
+
+/* The marks of one period. at NULL: a free entry */
+typedef struct comb {
+  uint32_t next, period, n;
+  bool marked;
+  mark *at;
+} comb;
+
+typedef struct marks {
+  mark *at;
+  uint32_t n, cap;
+} marks;
+
+/* What an access made of a mark that is `period` long at least. */
+typedef struct done {
+  uint32_t write, since, period, to_write, to_since;
+} done;
 
 typedef struct page {
   uint32_t n, cap; /* n 0: nobody touched it */
@@ -88,9 +107,13 @@ typedef struct rewrite {
 } rewrite;
 
 typedef struct shadow {
-  pool events, lists;
-  mark *marks; /* scratch */
-  uint32_t cap_marks;
+  pool events, lists, combs;
+  size_t comb_bytes, live_comb_bytes;
+  marks made, page; /* scratch: of a comb, of a page */
+  /* what is being touched of each period: marks whose `write` is 1 */
+  mark cuts[2 * MOST_CUTS + 3];
+  uint32_t n_cuts, period;
+  done done[MOST_DONE];
   rewrite *rewrites; /* by the access that is being made */
   uint32_t n_rewrites, cap_rewrites;
   region *regions; /* SMEM by block, then arguments */
@@ -113,9 +136,11 @@ typedef struct touching {
   event *event;        /* its own */
   uint32_t number;     /* of the event */
   bool engine;         /* to SMEM, by the async proxy */
+  bool others;         /* the grid has other points */
   conflict write, since, told;
   uint32_t fine_write, fine_since; /* what was looked at last, without a conflict */
   uint32_t grown_from, grown_to;   /* what a list became */
+  uint32_t n_done;                 /* of shadow.done */
 } touching;
 
 static inline event *pm_shadow_at(const shadow *s, uint32_t k) { return (event *)s->events.at + k; }
@@ -125,6 +150,9 @@ typedef struct run {
   uint32_t from, to;
 } run;
 void pm_shadow_touch_runs(touching *x, region *g, size_t page, const run *runs, uint32_t n);
+/* The same runs of each period of a range, from its first byte on; MOST_CUTS of them at most. */
+void pm_shadow_touch_periods(touching *x, region *g, size_t from, size_t to, uint32_t period,
+                             const run *runs, uint32_t n);
 /* The number of a new event; 0: no memory. */
 uint32_t pm_shadow_event(shadow *s, const event *e);
 /* Forgets what no byte remembers, where there is much of it. */
@@ -138,8 +166,9 @@ typedef struct tracker {
   event event;
   touching touching;
   region *region;
-  bool early;             /* nobody has waited for the kernels before this one */
-  const char *low, *base; /* of the region, of the ref */
+  bool early;                   /* nobody has waited for the kernels before this one */
+  const char *low, *base;       /* of the region, of the ref */
+  const char *lowest, *highest; /* elements */
   /* not yet in the shadow: a run of bytes, and before it some of one page */
   size_t from, to, page;
   run runs[MOST_RUNS];
@@ -152,6 +181,9 @@ bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const in
 step pm_race_stored(pm_machine *m);
 void pm_race_element(tracker *x, const char *at, size_t bytes);
 step pm_race_end_elements(tracker *x);
+/* Room for n places, then so many of them are touched; rising: each is behind the one before. */
+const char **pm_race_places(pm_machine *m, int64_t n);
+step pm_race_end_places(tracker *x, uint32_t n, bool rising);
 
 /* ---- a run ---------------------------------------------------------------------------------- */
 
@@ -205,6 +237,8 @@ struct races {
   tracker storing; /* the access that shadow.rewrites are of, and the bytes that were there */
   char *old;
   size_t old_bytes;
+  const char **places; /* scratch: twice cap_places */
+  size_t cap_places;
   uint32_t *root; /* by argument: the first one in the same memory */
   reported *reported;
   uint32_t n_reported, cap_reported;
