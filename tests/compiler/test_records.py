@@ -31,7 +31,7 @@ NP = {
 }
 BITS = {"e2m1": 4, "u2": 2}
 NO_OUT = plgpu.ShapeDtypeStruct((128,), np.float32)
-MANY = pytest.mark.filterwarnings("ignore:.*(registers a lane|nothing writes output)")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(registers a lane|nothing writes output)")
 
 
 def bits(dtype):
@@ -147,7 +147,6 @@ def words_of(record):
     return moved
 
 
-@MANY
 @pytest.mark.parametrize(
     "record",
     [r for r in records("tmem_ld", "tmem_st") if r["id"] not in LEFT_OUT],
@@ -318,7 +317,6 @@ def test_commits(record):
 
 
 # alloc-018: pairs in a cluster of four along one axis, which the records refuse to commit for
-@MANY
 @pytest.mark.parametrize(
     "record", [r for r in records("alloc") if r["id"] != "alloc-018"], ids=lambda r: r["id"]
 )

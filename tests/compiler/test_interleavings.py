@@ -1,0 +1,125 @@
+"""Every interleaving of the Blackwell kernels of `ops`, with data removed (interleavings.py): no
+deadlock, nothing used too early or overwritten while in use, no tile handed out twice. Planted
+errors are found. `pytest -s` prints how many states there are."""
+
+import functools
+
+import numpy as np
+import pytest
+from interleavings import Wrong, explore
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import (
+    TensorMemoryAttentionConfig,
+    TensorMemoryConfig,
+    attention,
+    matmul,
+)
+
+
+@functools.cache
+def product(tiles, steps, pair=False, dynamic=False):
+    """The program of `tiles` tiles of one block, or pair, with a ring of two slots."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(plgpu, "sm_count", lambda device=None: 1 + pair)
+    a = np.zeros((128 * (1 + pair), 64 * steps), np.float16)
+    b = np.zeros((64 * steps, 128 * tiles), np.float16)
+    try:
+        matmul.maker.forget()
+        f = matmul.kernel(a, b, config=TensorMemoryConfig(128, pair, 2, dynamic=dynamic))
+        return f.lower(a, b, target="sm_100a").as_text("cuda")
+    finally:
+        patch.undo()
+        matmul.maker.forget()
+
+
+@functools.cache
+def softmax(keys, causal=False):
+    q, k = (np.zeros((1, n, 1, 64), np.float16) for n in (256, keys))
+    f = attention.kernel(q, k, k, config=TensorMemoryAttentionConfig(2), causal=causal)
+    return f.lower(q, k, k, target="sm_100a").as_text("cuda")
+
+
+def answers(tiles, pair):
+    """Of cluster launch control: the first blocks of the other tiles, then none."""
+    return [t * (1 + pair) for t in range(1, tiles)] + [None]
+
+
+PROGRAMS = {  # text, blocks, options
+    "3 tiles": lambda: (product(3, 2), 1, {}),
+    "3 tiles taken over": lambda: (
+        product(3, 2, dynamic=True), 1, {"responses": answers(3, False)},
+    ),
+    "pair": lambda: (product(1, 2, pair=True), 2, {}),
+    "3 tiles of a pair": lambda: (product(3, 2, pair=True), 2, {}),
+    "2 tiles taken over by a pair": lambda: (
+        product(2, 1, True, True), 2, {"responses": answers(2, True), "followers": ()},
+    ),
+    "attention": lambda: (softmax(128), 1, {}),
+    "attention, ring": lambda: (softmax(384), 1, {"followers": ()}),
+    "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False}),
+}  # fmt: skip
+LONG = {"3 tiles of a pair", "2 tiles taken over by a pair", "attention, ring"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in PROGRAMS]
+)
+def test_no_interleaving_is_wrong(name):
+    text, blocks, how = PROGRAMS[name]()
+    n = explore(text, blocks, **how)
+    print(f"{name}: {n} states")
+    assert n > 1000
+
+
+PLANTED = [
+    *(("3 tiles", "mbarrier_wait", k) for k in range(7)),
+    *(("3 tiles", "mbarrier_arrive_expect_tx", k) for k in range(6)),
+    *(("3 tiles", "tcgen05_commit", k) for k in range(9)),
+    ("3 tiles", "mbarrier_arrive", 0),
+    ("3 tiles", "bulk_group_wait_read", 2),
+    *(("3 tiles", "bulk_group_commit", k) for k in (0, 5)),
+    *(("3 tiles", "warpgroup_sync", k) for k in (1, 5, 7)),
+    *(("pair", "tcgen05_commit_pair", k) for k in range(3)),
+    *(("pair", "mbarrier_wait", k) for k in range(2)),
+    ("pair", "mbarrier_arrive_expect_tx", 0),
+    *(("attention", "mbarrier_wait", k) for k in range(5)),
+    *(("attention", "tcgen05_commit", k) for k in range(6)),
+    *(("attention", name, 0) for name in ("tmem_wait_store", "mbarrier_arrive")),
+]
+
+
+@pytest.mark.parametrize("name, event, n", PLANTED)
+def test_an_event_that_is_left_out(name, event, n):
+    """Left out in every lane: some interleaving is wrong."""
+    text, blocks, how = PROGRAMS[name]()
+    with pytest.raises(Wrong):
+        explore(text, blocks, drop=[(event, n)], **how)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("mbarrier_init(smem + {empty}, 1)", "mbarrier_init(smem + {empty}, 2)"),
+        ("mbarrier_arrive_expect_tx(full + slot_", "mbarrier_arrive_expect_tx(full + 8 - slot_"),
+        (", 32768);", ", 16384);"),
+        ("tcgen05_commit(ready", "tcgen05_commit(taken"),
+    ],
+)
+def test_a_line_that_is_changed(old, new):
+    text, blocks, how = PROGRAMS["3 tiles"]()
+    empty = text[text.index("const u32 empty = smem + ") + 25 :].split(";")[0]
+    old, new = old.format(empty=empty), new.format(empty=empty)
+    assert old in text
+    with pytest.raises(Wrong):
+        explore(text.replace(old, new), blocks, **how)
+
+
+def test_tiles_are_handed_out_once():
+    """A request whose answer another thread has not read yet overwrites it."""
+    text, blocks, how = PROGRAMS["3 tiles taken over"]()
+    for n in range(2):
+        with pytest.raises(Wrong):
+            explore(text, blocks, drop=[("mbarrier_wait", n)], **how)
+    with pytest.raises(Wrong):
+        explore(text, blocks, drop=[("try_cancel", 1)], **how)
