@@ -126,10 +126,7 @@ class Reader:
         for k, e in enumerate(events):
             self.text, self.next = f"{e.name} ({e.note})", events[k + 1 :]
             if not SKIPPED.match(e.name):
-                name = re.sub(r"_\d.*", "", e.name)
-                handler = next(
-                    (h for p, h in HANDLERS if re.match(p, e.name)), None
-                )  # fmt: skip
+                handler = next((h for p, h in HANDLERS if re.match(p, e.name)), None)
                 if handler is None:
                     raise NotImplementedError(str(e))
                 handler(self, e)
