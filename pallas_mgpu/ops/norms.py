@@ -24,13 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_ring
 from ._common import SMS, overlap_launches, unaligned
 from ._promises import batch_invariance
+from ._warp_mma import room_of_block
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
@@ -506,6 +507,15 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
     return NormConfig(height, cluster, 0 if whole else _PART)
 
 
+def _without_clusters(config, n, itemsize, gpu):
+    """The same for a GPU without clusters, of which one block has a row: it keeps in registers what
+    they hold, and reads longer rows again. Without TMA the lanes load it."""
+    whole = n <= 2 * _HELD
+    staged = config.staged and "TMA" in gpu["features"]
+    staged &= n * itemsize * config.height <= room_of_block(gpu) - 1024
+    return NormConfig(config.height, 1, 0 if whole else _PART, staged)
+
+
 def _by_columns(shape, axis, inner, invariant):
     """Are tiles columns? One column is a row, too, but batches of columns are to agree with it."""
     return inner > 1 or invariant and axis < len(shape) - 1
@@ -559,12 +569,16 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     by_tma = inner == 1 and x.aligned and (pitches % 16 == 0)
     size = max(x.dtype.itemsize, out_dtype.itemsize)
     in_place, sms = x.dtype == out_dtype, plgpu.sm_count(x.device)
+    default = config is None
     if config is None and invariant:
         columns = _by_columns(x.shape, axis, inner, True)
         config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
         config = config._replace(staged=config.staged and by_tma)
     elif config is None:
         config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
+    gpu = _core.target(x.device)
+    if default and inner == 1 and "CLUSTER" not in gpu["features"]:
+        config = _without_clusters(config, n, size, gpu)
     _check(name, config, inner, by_tma)
     given = list(vectors.values())
     aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
