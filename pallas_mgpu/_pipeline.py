@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from . import _core, _ops
+from . import _core, _lane_pipeline, _ops
 from ._clipped import Span, window
 from ._control import fori_loop, scoped, when
 from ._names import accepts, show
@@ -177,7 +177,7 @@ class Operand:
                 )
         return out
 
-    def _entries(self, index):
+    def entries(self, index):
         """An index or a span of the block along each dimension of the array."""
         out = []
         for d, i in zip(self.dims, index):
@@ -193,13 +193,13 @@ class Operand:
 
     def starts(self, index):
         """(start, end) of the block along each dimension of the array."""
-        spans = (x if isinstance(x, Span) else Span(x, 1) for x in self._entries(index))
+        spans = (x if isinstance(x, Span) else Span(x, 1) for x in self.entries(index))
         return [(x.start, x.start + x.size) for x in spans]
 
     def slice(self, index):
         """The GMEM view of a block. Starts are dynamic even if known, since a block may
         overhang."""
-        where = self._entries(index)
+        where = self.entries(index)
         for x in where:
             if isinstance(x, Span):
                 x.start = _core.as_array(x.start, "int32")
@@ -209,7 +209,7 @@ class Operand:
         """What the body gets for an array that is not staged."""
         if not self.cut:
             return self.ref
-        return window(self.ref, self._entries(self.index(indices)))
+        return window(self.ref, self.entries(self.index(indices)))
 
     def buffer(self):
         """The SMEM buffer: the slots are a leading dimension before those of the block."""
@@ -328,6 +328,14 @@ def run_steps(
     staged = [o for o in ins + outs if o.staged]
     for o in staged:
         o.set_slots(max_concurrent_steps, steps)
+    named = dict(zip(map(id, ins + outs), names))
+    if _lane_pipeline.runs_here():
+
+        def moved(o, now, s):
+            return _moved(o, grid, now, s)
+
+        how = {"names": named, "moved": moved, "traced": traced}
+        return _lane_pipeline.run_steps(body, grid, steps, ins, outs, init_carry, **how)
     once = [o for o in fetched if o.spec.pipeline_mode is not None and not o.variant]
     for o in once:
         o.slots = 1
@@ -355,7 +363,6 @@ def run_steps(
             _ops.wait_smem_to_gmem(0, wait_read_only=last)
         return result
 
-    named = dict(zip(map(id, ins + outs), names))
     names = [named.get(id(o)) for o in staged]
     types = [*(o.buffer() for o in staged), *(barriers or [None])]
     return scoped(run, types, {}, [*names, *["ready"] * len(barriers)], ())

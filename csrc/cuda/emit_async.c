@@ -476,7 +476,9 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
 pm_code pm_cuda_CP_ASYNC(pm_gen *e, pm_opid op) {
   pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
   PM_TRY(pm_plan_copy(e->g, op, e->target, p, e->err));
-  const char *when = predicate(e, op);
+  pm_scalar known;
+  const bool always = pm_constant(e->g, pm_in(e->g, op, pm_get(e->g, op)->n_in - 1), &known);
+  const char *when = always && known.i ? NULL : predicate(e, op);
   const bool small = chunk_size(e, &p->gmem, &p->smem) * pm_dtypes[p->gmem.dtype].bytes < 4;
   pm_note(e, op, small ? "copy_gmem_to_smem by loads and stores" : "copy_gmem_to_smem by cp.async");
   if (when) pm_begin(e, "if (%s) {", when);

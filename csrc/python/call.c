@@ -190,9 +190,14 @@ static PyObject *specs_of(const pmpy_call *c) {
   return specs;
 }
 
+_Thread_local const pm_target *pmpy_traced_for;
+
 pmpy_plan *pmpy_call_trace(const pmpy_call *c, bool keep_text) {
+  const pm_target *before = pmpy_traced_for;
   PyObject *specs = specs_of(c);
+  pmpy_traced_for = c->target;
   PyObject *traced = specs ? PyObject_CallOneArg(c->k->trace, specs) : NULL;
+  pmpy_traced_for = before;
   pmpy_plan *p =
       traced ? pmpy_plan_new(traced, c->in, c->n_in, c->target, !c->may_fall_back, keep_text)
              : NULL;

@@ -95,8 +95,8 @@ static PyObject *features_of(const pm_target *t) {
   return out;
 }
 
-/* target(which=None): of a name, a device, or what kernels on host arrays run on; without a GPU the
- * first of the table. */
+/* target(which=None): of a name, a device, or what the kernel is traced for; outside of kernels what
+ * those on host arrays run on, without a GPU the first of the table. */
 static PyObject *target(PyObject *Py_UNUSED(self), PyObject *args) {
   PyObject *which = Py_None;
   const pm_target *t = NULL;
@@ -105,6 +105,8 @@ static PyObject *target(PyObject *Py_UNUSED(self), PyObject *args) {
   if (!PyArg_ParseTuple(args, "|O:target", &which)) return NULL;
   if (PyUnicode_Check(which)) {
     if (pmpy_target(which, &t) < 0) return NULL;
+  } else if (which == Py_None && pmpy_traced_for) {
+    t = pmpy_traced_for;
   } else {
     int device = which == Py_None ? pmpy_fitting_device(why, sizeof why) : -1;
     if (which != Py_None && pmpy_device_ordinal(which, &device) < 0) return NULL;
