@@ -200,14 +200,17 @@ class FusedKernels:
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse."""
 
     def __init__(self, x, stages, interpret):
-        self.clear = _statistics(x, interpret, _sums(x))
-        self.allocate = _statistics(x, interpret, _sums(x), *_pair(x))
+        self.statistics = _statistics(x, interpret, _sums(x))
+        self.allocating = _statistics(x, interpret, _sums(x), *_pair(x))
         self.fused, self.convert = _kernel(x, stages, interpret), _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
-        statistics = self.allocate if out is None else self.clear
-        lse, delta, sums, *pair = statistics(grad, o, lse, stream=stream)
-        dq, dk, dv = (None, *pair) if out is None else out
+        if out is None:
+            lse, delta, sums, dk, dv = self.allocating(grad, o, lse, stream=stream)
+            dq = None
+        else:
+            lse, delta, sums = self.statistics(grad, o, lse, stream=stream)
+            dq, dk, dv = out
         self.fused(grad, q, k, v, lse, delta, *others, out=(dk, dv, sums), stream=stream)
         return self.convert(sums, out=dq, stream=stream), dk, dv, lse, delta

@@ -22,6 +22,7 @@ multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`)
 bias is that of the scores, summed along the dims that the bias lacks: a kernel of its own
 (`_attention_backward_bias.py`)."""
 
+import functools
 import math
 import typing
 
@@ -392,13 +393,18 @@ class _ByQueries(_Block):
 # ---- the kernels --------------------------------------------------------------------------------
 
 
+def _touch(ref):
+    ref[(0,) * ref.ndim] = jnp.zeros((), ref.dtype)
+
+
 @cached
 def _statistics(x, interpret, *more):
-    """Kernel: lse times log2 e, and delta, for queries padded to whole blocks. more: other results,
-    arrays that are allocated; the first one is cleared, (batch, heads, padded queries, dim)."""
+    """Kernel: lse times log2 e, and delta, for queries padded to whole blocks. more: other results
+    for later kernels: sums (batch, heads, padded queries, dim), which are cleared; others are only
+    allocated, and one element makes them results."""
     height, dim = 64, x.dim
 
-    def body(grad, o, lse, lse_out, delta_out, sums=None, *_):
+    def body(grad, o, lse, lse_out, delta_out, sums=None, *allocated):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * height
@@ -415,6 +421,8 @@ def _statistics(x, interpret, *more):
         if x.scores != PLAIN:
             there &= value > -_NEVER  # queries that see no key have no gradient
         lse_out[b, h, rows] = jnp.where(there, value, _NEVER)
+        for ref in allocated:
+            pl.when((b == 0) & (h == 0) & (start == 0))(functools.partial(_touch, ref))
         if sums is not None:
             sums[b, h, rows] = jnp.zeros((height, dim), jnp.float32)
 

@@ -1,0 +1,253 @@
+"""Attention with options of its scores, and its gradients, against float64: softcap, bias, windows,
+diagonals that end at the last key, packed sequences, dropout. Every case also runs under the
+checker: no unordered accesses."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+CHECKED = plgpu.InterpretParams(detect_races=True, on_race="raise")
+PACKED = [0, 100, 100, 130, 300], [0, 90, 150, 151, 310]
+CASES = {  # batch, queries, heads, head_dim, keys, kv_heads; options; bias: which dims are not 1
+    "softcap": ((1, 300, 2, 64, 200, 2), {"softcap": 5.0}),
+    "bias": ((1, 130, 2, 128, 200, 1), {"bias": (1, 1, 1, 1)}),
+    "bias of keys": ((2, 130, 2, 64, 200, 1), {"bias": (0, 1, 0, 1)}),
+    "bias of queries": ((2, 70, 2, 64, 200, 1), {"bias": (1, 0, 1, 0)}),
+    "one bias": ((1, 130, 2, 64, 200, 1), {"bias": (0, 0, 0, 0), "causal": True}),
+    "window": ((1, 400, 1, 64, 400, 1), {"window": (30, 20)}),
+    "window before": ((1, 400, 1, 128, 500, 1), {"window": (70, None), "causal": True}),
+    "more keys": ((1, 100, 2, 64, 333, 1), {"causal": True, "bottom_right": True}),
+    "fewer keys": ((1, 333, 2, 128, 100, 1), {"causal": True, "bottom_right": True}),
+    "diagonal": ((1, 333, 2, 64, 100, 1), {"window": (0, 0), "bottom_right": True}),
+    "packed": ((1, 300, 2, 64, 310, 1), {"cu": PACKED}),
+    "packed, causal": (
+        (1, 300, 2, 128, 310, 1),
+        {"cu": ([0, 100, 100, 130, 290], [0, 90, 150, 151, 305]), "causal": True},
+    ),
+    "packed, window": (
+        (1, 300, 2, 64, 310, 1),
+        {"cu": PACKED, "causal": True, "bottom_right": True, "window": (40, None)},
+    ),
+    "dropout": ((2, 130, 2, 64, 200, 1), {"dropout": 0.3}),
+    "all": (
+        (1, 130, 1, 128, 200, 1),
+        {
+            "dropout": 0.1,
+            "bias": (0, 0, 1, 1),
+            "softcap": 3.0,
+            "window": (100, 3),
+            "cu": ([0, 60, 130], [0, 70, 200]),
+        },
+    ),
+    "256": ((1, 70, 2, 256, 200, 1), {}),
+    "256, causal": ((1, 200, 1, 256, 150, 1), {"causal": True}),
+    "256, more": ((1, 130, 1, 256, 100, 1), {"softcap": 2.0, "bias": (0, 1, 1, 1)}),
+}
+
+
+def mixed(x):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+def kept(batch, heads, queries, keys, dropout, seed):
+    """What probabilities are multiplied with."""
+    if not dropout:
+        return 1.0
+    u32 = np.uint32
+    with np.errstate(over="ignore"):
+        head = np.arange(batch * heads, dtype=u32).reshape(batch, heads, 1, 1)
+        key = mixed(mixed(np.asarray(seed, u32)) ^ (head * u32(0x9E3779B9)))
+        pair = np.arange(queries * keys, dtype=u32).reshape(queries, keys)
+        return (mixed(pair ^ key) >= u32(round(dropout * 2**32))) / (1 - dropout)
+
+
+def visible(queries, keys, cu, causal, window, bottom_right):
+    found = np.zeros((queries, keys), bool)
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    starts_q, starts_k = cu or ([0, queries], [0, keys])
+    for a, b, c, d in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        shift = (d - c) - (b - a) if bottom_right else 0
+        distance = np.arange(d - c)[None] - (np.arange(b - a)[:, None] + shift)
+        keep = np.ones(distance.shape, bool)
+        keep &= True if left is None else distance >= -left
+        found[a:b, c:d] = keep & (True if right is None else distance <= right)
+    return found
+
+
+def reference(grad, q, k, v, *, causal=False, window=None, bottom_right=False, softcap=None,
+              bias=None, cu=None, dropout=0.0, seed=None):  # fmt: skip
+    """(o, lse, [dq, dk, dv, dbias]) in float64."""
+    grad, q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (grad, q, k, v))
+    (batch, heads, queries, dim), keys = q.shape, k.shape[2]
+    group = heads // k.shape[1]
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    s, slope = q @ k.swapaxes(-1, -2) * dim**-0.5, 1.0
+    if softcap:
+        t = np.tanh(s / softcap)
+        s, slope = softcap * t, 1 - t * t
+    if bias is not None:
+        s = s + bias.astype(np.float64)
+    s = np.where(visible(queries, keys, cu, causal, window, bottom_right), s, -np.inf)
+    top = s.max(-1, keepdims=True)
+    p = np.exp(s - np.where(np.isfinite(top), top, 0))
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = (np.where(np.isfinite(top), top, 0) + np.log(total))[..., 0]
+        p = np.where(total > 0, p / total, 0)
+    keep = kept(batch, heads, queries, keys, dropout, seed)
+    o = (p * keep) @ v
+    ds = p * (keep * (grad @ v.swapaxes(-1, -2)) - (grad * o).sum(-1, keepdims=True))
+    db, ds = ds, ds * slope * dim**-0.5
+    dk, dv = ds.swapaxes(-1, -2) @ q, (p * keep).swapaxes(-1, -2) @ grad
+    dk, dv = (x.reshape(batch, -1, group, keys, dim).sum(2) for x in (dk, dv))
+    found = [x.transpose(0, 2, 1, 3) for x in (ds @ k, dk, dv)]
+    if bias is not None:
+        axes = tuple(i for i, n in enumerate(bias.shape) if n == 1)
+        found.append(db.sum(axes, keepdims=True))
+    return o.transpose(0, 2, 1, 3), lse, found
+
+
+def problem(rng, name, dtype=np.float16):
+    """(grad, q, k, v), options of the reference, options of ops."""
+    (batch, queries, heads, dim, keys, kv_heads), options = CASES[name]
+    q, grad = rng.standard_normal((2, batch, queries, heads, dim)).astype(dtype)
+    k, v = rng.standard_normal((2, batch, keys, kv_heads, dim)).astype(dtype)
+    options = dict(options)
+    if "bias" in options:
+        whole = batch, heads, queries, keys
+        shape = [n if there else 1 for n, there in zip(whole, options["bias"])]
+        options["bias"] = rng.standard_normal(shape).astype(dtype)
+    if "dropout" in options:
+        options["seed"] = np.asarray([7], np.int32)
+    call = dict(options)
+    if "cu" in call:
+        starts = call.pop("cu")
+        call["cu_seqlens_q"], call["cu_seqlens_k"] = (np.asarray(x, np.int32) for x in starts)
+    return (grad, q, k, v), options, call
+
+
+def near(got, want, dtype, scale=None):
+    unit = 3e-3 if dtype == np.float16 else 2e-2
+    scale = np.abs(want).max() if scale is None else scale
+    assert got.shape == want.shape
+    assert np.abs(got.astype(np.float64) - want).max() <= unit * max(scale, 0.3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(rng, name):
+    (grad, q, k, v), options, call = problem(rng, name)
+    want, want_lse, _ = reference(grad, q, k, v, **options)
+    o, lse = ops.attention(q, k, v, return_lse=True, interpret=CHECKED, **call)
+    near(o, want, q.dtype)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("products", [7, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(rng, name, products):
+    (grad, q, k, v), options, call = problem(rng, name)
+    dim, adjusted = q.shape[3], "bias" in options or "softcap" in options
+    how = {"config": ops.AttentionBackwardConfig(products), "interpret": CHECKED}
+    o, lse = ops.attention(q, k, v, return_lse=True, interpret=True, **call)
+    how["bias_gradient"] = "bias" in options
+    if products == 5 and (dim == 256 or dim == 128 and adjusted):
+        with pytest.raises(NotImplementedError, match="products=7"):
+            ops.attention_backward(grad, q, k, v, o, lse, **how, **call)
+        return
+    found = ops.attention_backward(grad, q, k, v, o, lse, **how, **call)
+    _, _, want = reference(grad, q, k, v, **options)
+    assert len(found) == len(want)
+    for got, expected in zip(found[:3], want):
+        near(got, expected, q.dtype)
+    for got, expected in zip(found[3:], want[3:]):  # sums along keys are 0 but for rounding
+        summed = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] / got.size
+        near(got, expected, q.dtype, scale=max(np.abs(expected).max(), summed**0.5))
+
+
+def test_five_products_in_bfloat16(rng):
+    """Several blocks of keys add to dQ; results have the memory that is given."""
+    q, grad = rng.standard_normal((2, 2, 200, 4, 128)).astype(ml_dtypes.bfloat16)
+    k, v = rng.standard_normal((2, 2, 300, 2, 128)).astype(ml_dtypes.bfloat16)
+    o, lse = ops.attention(q, k, v, return_lse=True, interpret=True)
+    out = np.empty_like(q), np.empty_like(k), np.empty_like(v)
+    config = ops.AttentionBackwardConfig(5)
+    ops.attention_backward(grad, q, k, v, o, lse, config=config, out=out, interpret=True)
+    for got, want in zip(out, reference(grad, q, k, v)[2]):
+        near(got, want, q.dtype)
+
+
+def test_deterministic_dropout(rng):
+    """A seed decides, wherever the kernel's blocks begin; another one decides otherwise."""
+    (_, q, k, v), _, call = problem(rng, "dropout")
+    small = ops.AttentionConfig(1, 64, 2, programs=1)
+    first = ops.attention(q, k, v, interpret=True, **call)
+    near(ops.attention(q, k, v, config=small, interpret=True, **call), first, q.dtype)
+    call["seed"] = np.asarray([8], np.int32)
+    assert np.abs(ops.attention(q, k, v, interpret=True, **call) - first).max() > 0.1
+
+
+def test_no_spills():
+    S = plgpu.ShapeDtypeStruct
+    x, lse = S((1, 1024, 4, 128), np.float16), S((1, 4, 1024), np.float32)
+    bias, seed = S((1, 4, 1024, 1024), np.float16), S((1,), np.int32)
+    rows = x, x, x, x, lse, lse
+    for options in ({"window": (200, 0)}, {"softcap": 9.0}, {"bias": bias}, {"seed": seed}):
+        given = {"dropout": 0.1, **options} if "seed" in options else options
+        more = [a for a in options.values() if isinstance(a, S)]
+        kernels = [(ops.attention.kernel(x, x, x, **given), (x, x, x))]
+        backward = ops.attention_backward.kernel(x, x, x, x, x, lse, **given)
+        kernels += [(backward.by_keys, rows), (backward.by_queries, rows)]
+        for kernel, arrays in kernels:
+            used = kernel.lower(*arrays, *more, target="sm_90a").resources()
+            assert (used["spill_bytes"], used["remarks"]) == (0, ""), (options, used)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_spills_of_five_products(dim, causal):
+    x = plgpu.ShapeDtypeStruct((2, 1024, 4, dim), np.float16)
+    lse = plgpu.ShapeDtypeStruct((2, 4, 1024), np.float32)
+    config = ops.AttentionBackwardConfig(5)
+    found = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal, config=config)
+    used = found.fused.fused.lower(x, x, x, x, lse, lse, target="sm_90a").resources()
+    assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
+
+
+def _errors(q, bias, cu, seed):
+    return {
+        "window must be": {"window": (-1, 0)},
+        "softcap must be": {"softcap": -1.0},
+        "dropout must be": {"dropout": 1.0, "seed": seed},
+        "dropout and seed": {"dropout": 0.5},
+        "seed must be": {"dropout": 0.5, "seed": np.zeros(2, np.int32)},
+        "bias must have": {"bias": bias[:, :, :5]},
+        "given together": {"cu_seqlens_q": cu},
+        "cu_seqlens_k must be": {"cu_seqlens_q": cu, "cu_seqlens_k": cu[:2]},
+    }
+
+
+@pytest.mark.parametrize("words", _errors(*[np.zeros((1, 1, 9), np.int32)] * 4))
+def test_errors(words):
+    q, bias = np.zeros((1, 16, 2, 64), np.float16), np.zeros((1, 2, 16, 16), np.float16)
+    options = _errors(q, bias, np.asarray([0, 8, 16], np.int32), np.zeros(1, np.int32))[words]
+    with pytest.raises(ValueError, match=f"attention: .*{words}"):
+        ops.attention(q, q, q, interpret=True, **options)
+
+
+def test_errors_of_gradients():
+    q, lse = np.zeros((1, 16, 2, 64), np.float16), np.zeros((1, 2, 16), np.float32)
+    with pytest.raises(ValueError, match="needs the bias"):
+        ops.attention_backward(q, q, q, q, q, lse, bias_gradient=True)
+    with pytest.raises(TypeError, match="must be an AttentionBackwardConfig"):
+        ops.attention_backward(q, q, q, q, q, lse, config=5)
+    with pytest.raises(ValueError, match="5 or 7 products"):
+        ops.attention_backward(q, q, q, q, q, lse, config=ops.AttentionBackwardConfig(6))
+    with pytest.raises(NotImplementedError, match="deterministic"):
+        config = ops.AttentionBackwardConfig(5)
+        ops.attention_backward(q, q, q, q, q, lse, config=config, deterministic=True)
