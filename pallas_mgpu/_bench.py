@@ -16,6 +16,7 @@ round k, so ratios are taken round by round and drifts of the clock cancel.
 All measuring goes through a timer. `CudaTimer` is the real one; tests bring their own."""
 
 import dataclasses
+import importlib
 import itertools
 import math
 import random
@@ -78,9 +79,7 @@ class CudaTimer:
     of its own and is timed by the clock of the host."""
 
     def __init__(self):
-        import torch
-
-        self.torch = torch
+        self.torch = importlib.import_module("torch")
 
     def calls(self, f, count, lead=0):
         """Seconds per call of ``count`` calls, after ``lead`` calls that are not timed."""

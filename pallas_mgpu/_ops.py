@@ -170,7 +170,6 @@ def _partitioned(args, kwargs, value):
     return "pass leader_tracked=plgpu.CopyPartition.PARTITIONED(axis)"
 
 
-@accepts(impl=None, partitioned_axis=_partitioned)
 def _copy_by_lanes(src, dst, oob_mode, predicate, refused):
     what = "copy_gmem_to_smem"
     for name, value in refused.items():
@@ -188,6 +187,7 @@ def _copy_by_lanes(src, dst, oob_mode, predicate, refused):
     )
 
 
+@accepts(impl=None, partitioned_axis=_partitioned)
 def copy_gmem_to_smem(
     src,
     dst,

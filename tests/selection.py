@@ -2,11 +2,11 @@
 
 Only a run with `--exhaustive` has the tests marked `exhaustive`, for which CI has no time; `--long`
 is all others. Without either a run leaves out the tests marked `long` too, and of the products of
-parameters marked `covering(t)` it takes a covering array of strength t: cases among which each combination of values
-of any t parameters occurs. So `covering(1)` has each value of each parameter, `covering(2)` each
-pair of values of two. Each way of `run` has an array of its own, of other cases where it can; with
-`covering(t, share=True)` the ways without a GPU share one. Tests named on the command line,
-file::test, run whole."""
+parameters marked `covering(t)` it takes a covering array of strength t: cases among which each
+combination of values of any t parameters occurs. So `covering(1)` has each value of each parameter,
+`covering(2)` each pair of values of two. Each way of `run` has an array of its own, of other cases
+where it can; with `covering(t, share=True)` the ways without a GPU share one. Tests named on the
+command line, file::test, run whole."""
 
 import itertools
 import os

@@ -392,7 +392,6 @@ static int64_t chunk_size(pm_gen *e, const pm_view *g, const pm_view *s) {
   return n;
 }
 
-
 /* combine: of a store, 0: it overwrites what is there */
 static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t combine) {
   const pm_view *g = &p->gmem, *s = &p->smem;
@@ -428,7 +427,8 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t c
   }
   const char *at_s = chunk_address(e, s);
   if (what == CP_ASYNC_CHUNKS) {
-    if (valid) pm_line(e, "cp_async_or_zeros<%lld>(%s, %s, %s);", (long long)(n * bytes), at_s, at_g, valid);
+    if (valid)
+      pm_line(e, "cp_async_or_zeros<%lld>(%s, %s, %s);", (long long)(n * bytes), at_s, at_g, valid);
     else pm_line(e, "cp_async<%lld>(%s, %s);", (long long)(n * bytes), at_s, at_g);
     pm_end(e);
     return;

@@ -396,7 +396,14 @@ struct thread {
   int64_t groups; /* closed groups: bulk groups, or of cp.async (no target has both) */
 };
 
-typedef enum task_kind { TASK_LOAD, TASK_FETCH, TASK_STORE, TASK_MMA, TASK_TENSOR, TASK_KINDS } task_kind;
+typedef enum task_kind {
+  TASK_LOAD,
+  TASK_FETCH,
+  TASK_STORE,
+  TASK_MMA,
+  TASK_TENSOR,
+  TASK_KINDS
+} task_kind;
 
 struct task {
   task_kind kind;

@@ -79,7 +79,8 @@ pm_code pm_target_check(const pm_target *t, uint32_t needed, const char *who, pm
                         pm_err *err) {
   for (int k = 0; k < PM_FEATURE_COUNT; k++) {
     if (!(needed & ~t->features & 1u << k)) continue;
-    return pm_fail(err, features[k].code, "%s needs %s, which %s lacks (targets that have it: %s); %s", who,
+    return pm_fail(err, features[k].code,
+                   "%s needs %s, which %s lacks (targets that have it: %s); %s", who,
                    features[k].what, t->text, pm_target_list(a, 1u << k), features[k].instead);
   }
   return PM_OK;

@@ -95,8 +95,8 @@ static PyObject *features_of(const pm_target *t) {
   return out;
 }
 
-/* target(which=None): of a name, a device, or what the kernel is traced for; outside of kernels what
- * those on host arrays run on, without a GPU the first of the table. */
+/* target(which=None): of a name, a device, or what the kernel is traced for; outside of kernels
+ * what those on host arrays run on, without a GPU the first of the table. */
 static PyObject *target(PyObject *Py_UNUSED(self), PyObject *args) {
   PyObject *which = Py_None;
   const pm_target *t = NULL;

@@ -51,8 +51,8 @@ def room_of_block(target, blocks=BLOCKS_PER_SM):
 
 
 def fetch(more, full, *copies):
-    """Starts copies, pairs of a source and an SMEM ref, if there are more. full: their barrier; None:
-    by cp.async. Those that do not exist are groups, too, so that waits can count them."""
+    """Starts copies, pairs of a source and an SMEM ref, if there are more. full: their barrier;
+    None: by cp.async. Those that do not exist are groups, too, so that waits can count them."""
 
     def start(*barrier, **how):
         for source, slot in copies:

@@ -4,7 +4,6 @@ for a known reason. planted.py runs many."""
 import pytest
 from fuzz import planted
 
-
 SEEDS = [
     10,
     *(pytest.param(k, marks=pytest.mark.long) for k in range(20, 100, 10)),
