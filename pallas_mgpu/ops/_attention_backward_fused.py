@@ -26,14 +26,14 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_backward_seven import CONSUMERS, ROWS, ByKeys, Plan, statistics
 from ._attention_scores import Ranges
 from ._common import overlap_launches, store, warp_specialized
-from .attention_backward import _CONSUMERS, _ROWS, _ByKeys, _Plan, _statistics
 
 _F32 = np.float32
 
 
-class FusedPlan(_Plan):
+class FusedPlan(Plan):
     """How the kernel is tiled."""
 
     def __init__(self, x, stages):
@@ -49,22 +49,22 @@ class FusedPlan(_Plan):
             return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
 
         more = {
-            "ds_smem": smem((2, _CONSUMERS, 64, self.block), x.dtype),
-            "dq_smem": smem((_CONSUMERS, self.block, 64), np.dtype(_F32)),
+            "ds_smem": smem((2, CONSUMERS, 64, self.block), x.dtype),
+            "dq_smem": smem((CONSUMERS, self.block, 64), np.dtype(_F32)),
         }
         return super().scratch() | more
 
 
-class _Fused(_ByKeys):
+class _Fused(ByKeys):
     """dK, dV and dQ of a tile of keys."""
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         x = self.x
         self.ranges = Ranges(x, True, refs.get("low"), refs.get("high"), exact=True)
-        self.first, self.count = self.ranges.blocks(self.row, _ROWS, plan.block)
+        self.first, self.count = self.ranges.blocks(self.row, ROWS, plan.block)
         self.steps = self.count * x.group
-        self.start = self.row // _ROWS * self.count // plan.tiles
+        self.start = self.row // ROWS * self.count // plan.tiles
 
     def block_at(self, j):
         j = j + self.start
@@ -104,31 +104,31 @@ class _Fused(_ByKeys):
             return lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
 
         lax.fori_loop(0, self.steps, step, (jnp.int32(0), jnp.int32(0)))
-        plgpu.ext.named_barrier_sync(2, _CONSUMERS)  # the results take the place of the keys
+        plgpu.ext.named_barrier_sync(2, CONSUMERS)  # the results take the place of the keys
         self.store_sums(me, dk_acc, dv_acc)
 
     def add_queries(self, me, it, head, queries):
         """dQ of a block, once both consumers have stored dS: a half each, or all in turns."""
         if not self.plan.turns:
-            plgpu.ext.named_barrier_sync(0, _CONSUMERS)
+            plgpu.ext.named_barrier_sync(0, CONSUMERS)
             self.multiply(me, it, head, queries, pl.ds(pl.multiple_of(me * 64, 64), 64))
             return
-        mine = it % _CONSUMERS == me
+        mine = it % CONSUMERS == me
 
         @pl.when(mine)
         def _():
-            plgpu.ext.named_barrier_sync(it % 2, _CONSUMERS)
+            plgpu.ext.named_barrier_sync(it % 2, CONSUMERS)
             self.multiply(me, it, head, queries, pl.ds(0, 64))
 
         @pl.when(~mine)
         def _():
-            plgpu.ext.named_barrier_arrive(it % 2, _CONSUMERS)
+            plgpu.ext.named_barrier_arrive(it % 2, CONSUMERS)
 
     def multiply(self, me, it, head, queries, columns):
         """Adds some columns of dS K, over the keys of both consumers, to dQ."""
 
         def product(acc):
-            for w in range(_CONSUMERS):
+            for w in range(CONSUMERS):
                 keys = self.own_smem.at[0, w, :, columns]
                 plgpu.wgmma(acc, self.ds_smem.at[it % 2, w].T, keys)
             return plgpu.wgmma_accumulator_load(acc)
@@ -140,7 +140,7 @@ class _Fused(_ByKeys):
 
 
 @cached
-def _kernel(x, stages, interpret):
+def kernel(x, stages, interpret):
     plan = FusedPlan(x, stages)
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
@@ -200,9 +200,9 @@ class FusedKernels:
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse."""
 
     def __init__(self, x, stages, interpret):
-        self.statistics = _statistics(x, interpret, _sums(x))
-        self.allocating = _statistics(x, interpret, _sums(x), *_pair(x))
-        self.fused, self.convert = _kernel(x, stages, interpret), _converted(x, interpret)
+        self.statistics = statistics(x, interpret, _sums(x))
+        self.allocating = statistics(x, interpret, _sums(x), *_pair(x))
+        self.fused, self.convert = kernel(x, stages, interpret), _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""

@@ -1,0 +1,434 @@
+"""The three kernels that compute the gradients of attention with seven products
+(attention_backward.py has the formulas).
+
+The first one computes delta, and writes it with lse (times log2 e) to rows padded to whole blocks;
+there lse is so large that padded queries have the probability 0. The second one gives each block a
+tile of keys and goes over the queries: scores are transposed, so that keys are rows, and P and dS
+are the left operands of the products, in registers. The third one gives each block a tile of
+queries and goes over the keys.
+
+In both kernels each consumer owns 64 rows, and the producer fetches blocks of the other side
+through a ring. Keys beyond the last one have zero rows: their gradients are not stored, and the
+third kernel masks their probabilities."""
+
+import functools
+import math
+import typing
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._attention_scores import PLAIN, Ranges, Scores, Tile
+from ._common import Ring, WarpSpecialized, overlap_launches, store, warp_specialized
+
+_F32 = np.float32
+_NEVER = _F32(3.0e38)  # lse of a query that is not there
+CONSUMERS = 2
+ROWS = 64 * CONSUMERS  # of a tile
+_PAD = 128  # queries of padded rows of statistics
+
+
+class Problem(typing.NamedTuple):
+    """What the kernels compute."""
+
+    batch: int
+    queries: int
+    heads: int
+    dim: int
+    keys: int
+    kv_heads: int
+    dtype: np.dtype
+    causal: bool
+    scale: float
+    scores: Scores = PLAIN
+
+    @property
+    def group(self):
+        """Heads of queries that share a head of keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def padded(self):
+        return pl.cdiv(self.queries, _PAD) * _PAD
+
+
+class Plan:
+    """Of the second and the third kernel: `rows` are owned by the blocks, `columns` pass by."""
+
+    consumers = CONSUMERS
+    axes: dict = {}
+
+    def __init__(self, x, rows, heads, by_keys, sums):
+        self.x, self.by_keys, self.sums = x, by_keys, sums
+        self.tiles, self.heads = pl.cdiv(rows, ROWS), heads
+        self.clusters = self.tiles * heads * x.batch
+        self.block = 64 if by_keys or x.dim == 128 else 128
+        if x.dim == 256 or by_keys and x.dim == 128 and x.scores.adjusted:
+            self.block = 32
+        self.stages = 3 if x.dim == 64 else 2
+        self.registers = 24, 240  # of a lane of the producer, and of a consumer
+        self.c = x.scores.factor(x.scale)
+
+    def scratch(self):
+        x = self.x
+
+        def smem(*shape):
+            transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+            return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+
+        found = {
+            "own_smem": smem(2, CONSUMERS, 64, x.dim),  # K and V, or Q and dO
+            "first_smem": smem(self.stages, self.block, x.dim),  # Q, or K
+            "second_smem": smem(self.stages, self.block, x.dim),  # dO, or V
+            "own_full": plgpu.Barrier(num_arrivals=2 * CONSUMERS),
+        }
+        if self.by_keys:
+            found["lse_smem"] = plgpu.SMEM((self.stages, self.block), _F32)
+            found["delta_smem"] = plgpu.SMEM((self.stages, self.block), _F32)
+        return found | Ring.barriers(self.stages, 4 if self.by_keys else 2, CONSUMERS)
+
+
+class _Block(WarpSpecialized):
+    """What both kernels share. own: the two arrays whose rows a block owns; passing: those that go
+    through the ring."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.x, self.refs = plan.x, refs
+        self.plain = self.x.scores == PLAIN and self.x.dim < 256
+        self.ranges = Ranges(plan.x, plan.by_keys, refs.get("low"), refs.get("high"))
+        self.ring = Ring(plan.stages, self.full, self.empty, self.first_smem, self.second_smem)
+        t = lax.axis_index("cluster")
+        tile, self.head, self.b = (
+            t % plan.tiles,
+            t // plan.tiles % plan.heads,
+            t // (plan.tiles * plan.heads),
+        )
+        if self.x.causal:  # the longest tiles first: early keys, late queries
+            tile = tile if plan.by_keys else plan.tiles - 1 - tile
+        self.row = tile * ROWS
+
+    def fetch_own(self, *arrays):
+        for k, source in enumerate(arrays):
+            for w in range(CONSUMERS):
+                at = (self.b, pl.ds(self.row + w * 64, 64), self.head)
+                plgpu.copy_gmem_to_smem(source.at[at], self.own_smem.at[k, w], self.own_full)
+
+    def fetch(self, source, slots, it, at):
+        slot = self.ring.slot(it)
+        plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], self.full.at[slot])
+
+    def outside(self, keys, queries):
+        """Which pairs are no pairs, from the first key and query of an array, and its dims: (key,
+        query) or (query, key)."""
+        key_axis = 0 if self.plan.by_keys else 1
+        shape = (64, self.plan.block)
+        key = keys + lax.broadcasted_iota(jnp.int32, shape, key_axis)
+        query = queries + lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis)
+        return key > query if self.x.causal else key >= self.x.keys
+
+    def tile(self, row, column, head):
+        """The scores of a consumer's rows and a block of columns."""
+        p = self.plan
+        return Tile(self.x, self.refs, self.b, head, row, column, (64, p.block), p.by_keys)
+
+    def gradients(self, s_acc, p_acc, lse, delta, tile):
+        """With options of the scores: probabilities for dV, and the gradients of raw scores
+        (None without dP)."""
+        ranges, p = self.ranges, self.plan
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if p_acc is None else 1)
+        s, slope = tile.adjust(s)
+        probabilities = jnp.exp2(s * p.c - lse)
+        low, high = ranges.of_all(tile.row, 64)
+        probabilities = lax.cond(
+            (tile.column < low) | (tile.column + p.block > high),
+            lambda v: jnp.where(ranges.keep(tile.row, tile.column, v.shape), v, _F32(0)),
+            lambda v: v,
+            probabilities,
+        )
+        if p_acc is None:
+            return tile.drop(probabilities), None
+        dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=0))
+        ds = probabilities * (dp - (delta() if callable(delta) else delta))
+        return tile.drop(probabilities), ds if slope is None else ds * slope
+
+    def store(self, me, k, value, target):
+        at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
+        store(self.own_smem.at[k, me], value.astype(self.x.dtype), target.at[at])
+
+
+class ByKeys(_Block):
+    """dK and dV of a tile of keys."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        x, n = self.x, plan.block
+        self.blocks = pl.cdiv(x.queries, n)
+        self.first = jnp.int32(0)
+        if x.causal:
+            self.first = jnp.minimum(self.row // n, self.blocks)
+        if x.scores != PLAIN:
+            self.first, self.count = self.ranges.blocks(self.row, ROWS, n)
+        else:
+            self.count = self.blocks - self.first  # of each head
+        self.steps = self.count * x.group
+
+    def block_at(self, j):
+        """The block of queries of step j of a head."""
+        return self.first + j
+
+    def producer(self):
+        x, n = self.x, self.plan.block
+        self.fetch_own(self.k, self.v)
+
+        def head(g, it):
+            h = self.head * x.group + g
+
+            def one(j, it):
+                self.ring.acquire(it)
+                rows = pl.ds(pl.multiple_of(self.block_at(j) * n, n), n)
+                self.fetch(self.q, self.first_smem, it, (self.b, rows, h))
+                self.fetch(self.grad, self.second_smem, it, (self.b, rows, h))
+                self.fetch(self.lse, self.lse_smem, it, (self.b, h, rows))
+                self.fetch(self.delta, self.delta_smem, it, (self.b, h, rows))
+                return it + 1
+
+            return lax.fori_loop(0, self.count, one, it)
+
+        lax.fori_loop(0, x.group, head, jnp.int32(0))
+        self.ring.drain(self.steps)
+
+    def consumer(self, me):
+        shape = (64, self.x.dim)
+        if self.plan.sums == ("dk", "dv"):
+            pl.run_scoped(lambda k, v: self.sums(me, k, v), plgpu.ACC(shape), plgpu.ACC(shape))
+        elif self.plan.sums == ("dk",):
+            pl.run_scoped(lambda k: self.sums(me, k, None), plgpu.ACC(shape))
+        else:
+            pl.run_scoped(lambda v: self.sums(me, None, v), plgpu.ACC(shape))
+
+    def sums(self, me, dk_acc, dv_acc):
+        """dK and dV, or one of them: the sum of the other is None."""
+        p, x = self.plan, self.x
+        plgpu.barrier_wait(self.own_full)
+
+        def step(it, j):
+            slot = self.ring.slot(it)
+            q, grad = self.first_smem.at[slot], self.second_smem.at[slot]
+            self.ring.wait(it)
+            lse, delta = self.statistics(slot)
+            keys, queries = self.row + me * 64, (self.first + j) * p.block
+
+            def products(s_acc, p_acc=None):
+                plgpu.wgmma(s_acc, self.own_smem.at[0, me], q.T)
+                if p_acc is not None:
+                    plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
+                if not self.plain:
+                    head = self.head * x.group + lax.div(it, self.count)
+                    tile = self.tile(keys, queries, head)
+                    probabilities, ds = self.gradients(s_acc, p_acc, lse, delta, tile)
+                    if dv_acc is not None:
+                        plgpu.wgmma(dv_acc, probabilities.astype(x.dtype), grad)
+                    if dk_acc is not None:
+                        plgpu.wgmma(dk_acc, ds.astype(x.dtype), q)
+                    plgpu.wgmma_wait(0)
+                    return
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                probabilities = jnp.exp2(s * p.c - lse)
+                if x.causal:
+                    hide = keys + 63 > queries
+                    probabilities = lax.cond(
+                        hide,
+                        lambda v: jnp.where(self.outside(keys, queries), _F32(0), v),
+                        lambda v: v,
+                        probabilities,
+                    )
+                dp = plgpu.wgmma_accumulator_load(p_acc, wait_n=0)
+                ds = (probabilities * (dp - delta)).astype(x.dtype)
+                plgpu.wgmma(dv_acc, probabilities.astype(x.dtype), grad)
+                plgpu.wgmma(dk_acc, ds, q)
+                plgpu.wgmma_wait(0)
+
+            both = 2 if dk_acc is not None else 1
+            pl.run_scoped(products, *[plgpu.ACC((64, p.block))] * both)
+            self.ring.release(it)
+            return lax.select(j + 1 == self.count, jnp.int32(0), j + 1)
+
+        lax.fori_loop(0, self.steps, step, jnp.int32(0))
+        self.store_sums(me, dk_acc, dv_acc)
+
+    def store_sums(self, me, dk_acc, dv_acc):
+        x = self.x
+        if dv_acc is not None:
+            self.store(me, 1, plgpu.wgmma_accumulator_load(dv_acc), self.dv)
+        if dk_acc is not None:
+            dk = plgpu.wgmma_accumulator_load(dk_acc) * _F32(x.scale)
+            self.store(me, 0, dk, self.dk)
+
+    def statistics(self, slot):
+        """lse and delta of the queries, which are columns."""
+        return [self.statistic(ref, slot) for ref in (self.lse_smem, self.delta_smem)]
+
+    def statistic(self, ref, slot):
+        shape, layout = (64, self.plan.block), plgpu.Layout.WGMMA.reduce(0)
+        return lax.broadcast_in_dim(plgpu.load(ref.at[slot], layout=layout), shape, [1])
+
+
+class ByQueries(_Block):
+    """dQ of a tile of queries."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        x, n = self.x, plan.block
+        self.first, self.steps = 0, jnp.int32(pl.cdiv(x.keys, n))
+        if x.scores != PLAIN:
+            self.first, self.steps = self.ranges.blocks(self.row, ROWS, n)
+        elif x.causal:
+            self.steps = jnp.minimum((self.row + (ROWS + n - 1)) // n, self.steps)
+
+    def producer(self):
+        n, kv = self.plan.block, self.head // self.x.group
+        self.fetch_own(self.q, self.grad)
+
+        def one(it, carry):
+            self.ring.acquire(it)
+            at = (self.b, pl.ds(pl.multiple_of((it + self.first) * n, n), n), kv)
+            self.fetch(self.k, self.first_smem, it, at)
+            self.fetch(self.v, self.second_smem, it, at)
+            return carry
+
+        lax.fori_loop(0, self.steps, one, jnp.int32(0))
+        self.ring.drain(self.steps)
+
+    def consumer(self, me):
+        pl.run_scoped(lambda acc: self.sums(me, acc), plgpu.ACC((64, self.x.dim)))
+
+    def sums(self, me, dq_acc):
+        p, x = self.plan, self.x
+        queries = self.row + me * 64
+        lse, delta = self.statistics(queries)
+        plgpu.barrier_wait(self.own_full)
+
+        def step(it, carry):
+            slot, keys = self.ring.slot(it), (it + self.first) * p.block
+            k, v = self.first_smem.at[slot], self.second_smem.at[slot]
+            self.ring.wait(it)
+
+            def products(s_acc, p_acc):
+                plgpu.wgmma(s_acc, self.own_smem.at[0, me], k.T)
+                plgpu.wgmma(p_acc, self.own_smem.at[1, me], v.T)
+                if not self.plain:
+                    tile = self.tile(queries, keys, self.head)
+                    _, ds = self.gradients(s_acc, p_acc, lse, delta, tile)
+                    plgpu.wgmma(dq_acc, ds.astype(x.dtype), k)
+                    plgpu.wgmma_wait(0)
+                    return
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                probabilities = self.masked(jnp.exp2(s * p.c - lse), keys, queries)
+                dp = plgpu.wgmma_accumulator_load(p_acc, wait_n=0)
+                plgpu.wgmma(dq_acc, (probabilities * (dp - delta)).astype(x.dtype), k)
+                plgpu.wgmma_wait(0)
+
+            pl.run_scoped(products, *[plgpu.ACC((64, p.block))] * 2)
+            self.ring.release(it)
+            return carry
+
+        lax.fori_loop(0, self.steps, step, jnp.int32(0))
+        dq = plgpu.wgmma_accumulator_load(dq_acc) * _F32(x.scale)
+        self.store(me, 0, dq, self.dq)
+
+    def masked(self, probabilities, keys, queries):
+        x, n = self.x, self.plan.block
+        if x.causal:
+            hide = keys + (n - 1) > queries
+        elif x.keys % n:
+            hide = keys + n > x.keys
+        else:
+            return probabilities
+        return lax.cond(
+            hide,
+            lambda v: jnp.where(self.outside(keys, queries), _F32(0), v),
+            lambda v: v,
+            probabilities,
+        )
+
+    def statistics(self, queries):
+        """lse and delta of the queries, which are rows."""
+        shape, layout = (64, self.plan.block), plgpu.Layout.WGMMA.reduce(1)
+        at = (self.b, self.head, pl.ds(pl.multiple_of(queries, 64), 64))
+        return [
+            lax.broadcast_in_dim(plgpu.load(ref.at[at], layout=layout), shape, [0])
+            for ref in (self.lse, self.delta)
+        ]
+
+
+# ---- the kernels --------------------------------------------------------------------------------
+
+
+def _touch(ref):
+    ref[(0,) * ref.ndim] = jnp.zeros((), ref.dtype)
+
+
+@cached
+def statistics(x, interpret, *more):
+    """Kernel: lse times log2 e, and delta, for queries padded to whole blocks. more: other results
+    for later kernels: sums (batch, heads, padded queries, dim), which are cleared; others are only
+    allocated, and one element makes them results."""
+    height, dim = 64, x.dim
+
+    def body(grad, o, lse, lse_out, delta_out, sums=None, *allocated):
+        overlap_launches()
+        b, h = lax.axis_index("batch"), lax.axis_index("head")
+        start = lax.axis_index("tile") * height
+        rows = pl.ds(start, height)
+        there = start + jnp.arange(height) < x.queries
+        mask = lax.broadcast_in_dim(there, (height, dim), [0])
+
+        def load(ref):
+            at = (b, rows, h, slice(None))
+            return pl.load(ref, at, mask=mask, other=0.0).astype(jnp.float32)
+
+        delta_out[b, h, rows] = jnp.sum(load(grad) * load(o), axis=1)
+        value = pl.load(lse, (b, h, rows), mask=there, other=0.0) * _F32(math.log2(math.e))
+        if x.scores != PLAIN:
+            there &= value > -_NEVER  # queries that see no key have no gradient
+        lse_out[b, h, rows] = jnp.where(there, value, _NEVER)
+        for ref in allocated:
+            pl.when((b == 0) & (h == 0) & (start == 0))(functools.partial(_touch, ref))
+        if sums is not None:
+            sums[b, h, rows] = jnp.zeros((height, dim), jnp.float32)
+
+    shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded), _F32)
+    return plgpu.kernel(
+        body,
+        out_type=(shape, shape, *more),
+        grid=(x.batch, x.heads, x.padded // height),
+        grid_names=("batch", "head", "tile"),
+        interpret=interpret,
+        kernel_name="attention_backward_statistics",
+    )
+
+
+@cached
+def kernel(x, by_keys, interpret, sums=("dk", "dv")):
+    heads, rows = (x.kv_heads, x.keys) if by_keys else (x.heads, x.queries)
+    plan = Plan(x, rows, heads, by_keys, sums)
+
+    def body(grad, q, k, v, lse, delta, *outs, **scratch):
+        refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
+        names = *x.scores.kernel_operands, *(sums if by_keys else ("dq",))
+        refs |= dict(zip(names, outs, strict=True))
+        overlap_launches()
+        (ByKeys if by_keys else ByQueries)(plan, refs).run()
+
+    out = plgpu.ShapeDtypeStruct((x.batch, rows, heads, x.dim), x.dtype)
+    name = "attention_backward_keys" if by_keys else "attention_backward_queries"
+    params = plgpu.CompilerParams(approx_math=True)
+    outs = (out, out) if by_keys and len(sums) == 2 else out
+    return warp_specialized(
+        body, plan, outs, kernel_name=name, compiler_params=params, interpret=interpret
+    )
