@@ -50,36 +50,46 @@ class Emulation:
         return 1 + sum((d - 1) * s for d, s in zip(shape, strides))
 
     def __call__(self, params, addresses, fresh):
-        """One launch on memory of the host; ``fresh``: outputs have no contents yet."""
+        """One launch on memory of the host, of one device after the other; ``fresh``: outputs have
+        no contents yet."""
         params = params or InterpretParams()
-        n = self.info["operands"]
-        data = [_memory(a, size) for a, size in zip(addresses, self.sizes, strict=True)]
-        before = [x.copy() for x in data] if params.seeds > 1 else data
-        self._launch(params, params.seed, data, fresh)
+        each = len(self.sizes)
+        rows = [
+            [_memory(a, size) for a, size in zip(addresses[k : k + each], self.sizes, strict=True)]
+            for k in range(0, len(addresses), each)
+        ]
+        before = [[x.copy() for x in row] for row in rows] if params.seeds > 1 else rows
+        self._launch(params, params.seed, rows, fresh)
         for seed in range(params.seed + 1, params.seed + params.seeds):
-            again = [x.copy() for x in before]
+            again = [[x.copy() for x in row] for row in before]
             self._launch(params, seed, again, fresh)
-            for k, (x, y) in enumerate(zip(data[n:], again[n:])):
-                if x.tobytes() != y.tobytes():
-                    raise self._schedule(k + n, x, y, params.seed, seed)
+            self._compare(rows, again, params.seed, seed)
         _races.emulated(())
         return True
 
-    def _schedule(self, k, x, y, first, seed):
+    def _compare(self, rows, again, first, seed):
+        n = self.info["operands"]
+        for device, (row, other) in enumerate(zip(rows, again)):
+            for k, (x, y) in enumerate(zip(row[n:], other[n:]), n):
+                if x.tobytes() != y.tobytes():
+                    raise self._schedule(k, x, y, first, seed, device)
+
+    def _schedule(self, k, x, y, first, seed, device):
         wrong = np.flatnonzero(x != y)
         name = repr(self.info["given"][k][0] or f"output {k - self.info['operands']}")
         dtype, shape, *_ = self.info["params"][k]
         at = self.explain.unravel(int(wrong[0]) * 8 // self.explain.bits_of(dtype), shape)
+        where = f" on {self.names.device(device)}" if self.info["mesh"] else ""
         return _core.ScheduleError(
-            f"the result depends on the schedule: {name} differs between seeds {first} and"
+            f"the result depends on the schedule: {name}{where} differs between seeds {first} and"
             f" {seed}, the first time at {at}"
         )
 
-    def _launch(self, params, seed, data, fresh):
+    def _launch(self, params, seed, rows, fresh):
         options = {"written": not fresh, "unwritten_ok": not params.detect_uninitialized}
         n = self.info["operands"]
         try:
-            printed = self.run.run_bytes(self.text, self.info, data, n, seed, **options)
+            printed = self.run.run_rows(self.text, self.info, rows, n, seed, **options)
         except self.run.BuildError as e:
             raise self._refused(str(e)) from None
         except self.run.HostError as e:

@@ -325,7 +325,7 @@ static int choose_target(pmpy_call *c) {
 static PyObject *dispatch(pmpy_call *c) {
   const pm_target *t = c->plan->graph->g->target;
   char why[128];
-  if (c->runs_on < 0) return c->emulated ? pmpy_call_emulator(c) : pmpy_call_interpreter(c);
+  if (c->runs_on < 0) return c->emulated ? pmpy_calls_emulator(c, 1) : pmpy_call_interpreter(c);
   if (t == c->target) return pmpy_call_gpu(c, c->runs_on);
   snprintf(why, sizeof why, "the GPU is %s, and a kernel needs what %s has", c->target->text,
            t->text);

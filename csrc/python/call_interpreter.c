@@ -155,7 +155,7 @@ static bool run(pmpy_call *calls, uint32_t n, pmpy_run *runs, const hooks *h) {
   pm_err err = {0};
   pm_code code;
   Py_BEGIN_ALLOW_THREADS;
-  code = n == 1 ? pmpy_run_execute(runs, &err) : pmpy_runs_interpret(runs, n, &err);
+  code = n == 1 ? pmpy_run_execute(runs, &err) : pmpy_runs_execute(runs, n, &err);
   Py_END_ALLOW_THREADS;
   if (h->failed) pmpy_add_place(&err);
   else if (code) pmpy_raise(&err);

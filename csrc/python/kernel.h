@@ -40,7 +40,7 @@ PyObject *pmpy_call_drop(const pmpy_call *c, PyObject **made);
 /* New: the results of a call whose plan was found. */
 PyObject *pmpy_call_gpu(pmpy_call *c, int device);
 PyObject *pmpy_call_interpreter(pmpy_call *c);
-PyObject *pmpy_call_emulator(pmpy_call *c);
+PyObject *pmpy_calls_emulator(pmpy_call *calls, uint32_t n);
 /* Does the attribute equal the text? -1: exception. Absent counts as false. */
 int pmpy_attribute_is(PyObject *o, const char *name, const char *text);
 /* New: a list of the results of n calls of one plan, on the devices of its mesh. */
@@ -71,7 +71,7 @@ typedef struct pmpy_run {
 void pmpy_run_describe(pmpy_run *r, const uint64_t *out);
 /* Move in, run, move out; the GIL is released. */
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err);
-/* The same for runs of one plan on the devices of its mesh, by the interpreter. */
-pm_code pmpy_runs_interpret(pmpy_run *r, uint32_t n, pm_err *err);
+/* The same for runs of one plan on the devices of its mesh, on the CPU. */
+pm_code pmpy_runs_execute(pmpy_run *r, uint32_t n, pm_err *err);
 
 #endif

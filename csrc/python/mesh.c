@@ -170,12 +170,8 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (!code) pmpy_call_refuse(&calls[read]);
     else if (code > 0 && prepare(calls, read, args[0], gpus) < 0) code = -1;
   }
-  if (code > 0 && calls->emulated) {
-    PyErr_Format(PyExc_NotImplementedError,
-                 "kernel %U: a mesh of devices with interpret='emulate'; use the interpreter, or "
-                 "pallas_mgpu.machine.run.run_mesh",
-                 k->name);
-  } else if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
+  if (code > 0 && calls->runs_on < 0 && calls->emulated) result = pmpy_calls_emulator(calls, n);
+  else if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
   else if (code > 0) result = run_on_gpus(calls, n, gpus, args[4] == Py_True, mesh);
   if (calls) end_calls(calls, read);
   if (!result) pmpy_tidy_error();

@@ -133,12 +133,13 @@ static void drop_stage(pmpy_run *r) {
   }
 }
 
-/* On memory of the host; an exception is set where it fails. */
-static pm_code emulate(const pmpy_run *r, pm_err *err) {
+/* On memory of the host, n addresses for one device after the other; an exception is set where it
+ * fails. */
+static pm_code emulate(const pmpy_run *r, const uint64_t *ptr, uint32_t n, pm_err *err) {
   PyGILState_STATE gil = PyGILState_Ensure();
-  PyObject *at = PyTuple_New(r->n), *done = NULL;
-  for (uint32_t i = 0; at && i < r->n; i++) {
-    PyObject *item = PyLong_FromUnsignedLongLong(r->ptr[i]);
+  PyObject *at = PyTuple_New(n), *done = NULL;
+  for (uint32_t i = 0; at && i < n; i++) {
+    PyObject *item = PyLong_FromUnsignedLongLong(ptr[i]);
     if (!item) Py_CLEAR(at);
     else PyTuple_SET_ITEM(at, i, item);
   }
@@ -156,14 +157,14 @@ pm_code pmpy_run_execute(pmpy_run *r, pm_err *err) {
   pm_code code = stage_in(r, err);
   if (!code)
     code = r->on_gpu      ? pm_kernel_launch(r->kernel, r->ptr, r->stream, err)
-           : r->emulation ? emulate(r, err)
+           : r->emulation ? emulate(r, r->ptr, r->n, err)
                           : pmpy_plan_interpret(r->c->plan, (void *const *)r->ptr, r->options, err);
   if (!code) code = stage_out(r, err);
   drop_stage(r);
   return code;
 }
 
-pm_code pmpy_runs_interpret(pmpy_run *r, uint32_t n, pm_err *err) {
+pm_code pmpy_runs_execute(pmpy_run *r, uint32_t n, pm_err *err) {
   const uint32_t each = r->n;
   uint64_t *all = pm_malloc((size_t)n * each * sizeof *all + 1);
   pm_code code = all ? PM_OK : pm_fail(err, PM_E_MEMORY, "the host is out of memory");
@@ -171,7 +172,9 @@ pm_code pmpy_runs_interpret(pmpy_run *r, uint32_t n, pm_err *err) {
     code = stage_in(&r[d], err);
     memcpy(all + (size_t)d * each, r[d].ptr, each * sizeof *all);
   }
-  if (!code) code = pmpy_plan_interpret(r->c->plan, (void *const *)all, r->options, err);
+  if (!code)
+    code = r->emulation ? emulate(r, all, n * each, err)
+                        : pmpy_plan_interpret(r->c->plan, (void *const *)all, r->options, err);
   for (uint32_t d = 0; d < n && !code; d++) code = stage_out(&r[d], err);
   for (uint32_t d = 0; d < n; d++) drop_stage(&r[d]);
   pm_free(all);

@@ -204,11 +204,10 @@ class Names:
     def block(self, b):
         """ "grid point (1, 0), block (1)", of the index of a block in CUDA's order."""
         info, words = self.info, []
-        index, grid, cluster = (
-            [int(x) for x in b.split(",")],
-            info["grid_sizes"],
-            info["cluster_sizes"],
-        )
+        *index, device = (int(x) for x in b.split(","))
+        grid, cluster = info["grid_sizes"], info["cluster_sizes"]
+        if info["mesh"]:
+            words.append(self.device(device))
         if info["shares_grid"]:
             if math.prod(info["grid"]) > 1:
                 words.append(f"block {index[0]} of the launch")
@@ -225,7 +224,12 @@ class Names:
 
     def point(self, block):
         """The number of a block's cluster along each axis."""
-        return [int(i) // n for i, n in zip(block.split(","), self.info["cluster"])]
+        *index, device = map(int, block.split(","))
+        return [device, *(i // n for i, n in zip(index, self.info["cluster"]))]
+
+    def device(self, number):
+        """ "device (1,)" of the mesh."""
+        return f"device {_tuple(unravel(number, self.info['mesh']))}"
 
     def agent(self, a):
         """Who made an access: "thread 1, warp 2", "TMA, for thread 0", "the tensor core"."""
@@ -281,11 +285,13 @@ class Names:
         text = re.sub(
             r"byte (\d+) of shared memory", lambda m: "'{}'{}".format(*self.smem(int(m[1]))), text
         )
-        text = re.sub(r"block \((\d+), (\d+), (\d+)\), thread (\d+)", self._who, text)
+        text = re.sub(
+            r"(?:device (\d+), )?block \((\d+), (\d+), (\d+)\), thread (\d+)", self._who, text
+        )
         return re.sub(r"\b(?:of|in) line (\d+)", line, text)
 
     def _who(self, m):
-        words = self.block(",".join(m.group(1, 2, 3))), f"thread {int(m[4]) // 128}"
+        words = self.block(",".join([*m.group(2, 3, 4), m[1] or "0"])), f"thread {int(m[5]) // 128}"
         return ", ".join(filter(None, words))
 
 
@@ -311,6 +317,8 @@ def _remedy(names, lacks, first, second):
     if lacks == "drain":
         return "no proxy fence follows the load, which may be late"
     points = [names.point(x["block"]) for x in (first, second) if "block" in x]
+    if len(points) == 2 and points[0][0] != points[1][0]:
+        return "devices are not ordered, unless a semaphore orders them"
     if lacks == "grid" or (len(points) == 2 and points[0] != points[1]):
         return "points of the grid are not ordered, unless a semaphore orders them"
     if lacks == "launch":

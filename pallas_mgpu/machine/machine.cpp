@@ -64,6 +64,16 @@ void host_fact(const char *format, ...) {
   report->facts[report->n_facts] = 0;
 }
 
+/* A block as facts name it: its index, its device. */
+static std::string name_of(const HostIndex &b, u32 device) {
+  char text[64];
+  snprintf(text, sizeof text, "block %u,%u,%u,%u", b.x, b.y, b.z, device);
+  return text;
+}
+
+std::string host_name_of(const Block &b) { return name_of(b.index, b.device); }
+std::string host_name_of(const Began &c) { return name_of(c.first, c.device); }
+
 void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line) {
   char by[160] = "by unknown";
   const u32 first = m.n_clock - MAX_ENGINES;
@@ -71,13 +81,12 @@ void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int l
                                "tensor_core", "tmem_loads", "tmem_stores"};
   if (who < first) {
     const Block &b = m.blocks[who / m.block_threads];
-    snprintf(by, sizeof by, "by thread number %u block %u,%u,%u", who % m.block_threads, b.index.x,
-             b.index.y, b.index.z);
+    snprintf(by, sizeof by, "by thread number %u %s", who % m.block_threads,
+             host_name_of(b).c_str());
   } else if (who < MANY) {
     const Agent &a = m.agents[who - first];
-    const HostIndex b = m.blocks[a.block].index;
-    snprintf(by, sizeof by, "by %s number %u block %u,%u,%u", kinds[a.kind], a.number, b.x, b.y,
-             b.z);
+    snprintf(by, sizeof by, "by %s number %u %s", kinds[a.kind], a.number,
+             host_name_of(m.blocks[a.block]).c_str());
   }
   host_fact("access touch %s space %s region %u at %lld line %d %s", touch,
             r.global ? "gmem" : "smem", r.number, at, line, by);
@@ -95,8 +104,8 @@ extern "C" int host_print(const char *format, ...) {
 
 extern "C" void host_outside(i32 i, i32 limit, u32 site, int line) {
   host_fact("kind outside");
-  host_fact("site %u value %d thread %u block %u,%u,%u", site, i, m.self->number,
-            m.self->block->index.x, m.self->block->index.y, m.self->block->index.z);
+  host_fact("site %u value %d thread %u %s", site, i, m.self->number,
+            host_name_of(*m.self->block).c_str());
   host_fail(line, "index %d is not in [0, %d]", i, limit);
 }
 
@@ -299,12 +308,13 @@ static void deadlock() {
     for (Thread &t : b.threads)
       if (!t.done) {
         char text[400];
-        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u))", t.waits_for.c_str(), t.line,
-                 b.index.x, b.index.y, b.index.z);
+        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u)%s)", t.waits_for.c_str(),
+                 t.line, b.index.x, b.index.y, b.index.z,
+                 m.devices > 1 ? (" of device " + std::to_string(b.device)).c_str() : "");
         why[text].push_back(&t);
         if (why[text].size() == 1)
-          host_fact("waits site %lld line %d thread %u block %u,%u,%u for %s", t.site, t.line,
-                    t.number, b.index.x, b.index.y, b.index.z, t.waits_for.c_str());
+          host_fact("waits site %lld line %d thread %u %s for %s", t.site, t.line, t.number,
+                    host_name_of(b).c_str(), t.waits_for.c_str());
         line = t.line;
       }
   for (auto &w : why) {
@@ -316,9 +326,9 @@ static void deadlock() {
   for (Block &b : m.blocks)
     for (auto &x : b.mbarriers) {
       s += host_place_of(b, x.first) + "; ";
-      host_fact("barrier block %u,%u,%u at %u line 0 pending %u expected %u bytes %lld phase %llu",
-                b.index.x, b.index.y, b.index.z, x.first, x.second.pending, x.second.expected,
-                x.second.tx, x.second.phase);
+      host_fact("barrier %s at %u line 0 pending %u expected %u bytes %lld phase %llu",
+                host_name_of(b).c_str(), x.first, x.second.pending, x.second.expected, x.second.tx,
+                x.second.phase);
     }
   m.self = nullptr;
   host_fail(line, "%s", s.c_str());
@@ -715,7 +725,7 @@ static void run_clusters(const std::vector<u32> &clusters) {
     const u32 c = clusters[k / size] % each;
     const HostIndex first = {c % n.x * m.cluster.x, c / n.x % n.y * m.cluster.y,
                              c / n.x / n.y * m.cluster.z};
-    if (k % size == 0) m.began.push_back(first);
+    if (k % size == 0) m.began.push_back({first, clusters[k / size] / each});
     m.blocks[k].device = clusters[k / size] / each;
     make_block(m.blocks[k], first, k);
   }

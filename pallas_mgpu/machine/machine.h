@@ -306,6 +306,12 @@ enum AgentKind : u8 {
   OF_TMEM_LOADS,
   OF_TMEM_STORES
 };
+/* The first block of a cluster, and its device. */
+struct Began {
+  HostIndex first;
+  u32 device;
+};
+
 struct Agent {
   AgentKind kind;
   u32 block, number; /* byte of the mbarrier; warp, also of TMEM; thread of the block */
@@ -316,7 +322,7 @@ struct Machine {
   bool together;  /* blocks wait for each other: all of them run at once */
   bool dependent; /* the launch may begin before the one before it has ended */
   u32 cluster_blocks;
-  std::vector<HostIndex> began; /* first blocks of clusters, by their number - 1 */
+  std::vector<Began> began; /* by their number - 1 */
   bool polled;                  /* a thread looks again and again: engines must move too */
   u32 devices = 1, n_args = 0;  /* of a mesh; arguments of each */
   u64 stride = 0;               /* from what one device has to the same of the next one */
@@ -361,6 +367,8 @@ std::string host_place_of(Block &b, u32 offset);
 void host_fact(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
 /* One of the accesses that a message is about; who: an agent, line: where it was made. */
 void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line);
+std::string host_name_of(const Block &b);
+std::string host_name_of(const Began &c);
 u16 host_new_agent(AgentKind kind, const Block *b, u32 number);
 /* clock of operation n, from 1, of an engine */
 u32 host_when(u64 n);

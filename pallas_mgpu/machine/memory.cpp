@@ -110,15 +110,11 @@ static bool in_no_order(const Region &r) { return r.global && !r.read_only && !m
 
 static void __attribute__((noreturn)) across(const Region &r, size_t at, int access, int before,
                                              u16 cluster, int where, const Stamp *s, int line) {
-  char block[64] = "";
-  if (cluster != SEVERAL) {
-    const HostIndex b = m.began[cluster - 1u];
-    snprintf(block, sizeof block, " block %u,%u,%u", b.x, b.y, b.z);
-  }
+  const std::string block = cluster == SEVERAL ? "" : " " + host_name_of(m.began[cluster - 1u]);
   host_fact("kind race");
   host_fact("lacks grid");
   host_fact("access touch %s space gmem region %u at %zu line %d by cluster%s", names[before],
-            r.number, at, where, block);
+            r.number, at, where, block.c_str());
   host_fact_access(names[access], r, at, own(s), line);
   host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by another cluster in line %d",
             names[access], at, r.name, names[before], where);

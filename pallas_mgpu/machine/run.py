@@ -370,46 +370,45 @@ def _check_alignment(text, info):
             raise HostError(f"{info['entry']}: {what}{describe(text, k)}", what, k)
 
 
-def run_bytes(text, info, data, n_args, seed=0, *, written=False, unwritten_ok=False):
-    """The same for the bytes of all parameters, of which the last are outputs. ``written``: what
-    those hold counts as written; ``unwritten_ok``: reading what was never written is no error."""
+def run_bytes(text, info, data, n_args, seed=0, **options):
+    """The same for the bytes of all parameters, of which the last are outputs. Options are those of
+    run_rows."""
+    return run_rows(text, info, [data], n_args, seed, **options)
+
+
+def run_rows(text, info, rows, n_args, seed=0, *, written=False, unwritten_ok=False, ended=None):
+    """The same for the bytes of all parameters on each device of a mesh. ``written``: what outputs
+    hold counts as written; ``unwritten_ok``: reading what was never written is no error;
+    ``ended``: as in run_mesh."""
     _check_alignment(text, info)
     library = compile_kernel(text, info["entry"])
     same = [k if alias < 0 else alias for k, (*_, alias) in enumerate(info["params"])]
-    aligns = [p[2] for p in info["params"]]
+    aligns = [max(p[2], 16) if len(rows) > 1 else p[2] for p in info["params"]]
     for k, j in enumerate(same):
         aligns[j] = max(aligns[j], aligns[k])
     words = 4 * (info.get("counters", 0) + 1)
-    memory = Memory([*(x.size for x in data), words], [*aligns, 16])
+    sizes = [x.size for x in rows[0]]
+    memory = Memory([*sizes, words], [*aligns, 16], len(rows))
+    watch = Memory([32 * (len(rows) + 1)], [16])
+    watched = watch.bytes_of(0, 32 * (len(rows) + 1)).view(np.uint32).reshape(-1, 8)
+    watched[0, 0] = ended is not None
     try:
-        for k, x in enumerate(data):
-            memory.bytes_of(k, x.size)[:] = x
-        printed = launch(
-            text,
-            info,
-            library,
-            [x.size for x in data],
-            same,
-            n_args,
-            memory,
-            seed,
-            written,
-            unwritten_ok,
+        places = [memory.of(d) for d in range(len(rows))]
+        for place, row in zip(places, rows):
+            for k, x in enumerate(row):
+                place.bytes_of(k, x.size)[:] = x
+        printed = launch_mesh(
+            text, info, library, sizes, same, n_args, places, seed, written, unwritten_ok, watch
         )
-        for k in range(n_args, len(data)):
-            data[k][:] = memory.bytes_of(same[k], data[k].size)
+        if ended is not None:
+            ended[:] = [tuple(map(int, row[1:7])) if row[0] else None for row in watched[1:]]
+        for place, row in zip(places, rows):
+            for k in range(n_args, len(row)):
+                row[k][:] = place.bytes_of(same[k], row[k].size)
         return printed
     finally:
         memory.free()
-
-
-def launch(
-    text, info, library, sizes, same, n_args, memory, seed, written=False, unwritten_ok=False
-):
-    """One launch on memory that holds all parameters and then the counters; what it printed."""
-    return launch_mesh(
-        text, info, library, sizes, same, n_args, [memory], seed, written, unwritten_ok
-    )
+        watch.free()
 
 
 EVERYWHERE = 1 << 56  # in an address: of all devices
@@ -469,8 +468,8 @@ def launch_mesh(
     unwritten_ok=False,
     watch=None,
 ):
-    """The same on all devices of a mesh, with a memory for each, at equal distances. watch: the
-    memory by which waits end."""
+    """One launch on all devices, each with a memory that holds all parameters and then the counters,
+    at equal distances; what it printed. watch: the memory by which waits end."""
     first = sorted(set(same))
     counters = [m.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1)) for m in places]
     buffers = (Buffer * (len(places) * (len(first) + 1)))()
@@ -537,29 +536,9 @@ def run_mesh(lowered, args, outs, seed=0, *, written=False, ended=None):
     list; waits for other devices then end after a while, and the list gets for each device None, or
     (site, element, value, target, block, thread) of a wait that ended so."""
     text, info = program(lowered)
-    library, n = compile_kernel(text, info["entry"]), len(args)
-    data = [[raw(x) for x in (*a, *o)] for a, o in zip(args, outs, strict=True)]
-    same = [k if alias < 0 else alias for k, (*_, alias) in enumerate(info["params"])]
-    words = 4 * (info.get("counters", 0) + 1)
-    sizes = [x.size for x in data[0]]
-    memory = Memory([*sizes, words], [*(max(p[2], 16) for p in info["params"]), 16], n)
-    watch = Memory([32 * (n + 1)], [16])
-    watched = watch.bytes_of(0, 32 * (n + 1)).view(np.uint32).reshape(n + 1, 8)
-    watched[0, 0] = ended is not None
-    try:
-        places = [memory.of(d) for d in range(n)]
-        for place, row in zip(places, data):
-            for k, x in enumerate(row):
-                place.bytes_of(k, x.size)[:] = x if written or k < len(args[0]) else 0xA5
-        printed = launch_mesh(
-            text, info, library, sizes, same, len(args[0]), places, seed, written, watch=watch
-        )
-        if ended is not None:
-            ended[:] = [tuple(map(int, row[1:7])) if row[0] else None for row in watched[1:]]
-        for place, row in zip(places, data):
-            for k in range(len(args[0]), len(row)):
-                row[k][:] = place.bytes_of(same[k], row[k].size)
-        return printed
-    finally:
-        memory.free()
-        watch.free()
+    n = len(args[0])
+    rows = [[raw(x) for x in (*a, *o)] for a, o in zip(args, outs, strict=True)]
+    for row in rows:
+        for x in row[n:]:
+            x[:] = x if written else 0xA5
+    return run_rows(text, info, rows, n, seed, written=written, ended=ended)
