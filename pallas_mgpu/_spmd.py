@@ -190,6 +190,11 @@ def _peers_of(x):
     return None
 
 
+def is_symmetric(x):
+    """Is a tensor in memory that the other processes of its group reach?"""
+    return _peers_of(x) is not None
+
+
 # ---- splitting ----------------------------------------------------------------------------------
 
 

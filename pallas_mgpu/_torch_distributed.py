@@ -79,7 +79,7 @@ def _exchange(name, other):
         options["axis_name"] = axis_name
 
         def gradient(saved, grads):
-            back = {k: v for k, v in options.items() if k != "one_shot"}
+            back = {k: v for k, v in options.items() if k not in ("one_shot", "out")}
             return [_call(getattr(distributed, other), mesh, [_reachable(grads, mesh)], **back)]
 
         return _differentiable(f, gradient, [x], mesh, options)

@@ -24,6 +24,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._spmd import is_symmetric
 
 _THREADS = 4  # warpgroups of a block
 _PIECE = 8192  # bytes that a worker moves at a time
@@ -243,10 +244,46 @@ class Collective:
         )
         self.call = plgpu.spmd(kernel, mesh, ordered=False)
         self.lasting = [plgpu.symm_empty(*s, mesh) for s in shapes]
+        self.remote, self.windows = None, {}
 
-    def __call__(self, *args):
-        made = self.call(*args, out=(*[None] * len(self.fresh), *self.lasting))
-        return made[0] if len(self.fresh) == 1 else made[: len(self.fresh)]
+    def __call__(self, *args, out=None):
+        """out: the results, or the only one; None: fresh ones."""
+        n = len(self.fresh)
+        outs = [None] * n if out is None else [out] if n == 1 else list(out)
+        if self.mesh.group is None:
+            made = self.call(*args, out=(*outs, *self.lasting))[:n]
+        else:
+            made = self._on_rank(args, outs)
+        return made[0] if n == 1 else made
+
+    def _on_rank(self, args, outs):
+        """With a process group: arrays that other devices access, and that are not in memory that
+        they reach, have a copy there, which lasts."""
+        if self.remote is None:
+            program = self.lower(*args).graph.cuda(line=False, catalogue=False)[1]
+            self.remote = [k for k in program["peers"] if k >= 0]  # -1: counters
+        arrays = [*args, *outs]
+        for k in self.remote:
+            if k >= len(arrays) or (arrays[k] is not None and is_symmetric(arrays[k])):
+                continue
+            if k not in self.windows:
+                x = args[k] if k < len(args) else None
+                spec = (
+                    self.fresh[k - len(args)] if x is None else (x.shape, _dtype(x, "collective"))
+                )
+                self.windows[k] = plgpu.symm_empty(*spec, self.mesh)
+            if k < len(args):
+                self.windows[k].copy_(args[k])
+            arrays[k] = self.windows[k]
+        first = len(args)
+        made = self.call(*arrays[:first], out=(*arrays[first:], *self.lasting))[: len(outs)]
+        return [self._own(x, given, k + first) for k, (x, given) in enumerate(zip(made, outs))]
+
+    def _own(self, made, given, k):
+        """A result that the next call leaves alone."""
+        if made is not self.windows.get(k):
+            return made
+        return made.clone() if given is None else given.copy_(made)
 
     def lower(self, *args, **options):
         return self.call.lower(*args, **options)
@@ -318,12 +355,14 @@ def _blocks(blocks, what):
     return blocks
 
 
-def all_gather(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None):
+def all_gather(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None, out=None):
     """The arrays of all devices, joined along ``axis`` in the order of the devices, on each.
 
     x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
-    tensor of this process. Returns the same kind. ``blocks``: how many SMs of each device take
-    part. Calls on one mesh must follow each other on every device, in the same order."""
+    tensor of this process. Returns the same kind, or ``out``, which it writes. ``blocks``: how many
+    SMs of each device take part. Calls on one mesh must follow each other on every device, in the
+    same order. With a process group, tensors of ``plgpu.symm_empty`` need no copies; others are
+    copied to such a tensor, or from it, which the first call of each shape makes."""
     what = "all_gather"
     one = _operand(x, mesh, what)
     axis_name, n = _along(mesh, axis_name, what)
@@ -333,10 +372,10 @@ def all_gather(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None):
         mesh, axis_name, what, _dtype(one, what), shape, (major, inner), None,
         _blocks(blocks, what), interpret,
     )  # fmt: skip
-    return f(x)
+    return f(x, out=out)
 
 
-def reduce_scatter(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None):
+def reduce_scatter(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None, out=None):
     """The sum of the arrays of all devices, split along ``axis``: device d gets part d of it.
 
     Floats are summed in float32, in the order of the devices. ValueError if the axis has no equal
@@ -352,10 +391,10 @@ def reduce_scatter(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None
         mesh, axis_name, what, _dtype(one, what), shape, (major, inner // n), None,
         _blocks(blocks, what), interpret,
     )  # fmt: skip
-    return f(x)
+    return f(x, out=out)
 
 
-def all_reduce(x, mesh, axis_name=None, *, blocks=16, one_shot=None, interpret=None):
+def all_reduce(x, mesh, axis_name=None, *, blocks=16, one_shot=None, interpret=None, out=None):
     """The sum of the arrays of all devices, the same bits on each of them.
 
     ``one_shot``: every device sends all of its array to all others and sums all of it, which takes
@@ -372,10 +411,10 @@ def all_reduce(x, mesh, axis_name=None, *, blocks=16, one_shot=None, interpret=N
         mesh, axis_name, kind, dtype, tuple(one.shape), (n,), staging, _blocks(blocks, what),
         interpret,
     )  # fmt: skip
-    return f(x)
+    return f(x, out=out)
 
 
-def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None):
+def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None, out=None):
     """Part d of each array, along its first dimension, goes to device d: part s of the result came
     from device s. ValueError if the dimension has no equal parts. Else as :func:`all_gather`."""
     what = "all_to_all"
@@ -391,4 +430,4 @@ def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None):
         mesh, axis_name, what, _dtype(one, what), tuple(one.shape), view, None,
         _blocks(blocks, what), interpret,
     )  # fmt: skip
-    return f(x)
+    return f(x, out=out)

@@ -397,7 +397,9 @@ def _operands(a, b, mesh, what):
     return (*map(int, x.shape), int(y.shape[1])), dtype
 
 
-def all_gather_matmul(a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None):
+def all_gather_matmul(
+    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+):
     """The product of all devices' rows of A with each device's own B, while the rows travel.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (devices * m, n), in
@@ -406,14 +408,15 @@ def all_gather_matmul(a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS,
     what = "all_gather_matmul"
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, _ = distributed._along(mesh, axis_name, what)
-    out = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
+    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), mesh.size))
     blocks = min(distributed._blocks(blocks, what), most)
-    return _gathered(mesh, axis, m, k, n, dtype, out, blocks, interpret)(a, b)
+    f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret)
+    return f(a, b, out=out)
 
 
 def matmul_reduce_scatter(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None
+    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
 ):
     """The sum over the devices of A @ B, of which each gets its rows, while the summands travel.
 
@@ -425,14 +428,17 @@ def matmul_reduce_scatter(
     axis, size = distributed._along(mesh, axis_name, what)
     if rows % size:
         raise ValueError(f"{what}: {rows} rows have no {size} equal parts")
-    out = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
+    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     m = rows // size
     most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), size))
     blocks = min(distributed._blocks(blocks, what), most)
-    return _scattered(mesh, axis, m, k, n, dtype, out, blocks, interpret)(a, b)
+    f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret)
+    return f(a, b, out=out)
 
 
-def matmul_all_reduce(a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None):
+def matmul_all_reduce(
+    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+):
     """The sum over the devices of A @ B, on all of them, while the summands travel.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
@@ -441,7 +447,8 @@ def matmul_all_reduce(a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS,
     what = "matmul_all_reduce"
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
-    out = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
+    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     each = pl.cdiv(math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS))), size)
     blocks = min(distributed._blocks(blocks, what), each * size)
-    return _reduced(mesh, axis, m, k, n, dtype, out, blocks, interpret)(a, b)
+    f = _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret)
+    return f(a, b, out=out)
