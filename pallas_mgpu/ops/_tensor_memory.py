@@ -13,7 +13,12 @@ and half of the columns of B, so that shared memory holds B once for both. Copie
 count on the barrier of the first one, whose multiplier issues for both. The tensor cores release a
 slot in both blocks; both epilogues release the accumulator, to the first block.
 
-Operands may be transposed, 8-bit floats too."""
+Operands may be transposed, 8-bit floats too.
+
+Operands with scales of blocks (_block_scaled.py) need columns of tensor memory for the scales.
+Where two accumulators of 256 columns then have no room they overlap, the last columns of the first
+and the first ones of the second: the epilogue reads what is shared first, and releases it before
+the rest. So the next tile waits for the first part of an epilogue only."""
 
 from typing import NamedTuple
 
@@ -21,13 +26,16 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._types import itemsize_bits
 
+from ._block_scaled import ROWS
 from ._common import Ring, StaticTiles, WarpSpecialized, overlap_launches, store, warp_specialized
 from ._scaled import UNSCALED, Scales
 
 _BLACKWELL = _core.target("sm_100a")
 SMEM_BYTES = _BLACKWELL["smem"] - 1024
 _ROWS = 128  # of a block
+_COLUMNS = _BLACKWELL["tmem"]
 _ACCUMULATORS = 2
 
 
@@ -61,8 +69,8 @@ class _Plan:
         self.blocks = 1 + cfg.pair
         self.rows, self.cols = _ROWS * self.blocks, cfg.tile_n
         self.b_cols = self.cols // self.blocks  # of B in a block
-        in_bytes, out_bytes = x.dtypes[0].itemsize, x.out_dtype.itemsize
-        self.step = cfg.step // in_bytes
+        out_bytes = x.out_dtype.itemsize
+        self.step = 8 * cfg.step // itemsize_bits(x.dtypes[0])
         self.tiles_m, self.tiles_n = pl.cdiv(x.m, self.rows), pl.cdiv(x.n, self.cols)
         self.total = self.tiles_m * self.tiles_n
         fit = max(sms // self.blocks, 1)
@@ -76,6 +84,11 @@ class _Plan:
         used = self.buffers * _ROWS * self.chunk * out_bytes
         used += self.cols * 4 * ((x.bias_dtype is not None) + (x.forms.b == "each"))
         slot = (_ROWS + self.b_cols) * cfg.step
+        spare = _COLUMNS - 2 * self.cols  # columns of tensor memory besides two accumulators
+        if x.scaling:
+            slot += sum(x.scaling.bytes(n, self.step) for n in (_ROWS, self.cols))
+            spare -= sum(x.scaling.columns(n, self.step) for n in (_ROWS, self.cols))
+        self.shared = max(-spare, 0)  # columns of both accumulators
         most = min((SMEM_BYTES - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
         if self.stages < 2:
@@ -91,10 +104,10 @@ class _Plan:
             "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtypes[0]),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtypes[1]),
             "o_smem": plgpu.SMEM((self.buffers, _ROWS, self.chunk), x.out_dtype),
-            "acc": plgpu.TMEM(
-                (_ACCUMULATORS, _ROWS, self.cols), jnp.float32, collective=self.cfg.pair
+            "acc": plgpu.TMEM(self.accumulators(), jnp.float32, collective=self.cfg.pair),
+            "full": plgpu.Barrier(
+                num_arrivals=4 if x.scaling else 2, num_barriers=self.stages
             ),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             "empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
             "ready": plgpu.Barrier(num_barriers=_ACCUMULATORS, orders_tensor_core=True),
         }
@@ -105,6 +118,9 @@ class _Plan:
             )
         else:
             found["taken"] = plgpu.Barrier(**each)
+        if x.scaling:
+            for name, rows in (("of_a", _ROWS), ("of_b", self.cols)):
+                found |= x.scaling.refs(name, self.stages, rows, self.step, self.cfg.pair)
         vectors = 0
         if x.bias_dtype is not None:
             vectors += 1
@@ -115,6 +131,11 @@ class _Plan:
         if vectors:
             found["row_full"] = plgpu.Barrier(num_arrivals=vectors)
         return found
+
+    def accumulators(self):
+        if self.shared:
+            return _ROWS, 2 * self.cols - self.shared
+        return _ACCUMULATORS, _ROWS, self.cols
 
 
 class _Block(WarpSpecialized):
@@ -169,6 +190,12 @@ class _Block(WarpSpecialized):
             return work(lax.axis_index("cluster"), carry)
         return loop(lambda info, carry: work(info.index[0], carry))
 
+    def accumulator(self, which):
+        p = self.plan
+        if p.shared:
+            return self.acc.at[:, pl.ds(which * (p.cols - p.shared), p.cols)]
+        return self.acc.at[which]
+
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("cluster"))
 
@@ -213,9 +240,23 @@ class _Block(WarpSpecialized):
             full = self.full.at[slot]
             copy(self.a, pl.ds(row, p.rows), along_k, x.ta, self.a_smem.at[slot], full)
             copy(self.b, pl.ds(col, p.cols), along_k, not x.tb, self.b_smem.at[slot], full)
+            if x.scaling:
+                self.fetch_scales(row, col, s, slot)
 
         lax.fori_loop(0, p.steps, fetch, None)
         return it0 + p.steps
+
+    def fetch_scales(self, row, col, s, slot):
+        """A block of a pair has its own scales of A, and all of B's."""
+        part, rows = plgpu.CopyPartition, self.plan.rows
+        for ref, at, n, buffer, how in (
+            (self.scale_a, row, rows, self.of_a_smem, part.PARTITIONED(0)),
+            (self.scale_b, col, self.plan.cols, self.of_b_smem, part.REPLICATED),
+        ):
+            tiles, along_k, *_ = self.x.scaling.memory(n, self.plan.step)
+            place = pl.ds(at // ROWS, tiles), pl.ds(s * along_k, along_k)
+            how = {"collective_axes": self.axis, "leader_tracked": how} if self.axis else {}
+            plgpu.copy_gmem_to_smem(ref.at[place], buffer.at[slot], self.full.at[slot], **how)
 
     # ---- multiplier and epilogue
 
@@ -230,18 +271,28 @@ class _Block(WarpSpecialized):
         p, x, ring = self.plan, self.x, self.ring
         it0, w = carry
         which = w % _ACCUMULATORS
-        acc = self.acc.at[which]
+        acc = self.accumulator(which)
+        # what is shared with the tile before, else the accumulator two tiles ago
+        ago = 1 if p.shared else _ACCUMULATORS
 
-        @pl.when(w >= _ACCUMULATORS)
+        @pl.when(w >= ago)
         def _():
-            taken = self.taken.at[which]
-            self.if_first(lambda: plgpu.barrier_wait(taken, phase=w // _ACCUMULATORS - 1))
+            if p.shared:
+                taken, phase = self.taken.at[1 - which], (w - 1) // _ACCUMULATORS
+            else:
+                taken, phase = self.taken.at[which], w // _ACCUMULATORS - 1
+            self.if_first(lambda: plgpu.barrier_wait(taken, phase=phase))
 
         def step(s, _):
             it = it0 + s
             slot = ring.slot(it)
             self.if_first(lambda: ring.wait(it))
             a, b = self.a_smem.at[slot], self.b_smem.at[slot]
+            scales = {}
+            if x.scaling:
+                scales = {"a_scale": self.of_a_tmem, "b_scale": self.of_b_tmem}
+                for smem, tmem in zip((self.of_a_smem, self.of_b_smem), scales.values()):
+                    plgpu.async_copy_scales_to_tmem(smem.at[slot], tmem, self.axis)
             plgpu.tcgen05_mma(
                 acc,
                 a.T if x.ta else a,
@@ -249,6 +300,7 @@ class _Block(WarpSpecialized):
                 self.empty.at[slot],
                 accumulate=s > 0,
                 collective_axis=self.axis,
+                **scales,
             )
 
         lax.fori_loop(0, p.steps, step, None)
@@ -277,13 +329,16 @@ class _Block(WarpSpecialized):
         if scales is not None:
             columns = self.scale_smem if x.forms.b == "each" else None
             loaded = of_rows, scales.load_columns(columns, p.chunk, p.chunks)
+        last = (pl.cdiv(p.shared, p.chunk) if p.shared else p.chunks) - 1
         for c in range(p.chunks):
-            along = pl.ds(c * p.chunk, p.chunk)
-            part = plgpu.async_load_tmem(self.acc.at[which, :, along])
-            if c == p.chunks - 1:  # the other tile's products may overwrite it
+            # what is shared first: the end of one accumulator, the begin of the other
+            at = lax.select(which == 0, p.chunks - 1 - c, c) if p.shared else c
+            along = pl.ds(at * p.chunk, p.chunk)
+            part = plgpu.async_load_tmem(self.accumulator(which).at[:, along])
+            if c == last:  # the other tile's products may overwrite it
                 plgpu.wait_load_tmem()
                 plgpu.barrier_arrive(self.taken.at[which])
-            self.finish(c, part, scales, loaded, row, col)
+            self.finish(c, at, part, scales, loaded, row, col)
         return w + 1
 
     def fetch_vectors(self, col):
@@ -295,18 +350,18 @@ class _Block(WarpSpecialized):
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
             plgpu.copy_gmem_to_smem(scales, self.scale_smem, self.row_full)
 
-    def finish(self, c, part, scales, loaded, row, col):
-        """Scales, bias and activation of part c of the columns; its store."""
+    def finish(self, c, at, part, scales, loaded, row, col):
+        """Scales, bias and activation of part `at` of the columns; its store, the c-th."""
         p, x = self.plan, self.x
         if scales is not None:
-            part = scales(loaded, c, part)
+            part = scales(loaded, at, part)
         if self.bias is not None:
-            bias = self.bias_smem[pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
+            bias = self.bias_smem[pl.ds(at * p.chunk, p.chunk)].astype(jnp.float32)
             part = part + lax.broadcast_in_dim(bias, part.shape, [1])
         if x.activation is not None:
             part = x.activation(part)
         plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-        where = (pl.ds(row, _ROWS), pl.ds(col + c * p.chunk, p.chunk))
+        where = (pl.ds(row, _ROWS), pl.ds(col + at * p.chunk, p.chunk))
         engine = None if p.by_tma else "plain"
         buffer = self.o_smem.at[c % p.buffers]
         store(buffer, part.astype(x.out_dtype), self.o.at[where], engine=engine)
@@ -325,15 +380,15 @@ def kernel(x, cfg, sms, interpret):
     return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="matmul")
 
 
-def choose(m, n):
+def choose(m, n, scaling=None):
     """The configuration for a shape. Not measured: no such GPU was at hand. Large tiles read the
     least, pairs of blocks half of B."""
-    tile_n = 256 if n > 128 else 128 if n > 64 else 64
-    pair = m > _ROWS and tile_n >= 128
+    tile_n = 256 if n > 128 else 128 if n > 64 or scaling else 64
+    pair = m > _ROWS and tile_n >= (256 if scaling else 128)
     return TensorMemoryConfig(tile_n, pair)
 
 
-def check(config, forms):
+def check(config, x):
     """ValueError, NotImplementedError for what there is no kernel for."""
     c = config
     narrowest = 128 if c.pair else 64
@@ -351,7 +406,12 @@ def check(config, forms):
             " 256), stages from 0, buffers and a group from 1 and a step of 128 or 256 bytes;"
             f" got {config}"
         )
-    if forms.blocks:
+    if x.scaling and (c.tile_n % ROWS or c.pair and c.tile_n != 256):
+        raise ValueError(
+            "matmul: with scales of blocks of 16 or 32 tile_n is 128 or 256, with pair 256; got"
+            f" {config}"
+        )
+    if x.forms.blocks:
         raise NotImplementedError(
             "matmul: scales of blocks on Blackwell; use one scale for each row and column"
         )

@@ -32,7 +32,8 @@ from pallas_mgpu import _core, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _few_rows, _tensor_memory, _warp_mma
+from . import _block_scaled, _few_rows, _tensor_memory, _warp_mma
+from ._block_scaled import BlockScaling
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -53,6 +54,7 @@ from ._tensor_memory import TensorMemoryConfig
 from ._warp_mma import MmaConfig
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
+_FP4 = jnp.dtype(_block_scaled.FP4)
 _FLOATS = ("float16", "bfloat16", "float32")
 
 
@@ -97,10 +99,12 @@ class Product(NamedTuple):
     activation: Callable | None = None
     forms: Forms = UNSCALED  # of the scales
     accumulate: bool = False  # add to the result that is there
+    scaling: BlockScaling | None = None  # scales that the tensor cores apply
 
     def named(self, *refs):
         """Operands and the result by name, None for those that are not there."""
-        given = self.bias_dtype is not None, self.forms.a is not None, self.forms.b is not None
+        by_block = self.scaling is not None
+        given = self.bias_dtype is not None, *(f is not None or by_block for f in self.forms)
         names = ["a", "b", *(n for n, x in zip(("bias", "scale_a", "scale_b"), given) if x), "o"]
         return {"bias": None, "scale_a": None, "scale_b": None} | dict(zip(names, refs))
 
@@ -583,11 +587,11 @@ def _check_config(config, m, ta, tb):
 
 def _checked(a, b, bias, activation, out_dtype, ta, tb):
     """The Product of such operands."""
-    fp8 = a.dtype.name in FP8 and b.dtype.name in FP8
+    fp8 = a.dtype.name in FP8 and b.dtype.name in FP8 or a.dtype == b.dtype == _FP4
     if not fp8 and (a.dtype.name not in ("float16", "bfloat16") or b.dtype != a.dtype):
         raise TypeError(
             f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype};"
-            f" or {' or '.join(FP8)} each"
+            f" or {' or '.join(FP8)} each; or both {_FP4}"
         )
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"matmul: a and b must have two dims, got {a.shape} and {b.shape}")
@@ -633,8 +637,8 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
 
 def _check_accumulation(x, a, config):
     why_not = None
-    if a.dtype.name in FP8:
-        why_not = "8-bit operands"
+    if a.dtype.name in FP8 or a.dtype == _FP4:
+        why_not = "operands of 8 or 4 bits"
     elif x.bias_dtype is not None or x.activation is not None:
         why_not = "a bias or an activation"
     elif _tensor_memory.runs_here(a.device) or isinstance(config, TensorMemoryConfig):
@@ -685,13 +689,18 @@ def _in_tensor_memory(x, operands, config, sms, interpret):
     """The kernel for Blackwell. operands: as of _of_8_bits."""
     a, b, bias, scale_a, scale_b = operands
     forms = UNSCALED
-    if a.dtype.name in FP8:
+    if x.scaling:
+        _block_scaled.check_operands(x)
+    elif a.dtype.name in FP8:
         forms = forms_of(scale_a, scale_b, x.m, x.n, x.k)
     else:
         _check_unscaled(a, scale_a, scale_b)
-    config = config or _tensor_memory.choose(x.m, x.n)
-    _tensor_memory.check(config, forms)
-    product = _tensor_memory.kernel(x._replace(forms=forms), config, sms, interpret)
+    x = x._replace(forms=forms)
+    config = config or _tensor_memory.choose(x.m, x.n, x.scaling)
+    _tensor_memory.check(config, x)
+    product = _tensor_memory.kernel(x, config, sms, interpret)
+    if a.dtype == _FP4:  # rows of a multiple of 16 bytes
+        return product
     pads = [padding_of(a, interpret), padding_of(b, interpret)]
     pads += [] if bias is None else [padding_of(bias, interpret)]
     pads += [] if scale_a is None else [None]
@@ -775,6 +784,7 @@ def matmul(
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
     x = _checked(a, b, bias, activation, out_dtype, ta, tb)
+    x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
     sms = plgpu.sm_count(a.device)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
@@ -789,6 +799,8 @@ def matmul(
     on_blackwell = config is None and _tensor_memory.runs_here(a.device)
     if on_blackwell or isinstance(config, TensorMemoryConfig):
         return _in_tensor_memory(x, (a, b, bias, scale_a, scale_b), config, sms, interpret)
+    if x.scaling:
+        _block_scaled.refuse_on_hopper(x)
     if a.dtype.name in FP8:
         operands = a, b, bias, scale_a, scale_b
         return _of_8_bits(x, operands, config, invariant, sms, interpret)
