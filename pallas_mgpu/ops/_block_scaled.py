@@ -84,7 +84,7 @@ def scaling_of(a, b, scale_a, scale_b, m, n, k):
             f" {known}, got {dtypes[0]} and {dtypes[1]}; {words}"
         )
     shapes = []
-    for dtype, block in kinds:
+    for _, block in kinds:
         found = BlockScaling(np.dtype(scale_a.dtype), block)
         shapes.append((found.memory(m, k), found.memory(n, k)))
         if shapes[-1] == (scale_a.shape, scale_b.shape):
@@ -111,7 +111,7 @@ def check_operands(x):
         )
 
 
-def refuse_on_hopper(x):
+def refuse_elsewhere(x):
     raise NotImplementedError(
         f"matmul: {x.dtypes[0]} with scales of {x.scaling.dtype} is for Blackwell's tensor cores"
         " (config=plgpu.ops.TensorMemoryConfig() on the interpreter); on Hopper use 8-bit floats"

@@ -18,7 +18,11 @@ Operands may be transposed, 8-bit floats too.
 Operands with scales of blocks (_block_scaled.py) need columns of tensor memory for the scales.
 Where two accumulators of 256 columns then have no room they overlap, the last columns of the first
 and the first ones of the second: the epilogue reads what is shared first, and releases it before
-the rest. So the next tile waits for the first part of an epilogue only."""
+the rest. So the next tile waits for the first part of an epilogue only.
+
+With float32 scales of blocks of 128 elements, each step of K is a product of its own, into one of
+four accumulators. Two epilogue threads, each with half of the columns, add the products, multiplied
+with their scales, to sums in registers."""
 
 from typing import NamedTuple
 
@@ -30,13 +34,15 @@ from pallas_mgpu._types import itemsize_bits
 
 from ._block_scaled import ROWS
 from ._common import Ring, StaticTiles, WarpSpecialized, overlap_launches, store, warp_specialized
-from ._scaled import UNSCALED, Scales
+from ._scaled import BLOCK, UNSCALED, Scales
 
 _BLACKWELL = _core.target("sm_100a")
 SMEM_BYTES = _BLACKWELL["smem"] - 1024
 _ROWS = 128  # of a block
+_PART = 32  # columns that a thread loads at a time, where it sums them
 _COLUMNS = _BLACKWELL["tmem"]
 _ACCUMULATORS = 2
+_STEP_ACCUMULATORS = 4  # where each step is a product of its own
 
 
 class TensorMemoryConfig(NamedTuple):
@@ -60,12 +66,14 @@ class TensorMemoryConfig(NamedTuple):
 class _Plan:
     """Numbers that follow from a product and a configuration."""
 
-    consumers = 2  # threads besides the producer
     registers = None
 
     def __init__(self, x, cfg, sms):
         """x: a Product."""
         self.x, self.cfg = x, cfg
+        self.epilogues = 2 if x.forms.blocks else 1
+        self.consumers = self.epilogues + 1  # threads besides the producer
+        self.accumulators = _STEP_ACCUMULATORS if x.forms.blocks else _ACCUMULATORS
         self.blocks = 1 + cfg.pair
         self.rows, self.cols = _ROWS * self.blocks, cfg.tile_n
         self.b_cols = self.cols // self.blocks  # of B in a block
@@ -79,12 +87,14 @@ class _Plan:
         self.steps = pl.cdiv(x.k, self.step)
         self.group = min(cfg.group, self.tiles_m)
         self.chunk = 128 // out_bytes  # columns of a store buffer
-        self.chunks = self.cols // self.chunk
+        self.width = self.cols // self.epilogues  # columns of an epilogue thread
+        self.chunk = min(self.chunk, self.width)
+        self.chunks = self.width // self.chunk
         self.buffers = min(cfg.buffers, self.chunks)
-        used = self.buffers * _ROWS * self.chunk * out_bytes
+        used = self.epilogues * self.buffers * _ROWS * self.chunk * out_bytes
         used += self.cols * 4 * ((x.bias_dtype is not None) + (x.forms.b == "each"))
         slot = (_ROWS + self.b_cols) * cfg.step
-        spare = _COLUMNS - 2 * self.cols  # columns of tensor memory besides two accumulators
+        spare = _COLUMNS - self.accumulators * self.cols  # columns of tensor memory for scales
         if x.scaling:
             slot += sum(x.scaling.bytes(n, self.step) for n in (_ROWS, self.cols))
             spare -= sum(x.scaling.columns(n, self.step) for n in (_ROWS, self.cols))
@@ -100,42 +110,42 @@ class _Plan:
         x = self.x
         a_tile = (self.step, _ROWS) if x.ta else (_ROWS, self.step)
         b_tile = (self.b_cols, self.step) if x.tb else (self.step, self.b_cols)
+        each = (self.epilogues,) if self.epilogues > 1 else ()
         found = {
             "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtypes[0]),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtypes[1]),
-            "o_smem": plgpu.SMEM((self.buffers, _ROWS, self.chunk), x.out_dtype),
-            "acc": plgpu.TMEM(self.accumulators(), jnp.float32, collective=self.cfg.pair),
-            "full": plgpu.Barrier(
-                num_arrivals=4 if x.scaling else 2, num_barriers=self.stages
-            ),
+            "o_smem": plgpu.SMEM((*each, self.buffers, _ROWS, self.chunk), x.out_dtype),
+            "acc": plgpu.TMEM(self.accumulator_shape(), jnp.float32, collective=self.cfg.pair),
+            "full": plgpu.Barrier(num_arrivals=4 if x.scaling else 2, num_barriers=self.stages),
             "empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
-            "ready": plgpu.Barrier(num_barriers=_ACCUMULATORS, orders_tensor_core=True),
+            "ready": plgpu.Barrier(num_barriers=self.accumulators, orders_tensor_core=True),
         }
-        each = {"num_barriers": _ACCUMULATORS, "orders_tensor_core": True}
+        taken = {"num_barriers": self.accumulators, "num_arrivals": self.epilogues}
+        taken["orders_tensor_core"] = True
         if self.cfg.pair:
             found["taken"] = plgpu.ClusterBarrier(
-                collective_axes=("pair",), leader_tracked=True, **each
+                collective_axes=("pair",), leader_tracked=True, **taken
             )
         else:
-            found["taken"] = plgpu.Barrier(**each)
+            found["taken"] = plgpu.Barrier(**taken)
         if x.scaling:
             for name, rows in (("of_a", _ROWS), ("of_b", self.cols)):
                 found |= x.scaling.refs(name, self.stages, rows, self.step, self.cfg.pair)
         vectors = 0
         if x.bias_dtype is not None:
             vectors += 1
-            found["bias_smem"] = plgpu.SMEM((self.cols,), x.bias_dtype)
+            found["bias_smem"] = plgpu.SMEM((*each, self.width), x.bias_dtype)
         if x.forms.b == "each":
             vectors += 1
             found["scale_smem"] = plgpu.SMEM((self.cols,), jnp.float32)
         if vectors:
-            found["row_full"] = plgpu.Barrier(num_arrivals=vectors)
+            found["row_full"] = plgpu.Barrier(num_arrivals=vectors, num_barriers=self.epilogues)
         return found
 
-    def accumulators(self):
+    def accumulator_shape(self):
         if self.shared:
             return _ROWS, 2 * self.cols - self.shared
-        return _ACCUMULATORS, _ROWS, self.cols
+        return self.accumulators, _ROWS, self.cols
 
 
 class _Block(WarpSpecialized):
@@ -156,29 +166,32 @@ class _Block(WarpSpecialized):
 
     def run_launched(self):
         """All threads go through the tiles together, as all of them ask for the next one."""
-        me, start = lax.axis_index("wg"), jnp.int32(0)
-        scales = self.scales() if self.x.forms != UNSCALED else None
+        me, start, last = lax.axis_index("wg"), jnp.int32(0), self.plan.consumers
+        scales = self.scales()
 
         def work(t, carry):
             it0, w = carry
 
-            @pl.when(me == 2)
+            @pl.when(me == last)
             def _():
                 self.fetch_tile(t, it0)
 
-            @pl.when(me == 1)
+            @pl.when(me == last - 1)
             def _():
                 self.multiply_tile(t, carry)
 
-            @pl.when(me == 0)
+            @pl.when(self.is_epilogue(me))
             def _():
-                self.take_tile(scales, t, w)
+                self.take_tile(me, scales, t, w)
 
             return it0 + self.plan.steps, w + 1
 
         steps, _ = self.launched(work, (start, start))
-        pl.when(me == 2)(lambda: self.ring.drain(steps))
-        pl.when(me == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+        pl.when(me == last)(lambda: self.ring.drain(steps))
+        pl.when(self.is_epilogue(me))(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+    def is_epilogue(self, me):
+        return me == 0 if self.plan.epilogues == 1 else me < self.plan.epilogues
 
     def launched(self, work, carry):
         """carry = work(tile, carry) for the tile of this cluster, and for those that it takes over.
@@ -261,9 +274,11 @@ class _Block(WarpSpecialized):
     # ---- multiplier and epilogue
 
     def consumer(self, me):
-        start = jnp.int32(0)
-        pl.when(me == 1)(lambda: self.tiles().consume(self.multiply_tile, (start, start)) and None)
-        pl.when(me == 0)(self.take_tiles)
+        start, multiplier = jnp.int32(0), self.plan.consumers - 1
+        pl.when(me == multiplier)(
+            lambda: self.tiles().consume(self.multiply_tile, (start, start)) and None
+        )
+        pl.when(self.is_epilogue(me))(lambda: self.take_tiles(me))
 
     def multiply_tile(self, t, carry):
         """carry: how many steps and tiles there were."""
@@ -308,13 +323,16 @@ class _Block(WarpSpecialized):
         return it0 + p.steps, w + 1
 
     def scales(self):
+        if self.x.forms == UNSCALED:
+            return None
         return Scales(self.x.forms, self.scale_a, self.scale_b, self.x.m, self.plan.rows)
 
-    def take_tiles(self):
-        scales = self.scales() if self.x.forms != UNSCALED else None
-        self.tiles().consume(lambda t, w: self.take_tile(scales, t, w), jnp.int32(0))
+    def take_tiles(self, me):
+        scales = self.scales()
+        self.tiles().consume(lambda t, w: self.take_tile(me, scales, t, w), jnp.int32(0))
 
-    def take_tile(self, scales, t, w):
+    def take_tile(self, me, scales, t, w):
+        del me  # the only one
         p, x = self.plan, self.x
         row, col = self.origin(t)
         row = row + self.rank * _ROWS
@@ -331,7 +349,7 @@ class _Block(WarpSpecialized):
             loaded = of_rows, scales.load_columns(columns, p.chunk, p.chunks)
         last = (pl.cdiv(p.shared, p.chunk) if p.shared else p.chunks) - 1
         for c in range(p.chunks):
-            # what is shared first: the end of one accumulator, the begin of the other
+            # what is shared first: the end of one accumulator, the start of the other
             at = lax.select(which == 0, p.chunks - 1 - c, c) if p.shared else c
             along = pl.ds(at * p.chunk, p.chunk)
             part = plgpu.async_load_tmem(self.accumulator(which).at[:, along])
@@ -374,16 +392,108 @@ def kernel(x, cfg, sms, interpret):
 
     def body(a, b, *refs, **scratch):
         overlap_launches()
-        _Block(plan, x.named(a, b, *refs) | scratch).run()
+        make = _StepBlock if x.forms.blocks else _Block
+        make(plan, x.named(a, b, *refs) | scratch).run()
 
     out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
     return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="matmul")
 
 
-def choose(m, n, scaling=None):
+class _StepBlock(_Block):
+    """A block where each step is a product of its own, with float32 scales of blocks."""
+
+    def multiply_tile(self, t, carry):
+        del t
+        ring, count, (it0, w) = self.ring, self.plan.accumulators, carry
+
+        def step(s, _):
+            it = it0 + s
+            slot, which = ring.slot(it), it % count
+
+            @pl.when(it >= count)
+            def _():
+                taken = self.taken.at[which]
+                self.if_first(lambda: plgpu.barrier_wait(taken, phase=it // count - 1))
+
+            self.if_first(lambda: ring.wait(it))
+            a, b = self.a_smem.at[slot], self.b_smem.at[slot]
+            plgpu.tcgen05_mma(
+                self.acc.at[which],
+                a.T if self.x.ta else a,
+                b.T if self.x.tb else b,
+                self.empty.at[slot],
+                accumulate=False,
+                collective_axis=self.axis,
+            )
+            plgpu.tcgen05_commit_arrive(self.ready.at[which], self.axis)
+
+        lax.fori_loop(0, self.plan.steps, step, None)
+        return it0 + self.plan.steps, w + 1
+
+    def scales(self):
+        return None
+
+    def take_tile(self, me, scales, t, w):
+        p, x = self.plan, self.x
+        row, col = self.origin(t)
+        row, mine = row + self.rank * _ROWS, pl.multiple_of(me * p.width, p.width)
+        native = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a row a lane, so its scale is one number
+        inside = jnp.minimum(col // BLOCK, self.scale_b.shape[0] - 1)
+        if self.bias is not None:
+            along = pl.ds(col + mine, p.width)
+            plgpu.copy_gmem_to_smem(
+                self.bias.at[along], self.bias_smem.at[me], self.row_full.at[me]
+            )
+
+        def step(s, sums):
+            it = w * p.steps + s
+            which, phase = it % p.accumulators, it // p.accumulators
+            scale = self.row_scales(row, s) * self.scale_b[inside, s]
+            scale = plgpu.layout_cast(scale, native.reduce(1))
+            plgpu.barrier_wait(self.ready.at[which], phase=phase)
+            loaded = [
+                plgpu.async_load_tmem(self.acc.at[which, :, pl.ds(mine + c, _PART)], layout=native)
+                for c in range(0, p.width, _PART)
+            ]
+            plgpu.wait_load_tmem()
+            plgpu.barrier_arrive(self.taken.at[which])
+            by = lax.broadcast_in_dim(scale, (_ROWS, _PART), [0])
+            return [total + value * by for total, value in zip(sums, loaded)]
+
+        zeros = plgpu.layout_cast(jnp.zeros((_ROWS, _PART), jnp.float32), native)
+        sums = lax.fori_loop(0, p.steps, step, [zeros] * (p.width // _PART))
+        if self.bias is not None:
+            plgpu.barrier_wait(self.row_full.at[me], phase=w)
+        for c in range(0, p.width, p.chunk):
+            buffer = self.o_smem.at[me, c // p.chunk % p.buffers]
+            plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+            for at in range(c, c + p.chunk, _PART):
+                part = sums[at // _PART]
+                if self.bias is not None:
+                    bias = self.bias_smem[me, pl.ds(at, _PART)].astype(jnp.float32)
+                    part = part + lax.broadcast_in_dim(bias, part.shape, [1])
+                if x.activation is not None:
+                    part = x.activation(part)
+                buffer[:, pl.ds(at - c, _PART)] = part.astype(x.out_dtype)
+            plgpu.commit_smem()
+            where = (pl.ds(row, _ROWS), pl.ds(col + mine + c, p.chunk))
+            engine = None if p.by_tma else "plain"
+            plgpu.copy_smem_to_gmem(buffer, self.o.at[where], engine=engine)
+        return w + 1
+
+    def row_scales(self, row, s):
+        """Of block s along K."""
+        rows = pl.ds(row, _ROWS)
+        if self.x.m % self.plan.rows == 0:
+            return self.scale_a[rows, s]
+        keep = jnp.arange(_ROWS) < self.x.m - row
+        return pl.load(self.scale_a, (rows, s), mask=keep, other=0.0)
+
+
+def choose(m, n, scaling=None, by_step=False):
     """The configuration for a shape. Not measured: no such GPU was at hand. Large tiles read the
     least, pairs of blocks half of B."""
-    tile_n = 256 if n > 128 else 128 if n > 64 or scaling else 64
+    tile_n = 256 if n > 128 and not by_step else 128 if n > 64 or scaling else 64
     pair = m > _ROWS and tile_n >= (256 if scaling else 128)
     return TensorMemoryConfig(tile_n, pair)
 
@@ -411,9 +521,10 @@ def check(config, x):
             "matmul: with scales of blocks of 16 or 32 tile_n is 128 or 256, with pair 256; got"
             f" {config}"
         )
-    if x.forms.blocks:
-        raise NotImplementedError(
-            "matmul: scales of blocks on Blackwell; use one scale for each row and column"
+    if x.forms.blocks and (c.tile_n > BLOCK or BLOCK % c.tile_n or c.step != BLOCK):
+        raise ValueError(
+            f"matmul: with float32 scales of blocks tile_n is 64 or 128 and step {BLOCK}, got"
+            f" {config}"
         )
 
 

@@ -696,7 +696,7 @@ def _in_tensor_memory(x, operands, config, sms, interpret):
     else:
         _check_unscaled(a, scale_a, scale_b)
     x = x._replace(forms=forms)
-    config = config or _tensor_memory.choose(x.m, x.n, x.scaling)
+    config = config or _tensor_memory.choose(x.m, x.n, x.scaling, forms.blocks)
     _tensor_memory.check(config, x)
     product = _tensor_memory.kernel(x, config, sms, interpret)
     if a.dtype == _FP4:  # rows of a multiple of 16 bytes
@@ -767,6 +767,14 @@ def matmul(
     (ceil(N / 128), ceil(K / 128)): a number for a row of A and 128 elements of K, and for 128
     columns of B and 128 of K. Shapes do not depend on ``transpose_a`` and ``transpose_b``.
 
+    Blackwell's tensor cores also apply scales of 8 bits themselves: with 8-bit operands one
+    float8_e8m0fnu for each 32 elements along K (mxfp8); with both operands float4_e2m1fn one
+    float8_e8m0fnu for 32 (mxf4) or 16, or one float8_e4m3fn for 16 (nvfp4). Both scales then have
+    the shape (ceil(rows / 128), ceil(K / (4 * block)), 32, 16) that
+    ``plgpu.ext.format_tcgen05_scales`` gives for (rows, blocks); rows are M and N. A shape that
+    fits blocks of 32 means them. 4-bit operands are contiguous along K, a multiple of 32
+    (NotImplementedError, as on Hopper).
+
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
     scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit operands whose K is
     not contiguous (``transpose_a``, no ``transpose_b``) are first transposed by a kernel.
@@ -789,6 +797,10 @@ def matmul(
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
+    on_blackwell = config is None and _tensor_memory.runs_here(a.device)
+    on_blackwell |= isinstance(config, TensorMemoryConfig)
+    if x.scaling and not on_blackwell:
+        _block_scaled.refuse_elsewhere(x)
     if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
         operands = a, b, scale_a, scale_b
         return _on_warps(x, operands, config, accumulate, interpret)
@@ -796,11 +808,8 @@ def matmul(
         _check_accumulation(x, a, config)
         x = x._replace(accumulate=True)
         return _Into(_of_16_bits(x, a, b, config, True, sms, interpret))
-    on_blackwell = config is None and _tensor_memory.runs_here(a.device)
-    if on_blackwell or isinstance(config, TensorMemoryConfig):
+    if on_blackwell:
         return _in_tensor_memory(x, (a, b, bias, scale_a, scale_b), config, sms, interpret)
-    if x.scaling:
-        _block_scaled.refuse_on_hopper(x)
     if a.dtype.name in FP8:
         operands = a, b, bias, scale_a, scale_b
         return _of_8_bits(x, operands, config, invariant, sms, interpret)

@@ -32,6 +32,14 @@ CASES = {  # shape, configuration, SMs, dtypes, options
     "8 bits": ((304, 272, 320), C(256), 4, (E4M3, E5M2), {"out_dtype": "float32"}),
     "8 bits, transposed": ((272, 144, 160), C(128), 4, (E5M2, E5M2), {"ta": True, "tb": True}),
     "scales": ((272, 144, 160), C(128), 4, (E4M3, E4M3), {"scales": "each"}),
+    "scales of blocks": ((272, 272, 304), C(128), 4, (E4M3, E5M2), {"scales": "blocks"}),
+    "scales of blocks, one block": (
+        (300, 208, 704),
+        C(64, False),
+        2,
+        (E4M3, E4M3),
+        {"scales": "blocks", "bias": True, "out_dtype": "float32", "activation": "relu"},
+    ),
     "one scale": ((144, 80, 160), C(64, False), 2, (E4M3, E4M3), {"scales": "one", "bias": True}),
 }
 
@@ -51,11 +59,18 @@ def test_products(name, rng, monkeypatch):
     if options.pop("bias", False):
         operands["bias"] = values(rng, n, bf16 if ta_.itemsize == 1 else ta_)
     if scales:
-        each = scales == "each"
-        operands["scale_a"] = np.exp2(values(rng, (m,) if each else (1,), f32))
-        operands["scale_b"] = np.exp2(values(rng, (n,) if each else (1,), f32))
-        want = want * operands["scale_a"][:, None]
-        want = want * operands["scale_b"]
+        along = -(-k // 128)
+        shapes = {"each": ((m,), (n,)), "one": ((1,), (1,))}
+        shapes["blocks"] = (m, along), (-(-n // 128), along)
+        for operand, shape in zip(("scale_a", "scale_b"), shapes[scales]):
+            operands[operand] = np.exp2(values(rng, shape, f32))
+        if scales == "blocks":
+            left = np.repeat(operands["scale_a"], 128, 1)[:, :k]
+            right = np.repeat(np.repeat(operands["scale_b"], 128, 0), 128, 1)[:n, :k]
+            left = left * (a.T if ta else a).astype(f32)
+            want = left @ (right.T * (b.T if tb else b).astype(f32))
+        else:
+            want = want * operands["scale_a"][:, None] * operands["scale_b"]
     if "bias" in operands:
         want = want + operands["bias"].astype(f32)
     if options.get("activation") == "relu":
@@ -104,8 +119,9 @@ def test_batches(rng, monkeypatch):
 
 
 def test_scales_of_blocks():
+    """256 columns of sums have no room in registers."""
     a, s = np.zeros((256, 256), E4M3), np.zeros((256, 2), f32)
-    with pytest.raises(NotImplementedError, match="each row and column"):
+    with pytest.raises(ValueError, match="tile_n is 64 or 128"):
         matmul.kernel(a, a, scale_a=s, scale_b=np.zeros((2, 2), f32), config=C())
 
 

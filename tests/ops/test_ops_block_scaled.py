@@ -24,7 +24,7 @@ CASES = {  # shape, configuration, SMs, dtypes, scales: dtype and block, options
     "mxf4": ((300, 520, 704), C(256, False), 2, (E2M1, E2M1), MXF4, {"out_dtype": f16}),
     "mxf4, blocks of 16": ((300, 264, 704), C(128, False), 2, (E2M1, E2M1), (E8M0, 16), {}),
     "nvfp4": ((300, 520, 640), C(256), 4, (E2M1, E2M1), NVFP4, {"bias": True}),
-    "dealt out": ((520, 520, 96), C(256, dynamic=False), 2, (E2M1, E2M1), NVFP4, {}),
+    "dealt out": ((520, 520, 96), C(256, False, dynamic=False), 2, (E2M1, E2M1), NVFP4, {}),
     "long step": ((300, 300, 1088), C(256, step=256), 2, (E2M1, E2M1), NVFP4, {}),
 }
 
