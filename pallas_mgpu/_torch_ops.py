@@ -6,6 +6,7 @@ them. `attention` is not an operator of its own kind but a composition: attentio
 gradient, which needs the logarithms of the sums."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -328,31 +329,66 @@ def layer_norm_backward(
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def _attention_fake(q, k, v, causal=False, scale=None):
+def _attention_fake(q, *rest):
     b, n, h, _ = q.shape
     return _like(q), q.new_empty((b, h, n), dtype=torch.float32)
 
 
 def _attention_setup(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, *ctx.plain = inputs[:5]
+    ctx.options = inputs[9:]
+    ctx.save_for_backward(q, k, v, *output, *inputs[5:9])  # bias, cu_seqlens, seed
     ctx.mark_non_differentiable(output[1])
 
 
 def _attention_gradient(ctx, grad, _):
-    found = attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
-    return *found, None, None
+    wanted = any(ctx.needs_input_grad[5:6])  # defaults of the schema are not there
+    found = attention_backward(grad, *ctx.saved_tensors, *ctx.plain, *ctx.options, wanted)
+    dq, dk, dv, dbias = found
+    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 7
+
+
+def _attention_options(scale, window, **options):
+    """Of `ops`. In schemas a window is two ints, and a negative one does not limit."""
+    if window is not None:
+        options["window"] = tuple(None if side < 0 else side for side in window)
+    return {"scale": scale} | _optional(**options)
 
 
 @_operator(_attention_fake, (_attention_setup, _attention_gradient), ("q", "k", "v"))
 def attention_lse(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seed: Tensor | None = None,
+    window: Sequence[int] | None = None,
+    bottom_right: bool = False,
+    softcap: float | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    return ops.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    options = _attention_options(
+        scale,
+        window,
+        causal=causal,
+        bias=bias,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seed=seed,
+        bottom_right=bottom_right,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    return ops.attention(q, k, v, return_lse=True, **options)
 
 
-def _attention_backward_fake(grad, q, k, v, o, lse, causal=False, scale=None):
-    return _like(q), _like(k), _like(v)
+def _attention_backward_fake(grad, q, k, v, o, lse, bias=None, *rest):
+    dbias = q.new_empty((0,)) if bias is None or not rest[-1] else _like(bias)
+    return _like(q), _like(k), _like(v), dbias
 
 
 @_operator(_attention_backward_fake)
@@ -363,14 +399,37 @@ def attention_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.attention_backward(grad, q, k, v, o, lse, causal=causal, scale=scale)
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: Sequence[int] | None,
+    bottom_right: bool,
+    softcap: float | None,
+    dropout: float,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = _attention_options(
+        scale,
+        window,
+        causal=causal,
+        bias=bias,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seed=seed,
+        bottom_right=bottom_right,
+        softcap=softcap,
+        dropout=dropout,
+        bias_gradient=bias_gradient,
+    )
+    found = ops.attention_backward(grad, q, k, v, o, lse, **options)
+    return tuple(found) if bias_gradient else (*found, q.new_empty((0,)))
 
 
-def _attention(q, k, v, causal=False, scale=None):
-    return torch.ops.pallas_mgpu.attention_lse(q, k, v, causal, scale)[0]
+def _attention(q, k, v, causal=False, scale=None, *options):
+    return torch.ops.pallas_mgpu.attention_lse(q, k, v, causal, scale, *options)[0]
 
 
 def attention(
@@ -380,15 +439,29 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
+    *,
+    bias: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seed: Tensor | None = None,
+    window=None,
+    bottom_right: bool = False,
+    softcap: float | None = None,
+    dropout: float = 0.0,
 ):
-    found = attention_lse(q, k, v, causal, scale)
+    """:func:`pallas_mgpu.ops.attention`, differentiable by ``q``, ``k``, ``v`` and ``bias``."""
+    sides = None if window is None else [-1 if side is None else side for side in window]
+    arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
+    found = attention_lse(
+        q, k, v, causal, scale, *arrays, sides, bottom_right, softcap, float(dropout)
+    )
     return found if return_lse else found[0]
 
 
 def _define_attention():
-    schema = "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> Tensor"
+    schema = str(attention_lse.op._schema).partition("(")[2].partition(" -> ")[0]
     library = library_of("pallas_mgpu")
-    library.define("attention" + schema)
+    library.define(f"attention({schema} -> Tensor")
     library.impl("attention", _attention, "CompositeImplicitAutograd")
     attention.op = torch.ops.pallas_mgpu.attention.default
     _MADE["attention"] = attention

@@ -208,22 +208,41 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5, out_dtype=None, batch_inv
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def _attention_forward(options, q, k, v):
-    o, lse = ops.attention(q, k, v, return_lse=True, **options)
-    return (o, lse), (q, k, v, o, lse)
+def _attention_arrays(bias, starts_q, starts_k, seed):
+    return _given(bias=bias, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seed=seed)
+
+
+def _attention_forward(options, q, k, v, *arrays):
+    given = _attention_arrays(*arrays)
+    o, lse = ops.attention(q, k, v, return_lse=True, **given, **options)
+    return (o, lse), (q, k, v, o, lse, arrays)
 
 
 def _attention_backward(options, saved, grads):
-    return ops.attention_backward(grads[0], *saved, **options)
+    *saved, arrays = saved
+    given = _attention_arrays(*arrays)
+    options = options | {"bias_gradient": "bias" in given}
+    dq, dk, dv, *dbias = ops.attention_backward(grads[0], *saved, **given, **options)
+    return dq, dk, dv, dbias[0] if dbias else None, None, None, None
 
 
 _attention = _differentiable(_attention_forward, _attention_backward)
 
 
-def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
-    """:func:`pallas_mgpu.ops.attention` with gradients by ``q``, ``k`` and ``v``. The logarithm of
-    the sums, with ``return_lse``, is a constant for derivatives."""
-    o, lse = _attention(_options(causal=causal, scale=scale), q, k, v)
+def attention(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, seed=None, causal=False,
+              window=None, bottom_right=False, softcap=None, dropout=0.0, scale=None,
+              return_lse=False):  # fmt: skip
+    """:func:`pallas_mgpu.ops.attention` with gradients by ``q``, ``k``, ``v`` and ``bias``. The
+    logarithm of the sums, with ``return_lse``, is a constant for derivatives."""
+    options = _options(
+        causal=causal,
+        window=window,
+        bottom_right=bottom_right,
+        softcap=softcap,
+        dropout=dropout,
+        scale=scale,
+    )
+    o, lse = _attention(options, q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
     return (o, jax.lax.stop_gradient(lse)) if return_lse else o
 
 

@@ -308,6 +308,20 @@ def test_attention(causal, rng):
     compare(lambda q, k, v: pj.attention(q, k, v, causal=causal), theirs, q, k, v)
 
 
+def test_attention_with_options(rng):
+    """A window and a bias, whose gradient is summed over the batch."""
+    distance = np.arange(60)[None] - np.arange(50)[:, None]
+
+    def theirs(q, k, v, bias):
+        return jax.nn.dot_product_attention(q, k, v, bias, mask=jnp.asarray(abs(distance) <= 9))
+
+    def ours(q, k, v, bias):
+        return pj.attention(q, k, v, bias=bias, window=(9, 9))
+
+    q, k, v = half(rng, 2, 50, 2, 64), half(rng, 2, 60, 2, 64), half(rng, 2, 60, 2, 64)
+    compare(ours, theirs, q, k, v, half(rng, 1, 2, 50, 60))
+
+
 def test_ragged_dot(rng):
     sizes = jnp.asarray([5, 0, 9], jnp.int32)
 

@@ -442,6 +442,30 @@ def test_attention(causal):
     compare(lambda q, k, v: P.attention(q, k, v, causal), theirs, q, k, v)
 
 
+def test_attention_with_options():
+    """Bias with a gradient, window and softcap; packed sequences are those of a batch."""
+    q, k, v, bias = half(1, 90, 2, 64), half(1, 90, 1, 64), half(1, 90, 1, 64), half(1, 2, 90, 90)
+
+    def theirs(q, k, v, bias):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        s = 5 * torch.tanh(q @ k.transpose(2, 3) * 64**-0.5 / 5) + bias
+        distance = torch.arange(90)[None] - torch.arange(90)[:, None]
+        s = s.masked_fill((distance > 0) | (distance < -20), -torch.inf)
+        return (s.softmax(-1) @ v).transpose(1, 2)
+
+    def ours(q, k, v, bias):
+        return pt.attention(q, k, v, True, bias=bias, window=(20, None), softcap=5.0)
+
+    compare(ours, theirs, q, k, v, bias)
+    starts = torch.tensor([0, 30, 60, 90], dtype=torch.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+
+    def batched(q, k, v):
+        return ops.attention(*(x.half().view(3, 30, -1, 64) for x in (q, k, v))).view(1, 90, 2, 64)
+
+    compare(lambda q, k, v: ops.attention(q, k, v, **packed), batched, q, k, v)
+
+
 def test_gated_linear_unit():
     gate, up = half(5, 6, 34), half(5, 6, 34)
     compare(ops.gated_linear_unit, lambda g, u: F.silu(g) * u, gate, up)
@@ -533,13 +557,21 @@ def checked():
         "dequantize": (plain.to(torch.int8), torch.rand(6)),
         "attention": (q, k, k, True),
         "attention_lse": (q, k, k),
+        "attention_backward": (
+            *(q.detach(), q.detach(), k.detach(), k.detach(), q.detach(), torch.zeros(1, 2, 33)),
+            *(half(1, 1, 33, 40), None, None, None, True, None, [9, -1], True, 3.0, 0.0, True),
+        ),
+        "attention_lse with bias": (
+            *(q, k, k, True, None, half(1, 2, 1, 40).requires_grad_(), None, None),
+            *(torch.tensor([3], dtype=torch.int32), None, False, None, 0.25),
+        ),
     }
 
 
 @pytest.mark.parametrize("name", checked())
 def test_opcheck_of_ops(name):
     args = checked()[name]
-    opcheck(getattr(P, name).default, args, rtol=6e-2, atol=6e-2)
+    opcheck(getattr(P, name.partition(" ")[0]).default, args, rtol=6e-2, atol=6e-2)
 
 
 def test_autocast():
