@@ -468,8 +468,8 @@ def launch_mesh(
     unwritten_ok=False,
     watch=None,
 ):
-    """One launch on all devices, each with a memory that holds all parameters and then the counters,
-    at equal distances; what it printed. watch: the memory by which waits end."""
+    """One launch on all devices, each with a memory that holds all parameters and then the
+    counters, at equal distances; what it printed. watch: the memory by which waits end."""
     first = sorted(set(same))
     counters = [m.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1)) for m in places]
     buffers = (Buffer * (len(places) * (len(first) + 1)))()
