@@ -149,14 +149,33 @@ static bool same_index(const int64_t *a, const int64_t *b, int rank) {
   return !memcmp(a, b, sizeof *a * (size_t)rank);
 }
 
-/* Register of src, in lane 0, at the index; -1: none. Tries the one after the last hit first. */
-static int64_t find_reg(const pm_layout *src, const int64_t *index, int64_t guess) {
+/* The indices of a layout by parts: those of registers are computed once for all lanes. */
+typedef struct parts {
+  const pm_layout *l;
+  int64_t n, (*reg)[PM_MAX_RANK], lane[PM_MAX_RANK];
+} parts;
+
+static parts parts_of(pm_gen *e, const pm_layout *l) {
+  parts p = {.l = l, .n = pm_layout_regs(l)};
+  p.reg = pm_alloc(e->arena, sizeof *p.reg * (size_t)p.n);
+  for (int64_t r = 0; r < p.n; r++) pm_layout_part(l, 0, r, p.reg[r]);
+  return p;
+}
+
+static void set_lane(parts *p, int tid) { pm_layout_part(p->l, tid, 0, p->lane); }
+
+static bool index_at(const parts *p, int64_t r, int64_t index[PM_MAX_RANK]) {
+  for (int k = 0; k < PM_MAX_RANK; k++) index[k] = p->lane[k] + p->reg[r][k];
+  return pm_layout_place(p->l, index);
+}
+
+/* Register of src, in this lane, at the index; -1: none. Tries the one after the last hit first. */
+static int64_t find_reg(const parts *src, const int64_t *index, int64_t guess) {
   int64_t at[PM_MAX_RANK];
-  const int64_t n = pm_layout_regs(src);
-  for (int64_t k = 0; k < n; k++) {
-    const int64_t s = (guess + k) % n;
-    pm_layout_index(src, 0, s, at);
-    if (same_index(at, index, src->rank)) return s;
+  for (int64_t k = 0; k < src->n; k++) {
+    const int64_t s = (guess + k) % src->n;
+    index_at(src, s, at);
+    if (same_index(at, index, src->l->rank)) return s;
   }
   return -1;
 }
@@ -202,25 +221,28 @@ const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int
 /* Lane 0 has the least index of each register, so what is padding there is so in all lanes. */
 const int64_t *pm_reg_list(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                            const void *ctx) {
-  const int64_t n = pm_layout_regs(dst);
+  parts from = parts_of(e, src), to = parts_of(e, dst);
+  const int64_t n = to.n;
   int64_t *map = PM_NEW(e->arena, int64_t, n), at[PM_MAX_RANK], want[PM_MAX_RANK];
   int64_t last = -1;
   for (int64_t r = 0; r < n; r++) {
     map[r] = -1;
-    if (!pm_layout_index(dst, 0, r, at)) continue;
+    if (!index_at(&to, r, at)) continue;
     fn(ctx, at, want);
-    map[r] = find_reg(src, want, last + 1);
+    map[r] = find_reg(&from, want, last + 1);
     if (map[r] < 0) return NULL;
     last = map[r];
   }
   /* the other lanes: for one register, but for all of them where an index is unravelled */
   const bool all = src->kind == PM_FLAT || dst->kind == PM_FLAT;
   for (int tid = 1; tid < 128; tid++) {
+    set_lane(&from, tid);
+    set_lane(&to, tid);
     for (int64_t r = 0; r < (all ? n : 1); r++) {
       int64_t got[PM_MAX_RANK];
-      if (!pm_layout_index(dst, tid, r, at)) continue;
+      if (!index_at(&to, r, at)) continue;
       fn(ctx, at, want);
-      pm_layout_index(src, tid, map[r], got);
+      index_at(&from, map[r], got);
       if (!same_index(got, want, src->rank)) return NULL;
     }
   }

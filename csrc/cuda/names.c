@@ -15,7 +15,7 @@
 
 typedef struct word {
   const char *at;
-  uint32_t n;
+  uint32_t n, hash;
   bool issued, used;
   bool local;    /* an issued one: that of a value; another: only the catalogue has it */
   bool longer;   /* it also occurs with a suffix */
@@ -35,17 +35,25 @@ typedef struct words {
   pm_arena *arena;
 } words;
 
-static uint32_t *slot_of(const words *t, const char *s, uint32_t n) {
-  uint32_t k = (uint32_t)pm_hash(s, n, 0) & t->mask;
+static uint32_t add_to_hash(uint32_t hash, char c) { return (hash ^ (uint8_t)c) * 0x9e3779b1u; }
+
+static uint32_t hash_of(const char *s, uint32_t n) {
+  uint32_t hash = 0;
+  for (uint32_t k = 0; k < n; k++) hash = add_to_hash(hash, s[k]);
+  return hash;
+}
+
+static uint32_t *slot_of(const words *t, const char *s, uint32_t n, uint32_t hash) {
+  uint32_t k = (hash ^ hash >> 15) & t->mask;
   for (; t->slot[k]; k = (k + 1) & t->mask) {
     const word *w = &t->all.at[t->slot[k] - 1];
-    if (w->n == n && !memcmp(w->at, s, n)) break;
+    if (w->hash == hash && w->n == n && !memcmp(w->at, s, n)) break;
   }
   return &t->slot[k];
 }
 
 static word *find_word(const words *t, const char *s, uint32_t n) {
-  const uint32_t number = *slot_of(t, s, n);
+  const uint32_t number = *slot_of(t, s, n, hash_of(s, n));
   return number ? &t->all.at[number - 1] : NULL;
 }
 
@@ -53,19 +61,24 @@ static void grow(words *t) {
   t->mask = t->slot ? 2 * t->mask + 1 : 2047;
   t->slot = PM_NEW(t->arena, uint32_t, t->mask + 1);
   for (uint32_t k = 0; k < t->all.n; k++) {
-    *slot_of(t, t->all.at[k].at, t->all.at[k].n) = k + 1;
+    const word *w = &t->all.at[k];
+    *slot_of(t, w->at, w->n, w->hash) = k + 1;
   }
 }
 
 /* Valid until another word is added. */
-static word *add_word(words *t, const char *s, uint32_t n) {
+static word *add_hashed(words *t, const char *s, uint32_t n, uint32_t hash) {
   if (!t->slot || t->all.n * 2 > t->mask) grow(t);
-  uint32_t *slot = slot_of(t, s, n);
+  uint32_t *slot = slot_of(t, s, n, hash);
   if (!*slot) {
-    pm_vec_push(t->arena, &t->all, ((word){.at = s, .n = n}));
+    pm_vec_push(t->arena, &t->all, ((word){.at = s, .n = n, .hash = hash}));
     *slot = t->all.n;
   }
   return &t->all.at[*slot - 1];
+}
+
+static word *add_word(words *t, const char *s, uint32_t n) {
+  return add_hashed(t, s, n, hash_of(s, n));
 }
 
 /* ---- words of a text ---------------------------------------------------------------------- */
@@ -103,13 +116,11 @@ static const char *skip(const char *s, const char *end, bool ptx) {
   return s < end ? s : end;
 }
 
-/* The issued name that the n characters are, or begin with before a '_'; NULL: none. */
-static word *issued_in(words *t, const char *s, uint32_t n, bool ptx) {
-  word *w = find_word(t, s, n);
-  if (w) return w->issued ? w : NULL;
-  for (uint32_t k = n - 1; ptx && k > 0; k--) {
+/* The issued name that the n characters begin with before a '_'; NULL: none. */
+static word *issued_before(words *t, const char *s, uint32_t n) {
+  for (uint32_t k = n - 1; k > 0; k--) {
     if (s[k] != '_') continue;
-    w = find_word(t, s, k);
+    word *w = find_word(t, s, k);
     if (w && w->issued) return w;
   }
   return NULL;
@@ -119,25 +130,27 @@ static word *issued_in(words *t, const char *s, uint32_t n, bool ptx) {
 static void note_words(words *t, const char *s, size_t size, bool ptx, bool catalogue,
                        occurrences *issued) {
   for (const char *first = s, *end = s + size; s < end;) {
-    const char *behind = kinds[(uint8_t)*s] & SKIPPED ? skip(s, end, ptx) : s;
-    if (behind > s || !is_letter(*s)) {
-      s = behind > s ? behind : s + 1;
+    const char *next = kinds[(uint8_t)*s] & SKIPPED ? skip(s, end, ptx) : s;
+    if (next > s || !is_letter(*s)) {
+      s = next > s ? next : s + 1;
       continue;
     }
     const char *begin = s;
-    while (s < end && is_part(*s)) s++;
-    const uint32_t n = (uint32_t)(s - begin);
+    uint32_t hash = 0;
+    for (; s < end && is_part(*s); s++) hash = add_to_hash(hash, *s);
+    const uint32_t n = (uint32_t)(s - begin), number = *slot_of(t, begin, n, hash);
     const bool member = !ptx && begin > first && begin[-1] == '.';
-    word *w = issued_in(t, begin, n, ptx);
-    if (w) pm_vec_push(t->arena, issued, ((occurrence){begin, (uint32_t)(w - t->all.at)}));
+    word *w = number ? &t->all.at[number - 1] : NULL, *name = w && w->issued ? w : NULL;
+    if (!w && ptx) name = issued_before(t, begin, n);
+    if (name) pm_vec_push(t->arena, issued, ((occurrence){begin, (uint32_t)(name - t->all.at)}));
     if (member) continue;
-    if (!w) {
-      w = add_word(t, begin, n);
-      w->local |= catalogue && !w->used;
+    if (!name) {
+      name = w ? w : add_hashed(t, begin, n, hash);
+      name->local |= catalogue && !name->used;
     }
-    if (w->issued ? ptx : !catalogue) w->local = false;
-    w->used = true;
-    w->longer |= w->n < n;
+    if (name->issued ? ptx : !catalogue) name->local = false;
+    name->used = true;
+    name->longer |= name->n < n;
   }
 }
 

@@ -88,7 +88,6 @@ static void read_catalogue(catalogue *c) {
       e.text = line + 1;
       e.size = (uint32_t)(at ? (size_t)(at - e.text) : strlen(e.text));
       while (e.size && e.text[e.size - 1] == '\n') e.size--;
-      resolve(c, &e);
       pm_vec_push(c->arena, &c->entries, e);
     }
   }
@@ -135,6 +134,7 @@ static void print_used(catalogue *c, const char *text, size_t size) {
     entry *e = find_entry(c, word, (uint32_t)(s - word));
     if (!e || e->done) continue;
     e->done = true;
+    resolve(c, e);
     print_used(c, e->text, e->size);
     pm_putn(c->out, e->text, e->size);
     pm_put(c->out, "\n\n");

@@ -701,11 +701,14 @@ static void add_digits(const pm_digit *d, uint32_t n, int64_t number, int64_t *i
   }
 }
 
-bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MAX_RANK]) {
-  for (int k = 0; k < PM_MAX_RANK; k++) index[k] = 0;
-  add_digits(l->warp, l->n_warp, tid / 32, index);
-  add_digits(l->lane, l->n_lane, tid % 32, index);
-  add_digits(l->reg, l->n_reg, r, index);
+void pm_layout_part(const pm_layout *l, int tid, int64_t r, int64_t part[PM_MAX_RANK]) {
+  for (int k = 0; k < PM_MAX_RANK; k++) part[k] = 0;
+  add_digits(l->warp, l->n_warp, tid / 32, part);
+  add_digits(l->lane, l->n_lane, tid % 32, part);
+  add_digits(l->reg, l->n_reg, r, part);
+}
+
+bool pm_layout_place(const pm_layout *l, int64_t index[PM_MAX_RANK]) {
   if (l->kind == PM_FLAT) {
     int64_t linear = index[0];
     for (int k = l->rank - 1; k > 0; k--) {
@@ -718,6 +721,11 @@ bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MA
     if (index[k] >= l->shape[k]) return false;
   }
   return true;
+}
+
+bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MAX_RANK]) {
+  pm_layout_part(l, tid, r, index);
+  return pm_layout_place(l, index);
 }
 
 bool pm_layout_is_padded(const pm_layout *l) {

@@ -132,6 +132,10 @@ int64_t pm_layout_regs(const pm_layout *l); /* registers per lane; SPLAT: 1 */
 int64_t pm_layout_vector(const pm_layout *l, int dim);
 /* index of register r of lane tid (0..127); false: padding (index then lies outside the extents) */
 bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MAX_RANK]);
+/* The same for many lanes and registers: the sum of the parts of (tid, 0) and of (0, r) is where
+ * pm_layout_place finds the index. */
+void pm_layout_part(const pm_layout *l, int tid, int64_t r, int64_t part[PM_MAX_RANK]);
+bool pm_layout_place(const pm_layout *l, int64_t index[PM_MAX_RANK]);
 bool pm_layout_is_padded(const pm_layout *l);  /* any padding at all */
 bool pm_layout_is_strided(const pm_layout *l); /* WG_STRIDED of its vector */
 bool pm_layout_is_replicated(const pm_layout *l);
