@@ -36,6 +36,8 @@ typedef struct pm_program_site {
   const char *op, *ref, *shape, *file; /* file NULL: unknown */
   uint32_t line, dim;
   int64_t size; /* of the range that begins at the index; 0: it is one element */
+  /* the index is one of so many blocks of an axis of the cluster, or devices of the mesh, or 0 */
+  uint32_t blocks, devices;
 } pm_program_site;
 /* Of a failed check: `value` is the index. */
 void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n);

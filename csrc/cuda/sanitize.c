@@ -1,13 +1,13 @@
 /* What a program checks by itself, with PALLAS_MGPU_SANITIZE or on the emulated machine.
  *
- * Before an access, the dynamic starts of its view and the coordinates of blocks are compared with
- * their limits; a wait gives up after some seconds. The first failure is noted in a record in
- * global memory, with the number of its site; then the lanes return from the kernel, and others
- * that wait for them follow when they see the record. Nothing traps, which would cost the products
- * their overlap and the process its CUDA context. Where lanes have indices of their own, in an
- * array, those that are outside are noted, and their elements left out. What lies outside of an
- * argument is clipped by copies, so their side in global memory is not checked; nor are the starts
- * of views that are accessed under a mask that is an array.
+ * Before an access, the dynamic starts of its view, the coordinates of blocks and the numbers of
+ * devices are compared with their limits; a wait gives up after some seconds. The first failure is
+ * noted in a record in global memory, with the number of its site; then the lanes return from the
+ * kernel, and others that wait for them follow when they see the record. Nothing traps, which would
+ * cost the products their overlap and the process its CUDA context. Where lanes have indices of
+ * their own, in an array, those that are outside are noted, and their elements left out. What lies
+ * outside of an argument is clipped by copies, so their side in global memory is not checked; nor
+ * are the starts of views that are accessed under a mask that is an array.
  *
  * Without the checks, waits for other devices of a mesh are watched: the host ends them where
  * another device will not signal any more. A wait that was ended returns as if the semaphore had
@@ -30,7 +30,8 @@ static uint32_t add_site(pm_gen *e, pm_opid op, pm_program_site s) {
 
 static const char *ref_name(pm_gen *e, pm_val view) {
   const uint32_t name = pm_value_of(e->g, pm_view_base(e->g, view))->name;
-  return name ? e->g->strings.at[name] : "a ref";
+  if (name) return e->g->strings.at[name];
+  return pm_typeof(e->g, view)->kind == PM_SEMAPHORE ? "semaphore" : "a ref";
 }
 
 /* A block of a cluster stays until no other one can reach it. A lane may leave alone, as its block
@@ -90,16 +91,23 @@ static void check_starts(pm_gen *e, pm_opid op, pm_opid view_op, pm_val view, co
   }
 }
 
-static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask) {
+/* clipped: what lies outside of the argument does not count. */
+static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask, bool clipped) {
   const pm_graph *g = e->g;
   for (pm_val v = view; pm_value_of(g, v)->def;) {
     const pm_opid def = pm_value_of(g, v)->def;
     if (!pm_makes_view(pm_get(g, def)->code)) return;
-    if (pm_has_attr(g, def, PM_ATTR_STARTS)) check_starts(e, op, def, view, mask);
+    if (!clipped && pm_has_attr(g, def, PM_ATTR_STARTS)) check_starts(e, op, def, view, mask);
     if (pm_get(g, def)->code == PM_OP_CLUSTER_REF) {
       const uint32_t axis = (uint32_t)*pm_attr(g, def, PM_ATTR_DIM);
-      const pm_program_site s = {.ref = ref_name(e, view), .shape = "the cluster", .dim = axis};
+      const pm_program_site s = {
+          .ref = ref_name(e, view), .shape = "", .dim = axis, .blocks = (uint32_t)g->cluster[axis]};
       check_index(e, op, pm_in(g, def, 1), g->cluster[axis] - 1, mask, s);
+    }
+    if (pm_get(g, def)->code == PM_OP_DEVICE_REF) {
+      const uint32_t n = (uint32_t)pm_n_devices(g);
+      const pm_program_site s = {.ref = ref_name(e, view), .shape = "", .devices = n};
+      check_index(e, op, pm_in(g, def, 1), (int64_t)n - 1, mask, s);
     }
     v = pm_in(g, def, 0);
   }
@@ -127,8 +135,7 @@ void pm_check_indices(pm_gen *e, pm_opid op) {
   pm_access a = pm_accesses(op);
   while (pm_next_access(g, &a)) {
     if (!a.view || a.where == PM_IN_PHASE) continue;
-    if (a.where == PM_IN_GMEM && copies && !promised) continue;
-    check_view(e, op, a.view, mask);
+    check_view(e, op, a.view, mask, a.where == PM_IN_GMEM && copies && !promised);
   }
 }
 
@@ -208,6 +215,13 @@ void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t
   if (s->waits) {
     snprintf(buf, n, "%s of '%s' did not end: nothing completed it for %d seconds", s->op, s->ref,
              PM_SANITIZE_SECONDS);
+    return;
+  }
+  if (s->devices || s->blocks) {
+    snprintf(buf, n, "%s out of bounds: %s of '%s' to %s %" PRId64 " of a %s of %s%u%s", s->op,
+             s->devices ? "remote_ref" : "cluster_ref", s->ref, s->devices ? "device" : "index",
+             value, s->devices ? "mesh" : "cluster axis", s->devices ? "" : "size ",
+             s->devices ? s->devices : s->blocks, s->devices ? " devices" : "");
     return;
   }
   if (s->size) snprintf(what, sizeof what, "range %" PRId64 ":%" PRId64, value, value + s->size);

@@ -215,10 +215,14 @@ size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, siz
   return pm_min(at, n);
 }
 
+/* On a device that does not exist. */
+static bool is_nowhere(const located *s) { return !s->base && s->mem->device_slot; }
+
 static step locate_copy_in(pm_machine *m, thread *t, const instr *i, located *gmem, located *smem) {
   pm_vm_locate(m, t, i->mem, gmem);
   pm_vm_locate(m, t, i->mem2, smem);
   if (!smem->inside) return pm_vm_outside(m, t, i->op, smem, "copy_gmem_to_smem");
+  if (is_nowhere(gmem)) return pm_vm_outside(m, t, i->op, gmem, "copy_gmem_to_smem");
   char text[400];
   LOG(m, t, i->op, PM_LOG_SMEM, "begins a copy to %s", pm_vm_view_text(i->mem2, text, sizeof text));
   if (!gmem->inside && i->flags == PM_OOB_PROMISE_IN_BOUNDS) {
@@ -457,6 +461,7 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
     pm_vm_locate(m, t, i->mem, &k->smem);
     pm_vm_locate(m, t, i->mem2, &k->gmem);
     if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
+    if (is_nowhere(&k->gmem)) return pm_vm_outside(m, t, i->op, &k->gmem, "copy_smem_to_gmem");
     if (m->races) pm_race_issue(m, t, k);
     if (m->timeline) pm_time_issue(m, t, k);
     if (is_made_now(m, i)) {

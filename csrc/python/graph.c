@@ -251,9 +251,10 @@ static PyObject *given_info(const pm_graph *g, const pm_program *p) {
 /* Of a check: (file or None, line, op, ref, dimension, shape, size of a range, does it wait). */
 static PyObject *site_info(const pm_program *p, uint32_t k) {
   const pm_program_site *s = &p->sites[k];
-  return Py_BuildValue("(zIsNisLO)", s->file, s->line, s->op,
+  return Py_BuildValue("(zIsNisLOII)", s->file, s->line, s->op,
                        PyUnicode_FromFormat(s->of_view ? "a view of '%s'" : "'%s'", s->ref),
-                       (int)s->dim, s->shape, (long long)s->size, s->waits ? Py_True : Py_False);
+                       (int)s->dim, s->shape, (long long)s->size, s->waits ? Py_True : Py_False,
+                       s->blocks, s->devices);
 }
 
 static PyObject *i64_tuple(const int64_t *x, uint32_t n) {

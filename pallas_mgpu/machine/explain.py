@@ -416,16 +416,18 @@ def site(names, facts):
     """A check of the program itself that failed, with its place."""
     words = next(f for f in facts if f[0] == "site")
     a = dict(zip(words[::2], words[1::2]))
-    file, line, op, ref, dim, shape, size, _ = names.info["sites"][int(a["site"])]
+    file, line, op, ref, dim, shape, size, _, blocks, devices = names.info["sites"][int(a["site"])]
     place = f"\n  at {file}:{line}" if file else ""
     source = linecache.getline(file, line).strip() if file else ""
     n = int(a["value"])
     what = f"range {n}:{n + size}" if size else f"index {n}"
     who = ", ".join(filter(None, [names.block(a["block"]), f"thread {int(a['thread']) // 128}"]))
-    return (
-        f"{op} out of bounds: {what} of dimension {dim} lies outside {ref} of shape {shape}"
-        f" ({who}){place}{': ' + source if source else ''}"
-    )
+    wrong = f"{what} of dimension {dim} lies outside {ref} of shape {shape}"
+    if blocks:
+        wrong = f"cluster_ref of {ref} to index {n}, on an axis of {blocks} blocks"
+    if devices:
+        wrong = f"remote_ref of {ref} to device {n} of a mesh of {devices} devices"
+    return f"{op} out of bounds: {wrong} ({who}){place}{': ' + source if source else ''}"
 
 
 def _wait(names, words, barriers):

@@ -401,8 +401,12 @@ def test_no_communication(rng, n):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-def call(body, n=2, outs=None, args=(), seed=0, **options):
-    kernel = plgpu.kernel(body, out_type=outs or struct((4,)), interpret=params(seed), **options)
+both = pytest.mark.parametrize("backend", ["interpret", "emulate"])
+
+
+def call(body, n=2, outs=None, args=(), seed=0, backend="interpret", **options):
+    how = params(seed, backend=backend)
+    kernel = plgpu.kernel(body, out_type=outs or struct((4,)), interpret=how, **options)
     return plgpu.spmd(kernel, plgpu.DeviceMesh((n,), "x"))(*args)
 
 
@@ -502,7 +506,8 @@ def test_arguments_of_devices_must_agree():
         plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x"), spec)(np.zeros(5, np.float32))
 
 
-def test_out_of_bounds_on_another_device():
+@both
+def test_out_of_bounds_on_another_device(backend):
     """Names the device, the block, the thread and the line."""
 
     def body(where, y):
@@ -518,25 +523,57 @@ def test_out_of_bounds_on_another_device():
             args=([np.array([7], np.int32)] * 2,),
             grid=(2,),
             grid_names=("i",),
+            backend=backend,
         )
     text = str(e.value)
-    assert "index 7 of dimension 0 lies outside 'y'" in text and "on device (0,)" in text
+    assert re.search(r"index 7 of dimension 0 lies outside (a view of )?'y' of shape \(3, 4\)", text)
+    assert backend == "emulate" or "on device (0,)" in text
     assert (
         re.search(r"device \(1,\), grid point \([01],\), thread 0", text)
         and "test_remote.py:" in text
     )
 
 
-def test_no_such_device():
-    def body(where, y):
-        y[...] = plgpu.remote_ref(y, where[0])[...]
-
-    with pytest.raises(IndexError, match=r"remote_ref of 'y' to device 5 of a mesh of 2 devices"):
-        call(body, args=([np.array([5], np.int32)] * 2,))
+def to_device(who, x, y, smem, sem):
+    plgpu.remote_ref(y, who[0])[...] = x[...]
 
 
+def from_device(who, x, y, smem, sem):
+    y[...] = plgpu.remote_ref(x, who[0])[...]
+
+
+def copy_to_device(who, x, y, smem, sem):
+    smem[...] = x[...]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, plgpu.remote_ref(y, who[0]))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def signal_device(who, x, y, smem, sem):
+    y[...] = x[...]
+    pl.semaphore_signal(sem, device_id=who[0])
+
+
+@both
+@pytest.mark.parametrize("number", [5, -1])
+@pytest.mark.parametrize("body", [to_device, from_device, copy_to_device, signal_device])
+def test_no_such_device(body, number, backend):
+    """The number of a device that a kernel computes is checked like any other index."""
+    ref = {from_device: "x", signal_device: "semaphore"}.get(body, "y")
+    text = rf"remote_ref of '{ref}' to device {number} of a mesh of 2 devices \(device \([01],\)"
+    with pytest.raises(IndexError, match=text) as e:
+        call(
+            body,
+            args=([np.array([number], np.int32)] * 2, [np.zeros(4, np.float32)] * 2),
+            scratch_types=[plgpu.SMEM((4,), np.float32), REGULAR],
+            backend=backend,
+        )
+    assert "test_remote.py" in str(e.value)
+
+
+@both
 @pytest.mark.parametrize("seed", range(4))
-def test_deadlock_names_devices(seed):
+def test_deadlock_names_devices(seed, backend):
     """A device leaves without a signal; the other waits for it."""
 
     def body(y, sem):
@@ -547,8 +584,10 @@ def test_deadlock_names_devices(seed):
             pl.semaphore_wait(sem)
 
     with pytest.raises(plgpu.DeadlockError) as e:
-        call(body, scratch_types=[REGULAR], seed=seed)
-    assert re.search(r"device \(0,\), thread 0: semaphore_wait at .*test_remote.py", str(e.value))
+        call(body, scratch_types=[REGULAR], seed=seed, backend=backend)
+    waits = {"interpret": "semaphore_wait at .*", "emulate": "waits for a semaphore .*, at .*"}
+    at = rf"device \(0,\), thread 0: {waits[backend]}test_remote.py"
+    assert re.search(at, str(e.value)), str(e.value)
 
 
 RACES = {
@@ -558,9 +597,10 @@ RACES = {
 }
 
 
+@both
 @pytest.mark.parametrize("kind", RACES)
 @pytest.mark.parametrize("seed", range(3))
-def test_races_between_devices(kind, seed):
+def test_races_between_devices(kind, seed, backend):
     after, waits, copies = RACES[kind]
 
     def body(x, y, z, smem, sem):
@@ -588,13 +628,17 @@ def test_races_between_devices(kind, seed):
             outs=(struct((4, 64)),) * 2,
             args=(x,),
             seed=seed,
+            backend=backend,
             scratch_types=[plgpu.SMEM((4, 64), np.float32), REGULAR],
         )
     text = str(e.value)
+    race = plgpu.get_races().races[0]
+    assert {race.first.ref, race.second.ref} == {"y"} and race.first.line and race.second.line
     assert "device (0,)" in text and "device (1,)" in text and "test_remote.py" in text
 
 
-def test_relay_is_ordered():
+@both
+def test_relay_is_ordered(backend):
     """What device 0 wrote is ordered for device 2 by signals by way of device 1."""
 
     def body(x, y, z, sem):
@@ -616,5 +660,7 @@ def test_relay_is_ordered():
             z[...] = y[...]
 
     x = [np.full(4, 7, np.float32)] * 3
-    _, z = call(body, 3, outs=(struct((4,)),) * 2, args=(x,), scratch_types=[REGULAR])
+    _, z = call(
+        body, 3, outs=(struct((4,)),) * 2, args=(x,), scratch_types=[REGULAR], backend=backend
+    )
     np.testing.assert_array_equal(z[2], x[0])
