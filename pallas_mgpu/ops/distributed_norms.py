@@ -108,17 +108,30 @@ def _through_staging(w, x, residual, weight, normed, total, staging, eps):
 def _normed(mesh, axis, shape, dtype, eps, one_shot, blocks, interpret):
     def body(refs, flags, epochs):
         w = Workers(flags, epochs, axis, blocks * _THREADS)
-        (_through_staging if one_shot else _in_two_steps)(w, *refs, eps)
+        x, residual, weight, *outs = refs
+        x, residual, *outs[:2] = (r.reshape(view) for r in (x, residual, *outs[:2]))
+        (_through_staging if one_shot else _in_two_steps)(w, x, residual, weight, *outs, eps)
         w.end()
 
-    staging = [((2, mesh.size, *shape), dtype)] if one_shot else []
+    view = (math.prod(shape[:-1]), shape[-1])
+    staging = [((2, mesh.size, *view), dtype)] if one_shot else []
     return Collective(
         mesh, body, "all_reduce_rms_norm", [(shape, dtype)] * 2, staging, blocks, interpret
     )
 
 
 def all_reduce_rms_norm(
-    x, residual, weight, mesh, axis_name=None, *, eps=1e-6, blocks=16, one_shot=None, interpret=None
+    x,
+    residual,
+    weight,
+    mesh,
+    axis_name=None,
+    *,
+    eps=1e-6,
+    blocks=16,
+    one_shot=None,
+    interpret=None,
+    out=None,
 ):
     """``total = all_reduce(x) + residual`` and ``rms_norm(total) * weight``, on every device.
 
@@ -126,7 +139,8 @@ def all_reduce_rms_norm(
     of which all devices have the same; float16, bfloat16 or float32, all of one dtype. Returns
     (normed, total), the same bits on all devices. Summands are added in float32 in the order of the
     devices, then the residual, and the sum is rounded once; the norm is that of the rounded sum.
-    Lists of arrays, ``blocks`` and ``one_shot`` as for :func:`distributed.all_reduce`."""
+    Lists of arrays, ``blocks``, ``one_shot`` and ``out``, a pair, as for
+    :func:`distributed.all_reduce`."""
     what = "all_reduce_rms_norm"
     one, r, g = (distributed._operand(a, mesh, what) for a in (x, residual, weight))
     axis_name, _ = distributed._along(mesh, axis_name, what)
@@ -144,17 +158,8 @@ def all_reduce_rms_norm(
         raise TypeError(f"{what}: x, residual and weight must have one dtype")
     if one_shot is None:
         one_shot = math.prod(shape) * dtype.itemsize <= _SMALL
-    view = (math.prod(shape[:-1]), shape[-1])
     f = _normed(
-        mesh, axis_name, view, np.dtype(dtype), float(eps), bool(one_shot),
+        mesh, axis_name, shape, np.dtype(dtype), float(eps), bool(one_shot),
         distributed._blocks(blocks, what), interpret,
     )  # fmt: skip
-    many = mesh.group is None
-
-    def seen(a, to):
-        return [b.reshape(to) for b in a] if many else a.reshape(to)
-
-    if len(shape) == 2:
-        return tuple(f(x, residual, weight))
-    normed, total = f(seen(x, view), seen(residual, view), weight)
-    return seen(normed, shape), seen(total, shape)
+    return tuple(f(x, residual, weight, out=out))

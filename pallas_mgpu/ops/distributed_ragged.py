@@ -62,12 +62,15 @@ class _Places:
 
 @cached
 def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
-    """kinds: (columns, dtype) of each array whose rows move."""
+    """kinds: (shape of a row, dtype) of each array whose rows move."""
     many, workers = len(kinds), blocks * _THREADS
+    widths = [math.prod(shape) for shape, _ in kinds]
 
     def body(refs, flags, epochs):
         sizes, arrays = refs[0], refs[1 : 1 + many]
         received, outs, table = refs[1 + many], refs[2 + many : 2 + 2 * many], refs[-1]
+        arrays = [x.reshape((rows, width)) for x, width in zip(arrays, widths)]
+        outs = [x.reshape((capacity, width)) for x, width in zip(outs, widths)]
         w = Workers(flags, epochs, axis, workers)
         table = table.at[w.epoch % 2, w.number]
         for d in w.everyone():
@@ -76,7 +79,7 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
         places = _Places(w, table, rows, capacity)
         for d in w.everyone():
             first, there, count = places.to(d)
-            for x, out, (width, dtype) in zip(arrays, outs, kinds):
+            for x, out, width, (_, dtype) in zip(arrays, outs, widths, kinds):
                 target = w.on(out, d)
 
                 def move(i, height, at, x=x, target=target, first=first, there=there):
@@ -84,7 +87,7 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
 
                 _moved(w, width, dtype.itemsize, count, move)
         total = jnp.minimum(places.received(), capacity)
-        for out, (width, dtype) in zip(outs, kinds):
+        for out, width, (_, dtype) in zip(outs, widths, kinds):
 
             def clear(i, height, at, out=out, dtype=dtype):
                 out[pl.ds(total + i, height), at] = jnp.zeros((height, at.size), dtype)
@@ -100,13 +103,22 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
         w.end()
 
     n = mesh.size
-    outs = [((n,), np.int32), *(((capacity, width), dtype) for width, dtype in kinds)]
+    outs = [((n,), np.int32), *(((capacity, *shape), dtype) for shape, dtype in kinds)]
     staging = [((2, workers, n, n), np.dtype(np.int32))]
     return Collective(mesh, body, "ragged_all_to_all", outs, staging, blocks, interpret)
 
 
 def ragged_all_to_all(
-    x, sizes, mesh, axis_name=None, *, capacity=None, scales=None, blocks=16, interpret=None
+    x,
+    sizes,
+    mesh,
+    axis_name=None,
+    *,
+    capacity=None,
+    scales=None,
+    blocks=16,
+    interpret=None,
+    out=None,
 ):
     """Rows to the devices that they are for, each device a different number to each other one.
 
@@ -116,7 +128,8 @@ def ragged_all_to_all(
     second array whose rows go with those of x, for 8-bit floats. Arrays and ``blocks`` as for
     :func:`distributed.all_gather`.
 
-    Returns ``(out, received)``, or ``(out, received, scales)``: out (capacity, ...) has the rows
+    Returns ``(out, received)``, or ``(out, received, scales)``, in the arrays of ``out``, or fresh
+    ones: out (capacity, ...) has the rows
     from device 0, then those from device 1, and so on, and zeros after them; received, int32
     (devices,), says how many each device sent. This dispatches tokens to experts;
     ``ragged_all_to_all(y, received, mesh, capacity=rows)`` combines, that is, brings results back
@@ -137,16 +150,10 @@ def ragged_all_to_all(
     capacity = rows if capacity is None else capacity
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"{what}: capacity must be a positive int, got {capacity!r}")
-    kinds = tuple((math.prod(s[1:]), distributed._dtype(a, what)) for s, a in zip(shapes, ones))
+    kinds = tuple((s[1:], distributed._dtype(a, what)) for s, a in zip(shapes, ones))
     f = _ragged(
         mesh, axis_name, rows, capacity, kinds, distributed._blocks(blocks, what), interpret
     )
-    many = mesh.group is None
-
-    def seen(a, shape):
-        return [b.reshape(shape) for b in a] if many else a.reshape(shape)
-
-    flat = [a if len(s) == 2 else seen(a, (rows, -1)) for a, s in zip(arrays, shapes)]
-    received, *outs = f(sizes, *flat)
-    outs = [a if len(s) == 2 else seen(a, (capacity, *s[1:])) for a, s in zip(outs, shapes)]
-    return (outs[0], received, *outs[1:])
+    given = None if out is None else (out[1], out[0], *out[2:])
+    received, moved, *others = f(sizes, *arrays, out=given)
+    return (moved, received, *others)

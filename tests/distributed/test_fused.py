@@ -128,6 +128,20 @@ def test_sizes_that_do_not_fit(sizes):
     np.testing.assert_array_equal(out[0][: min(len(want), clear[0])], want[: clear[0]][:5])
 
 
+def test_given_results(rng):
+    """out= gets the results, at any number of dimensions."""
+    mesh = plgpu.DeviceMesh(2, "x")
+    x, [r], [g] = shards(rng, 2, (2, 3, 40)), shards(rng, 1, (2, 3, 40)), shards(rng, 1, (40,))
+    out = [[np.zeros_like(r) for _ in range(2)] for _ in range(2)]
+    got = distributed_norms.all_reduce_rms_norm(x, [r] * 2, [g] * 2, mesh, out=out)
+    assert all(a is b for p, q in zip(got, out, strict=True) for a, b in zip(p, q, strict=True))
+    np.testing.assert_allclose(out[0][1], normed(x, r, g, 1e-6)[0], rtol=1e-5, atol=1e-5)
+    sizes = [np.array([1, 1], np.int32)] * 2
+    out = [[np.zeros_like(r) for _ in range(2)], [np.zeros(2, np.int32) for _ in range(2)]]
+    distributed_ragged.ragged_all_to_all(x, sizes, mesh, out=out)
+    np.testing.assert_array_equal(out[0][1], np.stack([x[0][1], x[1][1]]))
+
+
 def test_wrong_arguments(rng):
     mesh, x = plgpu.DeviceMesh(2, "x"), shards(rng, 2, (4, 8))
     norm, ragged = distributed_norms.all_reduce_rms_norm, distributed_ragged.ragged_all_to_all
@@ -160,7 +174,7 @@ def test_on_the_emulated_machine(rng):
         for got in outs:
             np.testing.assert_allclose(got[0], normed(x, r, g, 1e-6)[0], rtol=1e-5, atol=1e-5)
 
-    kinds = ((columns, r.dtype),)
+    kinds = (((columns,), r.dtype),)
     f = distributed_ragged._ragged(mesh, "x", rows, 9, kinds, 1, None)
     sizes = [np.array([2, 3], np.int32), np.array([1, 5], np.int32)]
     lasting = [[np.zeros(a.shape, a.dtype) for a in row] for row in zip(*f.lasting)]
@@ -180,9 +194,9 @@ def test_programs():
         x, g = (plgpu.ShapeDtypeStruct(s, bfloat16) for s in (shape, shape[-1:]))
         used = f.lower(x, x, g).resources()
         assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
-    kinds = ((7168, np.dtype(ml_dtypes.float8_e4m3fn)), (56, np.dtype(np.float32)))
+    kinds = (((7168,), np.dtype(ml_dtypes.float8_e4m3fn)), ((56,), np.dtype(np.float32)))
     f = distributed_ragged._ragged(mesh, "x", 512, 4096, kinds, 8, None)
     args = [plgpu.ShapeDtypeStruct((8,), np.int32)]
-    args += [plgpu.ShapeDtypeStruct((512, width), dtype) for width, dtype in kinds]
+    args += [plgpu.ShapeDtypeStruct((512, *shape), dtype) for shape, dtype in kinds]
     used = f.lower(*args).resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
