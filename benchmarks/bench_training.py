@@ -1,196 +1,601 @@
-"""Gradients and training kernels of ops beside torch, eager and compiled.
+"""Gradients and training kernels of ops beside torch (cuDNN, cuBLAS), torch.compile and JAX.
 
-    python benchmarks/bench_training.py [--only TEXT] [--compile] [--quick]
+    python benchmarks/bench_training.py [--only TEXT] [--no-compile] [--seconds 500] [--json FILE]
+    python benchmarks/bench_training.py --device cpu        # tiny shapes, to try the script
 
-Each contestant is checked against float32 in the same process. Attention counts 10 products' halves
-of head_dim per pair of query and key (half of the pairs if causal), as is usual for backward; other
-lines show bytes that must move, over time. --compile adds torch.compile with max-autotune off and
-on."""
+Each case is checked against float32 in the same process: results of ours are written over NaN where
+the op takes `out=`, and errors of ours and of torch are relative to the largest element. Attention
+counts 10 * head_dim operations for each pair of query and key (half of the pairs if causal), as is
+usual for the backward alone, 14 with the forward; other cases count the bytes that must move, or
+the operations of their products. Cases run until the time is over, the most important ones first;
+torch.compile with max-autotune runs while half of the time is left. A case that fails is reported
+and the next one runs. A short table comes last."""
 
 import argparse
+import functools
+import json
+import os
+import time
+import traceback
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch
 import torch.nn.functional as F
-from timing import all_ways
 
 import pallas_mgpu.torch as pt
 from pallas_mgpu import ops
+from pallas_mgpu.testing import do_bench
 
 BF16 = torch.bfloat16
-ATTENTION = [  # batch, length, heads, kv heads, head_dim, causal
+ATTENTION = [  # batch, length, heads, kv heads, head_dim, causal; cuDNN's TFLOP/s of issue 20
     (4, 4096, 16, 16, 128, False),
     (4, 4096, 16, 16, 128, True),
     (1, 16384, 16, 16, 128, True),
     (4, 4096, 32, 8, 128, True),
     (4, 4096, 16, 16, 64, True),
 ]
-ROWS = [(16384, 2048), (8192, 4096), (8192, 8192), (2048, 16384)]
+ROWS = [(8192, 4096), (16384, 2048), (8192, 8192), (2048, 16384)]
+
+
+class HostTimer:
+    """Of one call, by the clock of the host: to try the script without a GPU."""
+
+    def calls(self, f, count, lead=0):
+        begin = time.perf_counter()
+        f()
+        return time.perf_counter() - begin
+
+
+class Bench:
+    """The device, the peers and what was found."""
+
+    def __init__(self, arguments):
+        self.a, self.begin, self.found = arguments, time.perf_counter(), []
+        self.tiny = arguments.device == "cpu"
+        self.timer = HostTimer() if self.tiny else None
+
+    def left(self):
+        return self.a.seconds - (time.perf_counter() - self.begin)
+
+    def randn(self, *shape, dtype=BF16, scale=1.0):
+        return torch.randn(*shape, device=self.a.device, dtype=dtype) * scale
+
+    def nan(self, *shape, dtype=BF16):
+        return torch.full(shape, float("nan"), device=self.a.device, dtype=dtype)
+
+    def compiled(self, f):
+        """{name: f or a compiled form of it}"""
+        found = {"torch": f}
+        if self.tiny:
+            return found | {"compile": torch.compile(f, backend="eager", dynamic=False)}
+        if self.a.compile:
+            found["compile"] = torch.compile(f, dynamic=False)
+        if self.a.compile and self.left() > self.a.seconds / 2:
+            found["autotune"] = torch.compile(f, dynamic=False, mode="max-autotune-no-cudagraphs")
+        return found
+
+    def run(self, name, make):
+        """Checks and times one case: make() -> (contestants, {what: error}, work, unit)."""
+        torch.manual_seed(0)
+        print(name, flush=True)
+        try:
+            contestants, errors, work, unit = make()
+            ways = ("burst",) if self.tiny else ("burst", "sustained")
+            rounds = 2 if self.tiny else 5
+            times = {
+                way: do_bench(contestants, ways=way, rounds=rounds, timer=self.timer)[way]
+                for way in ways
+            }
+        except Exception as e:  # report it, and go on with the next case
+            traceback.print_exc()
+            self.found.append({"case": name, "failed": f"{type(e).__name__}: {e}"[:300]})
+            if self.tiny:
+                raise
+            return
+        row = {"case": name, "unit": unit, "errors": errors, "us": {}, "rate": {}}
+        for way, of_way in times.items():
+            for k, t in of_way.items():
+                row["us"][f"{k}, {way}"] = t.median * 1e6
+                row["rate"][f"{k}, {way}"] = work / t.median
+                print(f"  {way:9} {k:16} {t.median * 1e6:9.0f} us {work / t.median:8.2f} {unit}")
+        print("  errors:", {k: f"{e:.1e}" for k, e in errors.items()}, flush=True)
+        self.found.append(row)
+
+    def table(self):
+        """One line a case: ours in the first column, others relative to it."""
+        print("\ncase | ours (best) | others' time / ours")
+        for row in self.found:
+            if "failed" in row:
+                print(f"{row['case']} | FAILED {row['failed'][:80]}")
+                continue
+            way = "burst"
+            us = {k.rpartition(",")[0]: t for k, t in row["us"].items() if k.endswith(way)}
+            ours = {k: t for k, t in us.items() if k.startswith("ours") and "alone" not in k}
+            best = min(ours, key=ours.get)
+            rate = row["rate"][f"{best}, {way}"]
+            others = ", ".join(f"{k} {t / us[best]:.2f}" for k, t in us.items() if k != best)
+            print(f"{row['case']} | {best} {us[best]:.0f} us {rate:.4g} {row['unit']} | {others}")
 
 
 def error(got, want):
     got, want = got.float(), want.float()
-    return float((got - want).abs().max() / want.abs().max())
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
 
 
-def attention(shape):
-    b, n, h, kv, d, causal = shape
-    q, k, v = (torch.randn(b, n, x, d, device="cuda", dtype=BF16) for x in (h, kv, kv))
-    grad = torch.randn_like(q)
+def errors_of(found, want):
+    """The greatest error of each contestant's results."""
+    return {k: max(error(a, b) for a, b in zip(r, want, strict=True)) for k, r in found.items()}
+
+
+def grads(y, leaves, grad):
+    return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def plain_attention(q, k, v, causal, bias=None, cap=None, left=None):
+    """In float32; [batch, heads, length, dim]."""
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    s = s if cap is None else cap * torch.tanh(s / cap)
+    s = s if bias is None else s + bias
+    n = s.shape[-1]
+    if causal:
+        keep = torch.ones(n, n, device=s.device, dtype=torch.bool).tril()
+        keep = keep if left is None else keep.triu(-left)
+        s = s.masked_fill(~keep, -torch.inf)
+    return s.softmax(-1) @ v
+
+
+def part(x, heads):
+    """The first heads of the first batch entry in float32, [1, heads, length, dim]."""
+    return x[:1, :, :heads].transpose(1, 2).float()
+
+
+def of_first_heads(q, k, v, grad, causal, **options):
+    """Gradients in float32 of the first head of keys: [1, length, heads, dim] each."""
+    group = q.shape[2] // k.shape[2]
+    leaves = [part(x, n).requires_grad_() for x, n in ((q, group), (k, 1), (v, 1))]
+    y = plain_attention(leaves[0], leaves[1], leaves[2], causal, **options)
+    found = torch.autograd.grad(y, leaves, part(grad, group))
+    return [x.transpose(1, 2) for x in found]
+
+
+def first_heads(found, want):
+    return [x[:1, :, : w.shape[2]] for x, w in zip(found, want)]
+
+
+def attention_inputs(b, shape):
+    batch, n, h, kv, d, causal = shape
+    q, k, v = (b.randn(batch, n, x, d) for x in (h, kv, kv))
+    flops = 10 * batch * h * n * n * d / (2 if causal else 1)
+    return q, k, v, torch.randn_like(q), causal, flops / 1e12
+
+
+def sdpa(b, leaves, causal, mask=None):
+    gqa = leaves[0].shape[1] != leaves[1].shape[1]
+    call = functools.partial(
+        F.scaled_dot_product_attention, *leaves, is_causal=causal, enable_gqa=gqa, attn_mask=mask
+    )
+    if b.tiny or mask is not None:
+        return call()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        return call()
+
+
+def attention(b, shape):
+    q, k, v, grad, causal, work = attention_inputs(b, shape)
     o, lse = ops.attention(q, k, v, causal=causal, return_lse=True)
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        y = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=kv < h)
-    g = grad.transpose(1, 2)
-    ours = ops.attention_backward(grad, q, k, v, o, lse, causal=causal)
-    theirs = torch.autograd.grad(y, leaves, g, retain_graph=True)
-    differences = [error(a, t.transpose(1, 2)) for a, t in zip(ours, theirs)]
-    print("  differences from cuDNN:", [f"{x:.1e}" for x in differences])
-    flops = 10 * b * h * n * n * d / (2 if causal else 1)
-    contestants = {
-        "ours": lambda: ops.attention_backward(grad, q, k, v, o, lse, causal=causal),
-        "cuDNN": lambda: torch.autograd.grad(y, leaves, g, retain_graph=True),
-    }
-    return contestants, flops / 1e12, "TFLOP/s"
+    theirs = grads(sdpa(b, leaves, causal), leaves, grad.transpose(1, 2))
+    contestants, found = {}, {}
+    for products in (7, 5):
+        config = ops.AttentionBackwardConfig(products)
+        options = {"causal": causal, "config": config}
+        out = tuple(b.nan(*x.shape) for x in (q, k, v))
+        run = functools.partial(ops.attention_backward, grad, q, k, v, o, lse, **options, out=out)
+        run()
+        name = f"ours, {products}"
+        contestants[name], found[name] = run, out
+    contestants["cuDNN"] = theirs
+    found["cuDNN"] = [x.transpose(1, 2) for x in theirs()]
+    want = of_first_heads(q, k, v, grad, causal)
+    errors = {n: errors_of({n: first_heads(x, want)}, want)[n] for n, x in found.items()}
+    return contestants, errors, work, "TFLOP/s"
 
 
-def _norm(name, rows, n, compiled):
-    x, grad = (torch.randn(rows, n, device="cuda", dtype=BF16) for _ in range(2))
-    w, b = torch.randn(n, device="cuda", dtype=BF16), torch.randn(n, device="cuda", dtype=BF16)
-    leaves = [t.requires_grad_() for t in ((x, w) if name == "rms_norm" else (x, w, b))]
+def attention_both(b, shape):
+    """Forward and backward in one call: JAX has no other."""
+    q, k, v, grad, causal, work = attention_inputs(b, shape)
+    want = of_first_heads(q, k, v, grad, causal)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def ours():
+        return torch.autograd.grad(pt.attention(*leaves, causal), leaves, grad)
+
+    def theirs():
+        y = sdpa(b, [x.transpose(1, 2) for x in leaves], causal)
+        return torch.autograd.grad(y, leaves, grad.transpose(1, 2))
+
+    contestants = {"ours": ours, "cuDNN": theirs} | jax_attention(q, k, v, grad, causal)
+    found = {n: first_heads(contestants[n](), want) for n in ("ours", "cuDNN")}
+    return contestants, errors_of(found, want), work * 1.4, "TFLOP/s"
+
+
+def jax_attention(q, k, v, grad, causal):
+    try:
+        import jax
+    except ImportError:
+        return {}
+    if q.device.type == "cuda" and jax.default_backend() != "gpu":
+        return {}
+    arrays = [jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v, grad)]
+    kind = "cudnn" if q.device.type == "cuda" else "xla"
+    ways = {"JAX": functools.partial(jax.nn.dot_product_attention, implementation=kind)}
+    try:
+        import tokamax
+
+        ways["tokamax"] = tokamax.dot_product_attention
+    except ImportError:
+        pass
+    made = {}
+    for name, f in ways.items():
+        f = functools.partial(f, is_causal=causal)
+        run = jax.jit(lambda q, k, v, g, f=f: jax.vjp(f, q, k, v)[1](g))
+        try:
+            jax.block_until_ready(run(*arrays))
+        except Exception as e:  # it may not know this GPU
+            print(f"  {name}: {type(e).__name__}: {e}"[:200])
+            continue
+
+        def call(run=run):
+            jax.block_until_ready(run(*arrays))
+
+        call.wall = True
+        made[name] = call
+    return made
+
+
+def attention_options(b, shape, what):
+    q, k, v, grad, causal, work = attention_inputs(b, shape)
+    n, heads = q.shape[1], q.shape[2]
+    bias = b.randn(1, heads, n, n) if what == "bias" else None
+    options = {
+        "bias": {"bias": bias, "bias_gradient": True},
+        "softcap": {"softcap": 30.0},
+        "window": {"window": (n // 4, 0)},
+        "dropout": {"dropout": 0.1, "seed": torch.zeros(1, dtype=torch.int32, device=q.device)},
+    }[what]
+    forward = {name: x for name, x in options.items() if name != "bias_gradient"}
+    o, lse = ops.attention(q, k, v, causal=causal, return_lse=True, **forward)
+    run = functools.partial(ops.attention_backward, grad, q, k, v, o, lse, causal=causal, **options)
+    contestants, errors = {"ours": run}, {}
+    if what in ("softcap", "window"):
+        cap = {"cap": 30.0} if what == "softcap" else {"left": n // 4}
+        want = of_first_heads(q, k, v, grad, causal, **cap)
+        errors = errors_of({"ours": first_heads(run(), want)}, want)
+    elif what == "bias":
+        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+        leaf = bias.detach().requires_grad_()
+        y = sdpa(b, leaves, False, leaf)
+        contestants["torch"] = grads(y, [*leaves, leaf], grad.transpose(1, 2))
+        ones, theirs = run(), contestants["torch"]()
+        pairs = [*zip(ones[:3], [x.transpose(1, 2) for x in theirs]), (ones[3], theirs[3])]
+        errors = {"difference from torch": max(error(x, y) for x, y in pairs)}
+    return contestants, errors, work, "TFLOP/s"
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def norm(b, name, rows, n):
+    x, grad, add = b.randn(rows, n), b.randn(rows, n), b.randn(rows, n)
+    w, bias = b.randn(n), b.randn(n)
+    leaves = [t.requires_grad_() for t in ((x, w) if name == "rms_norm" else (x, w, bias))]
 
     def reference(*t):
         if name == "rms_norm":
             return F.rms_norm(t[0], (n,), t[1], 1e-6)
         return F.layer_norm(t[0], (n,), t[1], t[2])
 
-    ways = {"torch": reference} | {k: f(reference) for k, f in compiled.items()}
-    made = {k: f(*leaves) for k, f in ways.items()}
-    with torch.no_grad():
-        run = getattr(ops, f"{name}_backward")
-        options = {} if name == "rms_norm" else {"bias": True}
-        ours = run(grad, x, w, **options)
+    made = {k: f(*leaves) for k, f in b.compiled(reference).items()}
+    run, options = getattr(ops, f"{name}_backward"), {} if name == "rms_norm" else {"bias": True}
+    x, w = x.detach(), w.detach()
+    call = functools.partial(run, grad, x, w, **options)
     wide = [t.detach().float().requires_grad_() for t in leaves]
     want = torch.autograd.grad(reference(*wide), wide, grad.float())
-    print("  errors:", [f"{error(a, t):.1e}" for a, t in zip(ours, want)])
-    x, w = x.detach(), w.detach()
-    contestants = {"ours": lambda: run(grad, x, w, **options)}
-    for k, y in made.items():
-        contestants[k] = lambda y=y: torch.autograd.grad(y, leaves, grad, retain_graph=True)
-    return contestants, 3 * x.numel() * 2 / 1e12, "TB/s"
+    contestants = {"ours": call} | {k: grads(y, leaves, grad) for k, y in made.items()}
+    errors = errors_of({n: contestants[n]() for n in ("ours", "torch")}, want)
+    contestants["ours, residual"] = functools.partial(run, grad, x, w, add=add, **options)
+    return contestants, errors, 3 * x.numel() * 2 / 1e12, "TB/s"
 
 
-def rms_norm(rows, n, compiled):
-    return _norm("rms_norm", rows, n, compiled)
-
-
-def layer_norm(rows, n, compiled):
-    return _norm("layer_norm", rows, n, compiled)
-
-
-def softmax(rows, n, compiled):
-    x, grad = (torch.randn(rows, n, device="cuda", dtype=BF16) for _ in range(2))
+def softmax(b, rows, n):
+    x, grad = b.randn(rows, n), b.randn(rows, n)
     leaf = x.requires_grad_()
-    y = torch.softmax(leaf, -1)
-    kept = y.detach()
-    contestants = {
-        "ours": lambda: ops.softmax_backward(grad, kept),
-        "torch": lambda: torch.autograd.grad(y, leaf, grad, retain_graph=True),
-    }
-    want = torch.softmax(x.detach().float(), -1)
-    want = want * (grad.float() - (grad.float() * want).sum(-1, keepdim=True))
-    print(f"  error: {error(ops.softmax_backward(grad, kept), want):.1e}")
-    return contestants, 3 * x.numel() * 2 / 1e12, "TB/s"
+    made = {k: f(leaf) for k, f in b.compiled(lambda x: torch.softmax(x, -1)).items()}
+    kept, out = made["torch"].detach(), b.nan(rows, n)
+    call = functools.partial(ops.softmax_backward, grad, kept, out=out)
+    call()
+    wide = x.detach().float().requires_grad_()
+    want = torch.autograd.grad(torch.softmax(wide, -1), wide, grad.float())
+    contestants = {"ours": call} | {k: grads(y, leaf, grad) for k, y in made.items()}
+    errors = errors_of({"ours": [out], "torch": contestants["torch"]()}, want)
+    return contestants, errors, 3 * x.numel() * 2 / 1e12, "TB/s"
 
 
-def gated(rows, n, compiled):
-    x = torch.randn(rows, 2 * n, device="cuda", dtype=BF16)
-    grad = torch.randn(rows, n, device="cuda", dtype=BF16)
+def gated(b, rows, n):
+    x, grad = b.randn(rows, 2 * n), b.randn(rows, n)
 
     def reference(x):
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
     leaf = x.detach().requires_grad_()
-    ways = {"torch": reference} | {k: f(reference) for k, f in compiled.items()}
-    made = {k: f(leaf) for k, f in ways.items()}
-    print(f"  error: {error(ops.gated_linear_unit(x), reference(x.float())):.1e}")
-    contestants = {"ours": lambda: ops.gated_linear_unit_backward(grad, x)}
-    for k, y in made.items():
-        contestants[k] = lambda y=y: torch.autograd.grad(y, leaf, grad, retain_graph=True)
-    return contestants, 5 * grad.numel() * 2 / 1e12, "TB/s"
+    made = {k: f(leaf) for k, f in b.compiled(reference).items()}
+    out = b.nan(rows, 2 * n)
+    call = functools.partial(ops.gated_linear_unit_backward, grad, x, out=out)
+    call()
+    wide = x.float().requires_grad_()
+    want = torch.autograd.grad(reference(wide), wide, grad.float())
+    contestants = {"ours": call} | {k: grads(y, leaf, grad) for k, y in made.items()}
+    errors = errors_of({"ours": [out], "torch": contestants["torch"]()}, want)
+    return contestants, errors, 5 * grad.numel() * 2 / 1e12, "TB/s"
 
 
-def cross_entropy(rows, n, compiled):
-    x = torch.randn(rows, n, device="cuda", dtype=BF16)
-    targets = torch.randint(0, n, (rows,), device="cuda", dtype=torch.int32)
-    wide = targets.long()
-    got = ops.cross_entropy(x, targets)[0]
-    print(f"  error: {error(got, F.cross_entropy(x.float(), wide, reduction='none')):.1e}")
-    contestants = {
-        "ours": lambda: ops.cross_entropy(x, targets),
-        "torch": lambda: F.cross_entropy(x, wide, reduction="none"),
-    }
-    return contestants, x.numel() * 2 / 1e12, "TB/s"
+def rotary(b, batch, n, heads, d):
+    x, angles = b.randn(batch, n, heads, d), b.randn(n, d // 2, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+
+    def reference(x):
+        left, right = x.float().chunk(2, -1)
+        c, s = cos[:, None], sin[:, None]
+        return torch.cat([left * c - right * s, right * c + left * s], -1).to(x.dtype)
+
+    out = b.nan(*x.shape)
+    call = functools.partial(ops.rotary, x, cos, sin, out=out)
+    call()
+    contestants = {k: functools.partial(f, x) for k, f in b.compiled(reference).items()}
+    errors = errors_of({"ours": [out]}, [reference(x.float())])
+    return {"ours": call} | contestants, errors, 2 * x.numel() * 2 / 1e12, "TB/s"
 
 
-def linear_cross_entropy(rows, k, classes):
-    x = torch.randn(rows, k, device="cuda", dtype=BF16).requires_grad_()
-    w = (torch.randn(classes, k, device="cuda", dtype=BF16) * 0.02).requires_grad_()
-    targets = torch.randint(0, classes, (rows,), device="cuda")
+def quantize(b, rows, n, block, mx):
+    x = b.randn(rows, n)
+    size = block or n
+
+    def reference(x):
+        groups = x.float().view(rows, -1, size)
+        scale = groups.abs().amax(-1, keepdim=True) / 448
+        if mx:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
+        return (groups / scale).view(rows, n).to(torch.float8_e4m3fn), scale
+
+    call = functools.partial(ops.quantize, x, block=block, mx=mx)
+    q, scales = call()
+    back = q.float().view(rows, -1, size) * scales.float().view(rows, -1, 1)
+    contestants = {"ours": call}
+    contestants |= {k: functools.partial(f, x) for k, f in b.compiled(reference).items()}
+    errors = {"ours": error(back.view(rows, n), x)}
+    return contestants, errors, x.numel() * 3 / 1e12, "TB/s"
+
+
+def cross_entropy(b, rows, n):
+    x = b.randn(rows, n)
+    targets = torch.randint(0, n, (rows,), device=x.device, dtype=torch.int32)
+    wide, out = targets.long(), tuple(b.nan(rows, dtype=torch.float32) for _ in range(2))
+    call = functools.partial(ops.cross_entropy, x, targets, out=out)
+    call()
+
+    def reference(x):
+        return F.cross_entropy(x.float(), wide, reduction="none")
+
+    contestants = {k: functools.partial(f, x) for k, f in b.compiled(reference).items()}
+    errors = errors_of({"ours": out[:1]}, [reference(x)])
+    return {"ours": call} | contestants, errors, x.numel() * 2 / 1e12, "TB/s"
+
+
+def adamw(b, count, shape):
+    made = {}
+    for name, kind, options in (
+        ("ours", pt.AdamW, {}),
+        ("torch", torch.optim.AdamW, {} if b.tiny else {"fused": True}),
+    ):
+        torch.manual_seed(1)
+        params = [torch.nn.Parameter(b.randn(*shape)) for _ in range(count)]
+        for p in params:
+            p.grad = b.randn(*shape)
+        made[name] = kind(params, lr=1e-3, **options), params
+    contestants = {name: made[name][0].step for name in made}
+    for step in contestants.values():
+        step()
+    errors = {"difference from torch": error(*(made[name][1][0].detach() for name in made))}
+    # parameters and gradients of 2 bytes; moments of 4 are ours, of 2 torch's
+    return contestants, errors, count * params[0].numel() * (3 * 2 + 4 * 4) / 1e12, "TB/s"
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+def swiglu(b, m, k, n):
+    """The product with both weights and the unit: forward."""
+    x, w = b.randn(m, k), b.randn(k, 2 * n, scale=k**-0.5)
+
+    def reference(x, w):
+        gate, up = (x @ w).chunk(2, -1)
+        return F.silu(gate) * up
 
     def ours():
+        return ops.gated_linear_unit(ops.matmul(x, w))
+
+    contestants = {"ours": ours, "ours, product alone": lambda: ops.matmul(x, w)}
+    contestants |= {k: functools.partial(f, x, w) for k, f in b.compiled(reference).items()}
+    contestants["cuBLAS alone"] = lambda: x @ w
+    some = slice(0, 256)
+    want = [reference(x[some].float(), w.float())]
+    found = {"ours": [ours()[some]], "torch": [reference(x, w)[some]]}
+    return contestants, errors_of(found, want), 4 * m * k * n / 1e12, "TFLOP/s"
+
+
+def trained(b, forward, reference, arrays, work):
+    """Forward and backward of two functions of the arrays, which require gradients."""
+    leaves = [x.requires_grad_() for x in arrays]
+    with torch.no_grad():
+        grad = torch.randn_like(reference(*leaves))
+
+    def step(f):
+        return lambda: torch.autograd.grad(f(*leaves), leaves, grad)
+
+    contestants = {"ours": step(forward)}
+    contestants |= {name: step(f) for name, f in b.compiled(reference).items()}
+    wide = [x.detach().float().requires_grad_() for x in arrays]
+    want = torch.autograd.grad(reference(*wide), wide, grad.float())
+    errors = errors_of({n: contestants[n]() for n in ("ours", "torch")}, want)
+    return contestants, errors, work, "TFLOP/s"
+
+
+def gated_mlp(b, m, k, n):
+    def ours(x, w):
+        return pt.gated_linear_unit(pt.matmul(x, w))
+
+    def reference(x, w):
+        gate, up = (x @ w).chunk(2, -1)
+        return F.silu(gate) * up
+
+    arrays = b.randn(m, k), b.randn(k, 2 * n, scale=k**-0.5)
+    return trained(b, ours, reference, arrays, 12 * m * k * n / 1e12)
+
+
+def dense(b, m, k, n):
+    """A layer with bias and gelu."""
+
+    def ours(x, w, bias):
+        return pt.matmul(x, w, bias, activation="gelu")
+
+    def reference(x, w, bias):
+        return F.gelu(torch.addmm(bias, x, w), approximate="tanh")
+
+    arrays = b.randn(m, k), b.randn(k, n, scale=k**-0.5), b.randn(n)
+    return trained(b, ours, reference, arrays, 6 * m * k * n / 1e12)
+
+
+def main_gradients(b, m, k, n):
+    """dW added to a float32 gradient."""
+    x, grad = b.randn(m, k), b.randn(m, n)
+    total = torch.ones(k, n, device=x.device, dtype=torch.float32)
+    options = {"transpose_a": True, "out_dtype": "float32", "accumulate": True}
+
+    def ours():
+        return ops.matmul(x, grad, out=total, **options)
+
+    def theirs():
+        return total.add_(x.t() @ grad)
+
+    ours()
+    errors = {"ours": error(total, x.float().t() @ grad.float() + 1)}
+    return {"ours": ours, "torch": theirs}, errors, 2 * m * k * n / 1e12, "TFLOP/s"
+
+
+def linear_cross_entropy(b, rows, k, classes):
+    x = b.randn(rows, k).requires_grad_()
+    w = b.randn(classes, k, scale=0.02).requires_grad_()
+    targets = torch.randint(0, classes, (rows,), device=x.device)
+
+    def ours():
+        x.grad = w.grad = None
         pt.linear_cross_entropy(x, w, targets).backward()
 
     def theirs():
+        x.grad = w.grad = None
         F.cross_entropy(x @ w.T, targets).backward()
 
+    def exact():
+        """Rows of dX and of dW in float32, by parts."""
+        total = torch.zeros(64, k, device=x.device)
+        with torch.no_grad():
+            for i in range(0, rows, 512):
+                p = (x[i : i + 512].float() @ w.float().T).softmax(-1)
+                at = torch.arange(len(p), device=x.device)
+                p[at, targets[i : i + 512]] -= 1
+                total += p[:, :64].T @ x[i : i + 512].float() / rows
+        return [total]
+
+    found, errors = {}, {}
     for name, f in (("ours", ours), ("torch", theirs)):
-        x.grad = w.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        if not b.tiny:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         f()
-        gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-        print(f"  {name}: {gib:.2f} GiB at most")
-    return {"ours": ours, "torch": theirs}, 6 * rows * k * classes / 1e12, "TFLOP/s"
+        if not b.tiny:
+            gradients = sum(t.numel() * t.element_size() for t in (x, w))
+            peak = torch.cuda.max_memory_allocated() - before - gradients
+            errors[f"{name}, GiB of state"] = peak / 2**30
+        found[name] = [w.grad[:64].clone()]
+    return (
+        {"ours": ours, "torch": theirs},
+        errors | errors_of(found, exact()),
+        (6 * rows * k * classes / 1e12),
+        "TFLOP/s",
+    )
 
 
-def cases(compiled):
-    for shape in ATTENTION:
-        yield f"attention_backward {shape}", lambda s=shape: attention(s)
-    for f in (rms_norm, layer_norm, softmax):
-        for shape in ROWS:
-            yield f"{f.__name__}_backward {shape}", lambda f=f, s=shape: f(*s, compiled)
-    yield "gated_linear_unit_backward (8192, 14336)", lambda: gated(8192, 14336, compiled)
-    for n in (32000, 128256):
-        yield f"cross_entropy (4096, {n})", lambda n=n: cross_entropy(4096, n, compiled)
-    shape = (8192, 4096, 128256)
-    yield f"linear_cross_entropy {shape}", lambda: linear_cross_entropy(*shape)
+def cases(b):
+    """(name, function), the most important ones first."""
+
+    def case(f, *args):
+        text = ", ".join(str(x) for x in args)
+        return f"{f.__name__} {text}", functools.partial(f, b, *args)
+
+    shapes = [(1, 100, 2, 1, 64, True), (1, 70, 1, 1, 128, False)] if b.tiny else ATTENTION
+    rows = [(40, 512)] if b.tiny else ROWS
+    m, k, n = (33, 64, 48) if b.tiny else (8192, 4096, 14336)
+    for shape in shapes:
+        yield case(attention, shape)
+    yield case(linear_cross_entropy, *((20, 64, 130) if b.tiny else (8192, 4096, 128256)))
+    yield case(swiglu, m, k, n)
+    yield case(gated_mlp, m, k, n)
+    yield case(dense, m, k, n)
+    yield case(main_gradients, m, k, 4 * k)
+    for shape in rows:
+        for name in ("rms_norm", "layer_norm"):
+            yield case(norm, name, *shape)
+        yield case(softmax, *shape)
+    yield case(gated, *((9, 130) if b.tiny else (8192, 14336)))
+    yield case(attention_both, shapes[0])
+    for what in ("window", "softcap", "dropout"):
+        yield case(attention_options, shapes[0][:5] + (True,), what)
+    yield case(attention_options, shapes[-1][:5] + (False,), "bias")
+    yield case(rotary, *((1, 20, 2, 64) if b.tiny else (4, 4096, 32, 128)))
+    for block, mx in ((None, False), (128, False), (32, True)):
+        yield case(quantize, *((8, 256) if b.tiny else (16384, 4096)), block, mx)
+    for size in (300,) if b.tiny else (32000, 128256):
+        yield case(cross_entropy, 8 if b.tiny else 4096, size)
+    yield case(adamw, *((3, (20, 30)) if b.tiny else (100, (4096, 1024))))
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
-    compiled = {}
-    if a.compile:
-        compiled["compile"] = torch.compile
-        compiled["max-autotune"] = lambda f: torch.compile(f, mode="max-autotune-no-cudagraphs")
-    for name, make in cases(compiled):
-        if a.only not in name:
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--seconds", type=float, default=500.0, help="no case begins later")
+    parser.add_argument("--json", default="")
+    bench = Bench(parser.parse_args(argv))
+    for name, make in cases(bench):
+        if bench.a.only not in name:
             continue
-        print(name)
-        torch.manual_seed(0)
-        contestants, work, unit = make()
-        found = all_ways(contestants, 0.3 if a.quick else 1.0, ("burst", "sustained"))
-        for way, times in found.items():
-            line = ", ".join(
-                f"{k} {t[0] * 1e6:.0f} us {work / t[0]:.2f} {unit}" for k, t in times.items()
-            )
-            print(f"  {way}: {line}")
-        del contestants
-        torch.cuda.empty_cache()
+        if bench.left() < 0:
+            print(f"no time left for {name}")
+            continue
+        bench.run(name, make)
+        if not bench.tiny:
+            torch.cuda.empty_cache()
+        if bench.a.json:
+            with open(bench.a.json, "w") as f:
+                json.dump(bench.found, f, indent=1)
+    bench.table()
+    return bench.found
 
 
 if __name__ == "__main__":
