@@ -56,7 +56,8 @@ class _Maker:
                 values.append(x)
         position = {id(x): k for k, x in enumerate(given)}
         order = tuple(position[id(x)] for x in values if id(x) in position)
-        key = tuple((type(x), x) for x in (*sorted(bound.kwargs), *values))
+        gpu = _core.target(given[0].device if given else None)["name"]
+        key = (gpu, *((type(x), x) for x in (*sorted(bound.kwargs), *values)))
         target = self.made.pop(key, None)
         if target is not None:
             self.made[key] = target  # the last one used is the last one in order

@@ -96,8 +96,14 @@ static int refuse_strided(const family *f, uint32_t i) {
 static int make_signature(const family *f, request *r) {
   const pmpy_call *c = &r->c;
   int64_t *at = pmpy_signature_begin(&r->signature, 2 + pmpy_sign_most(c->n_in) + r->n_values);
+  const pm_target *asked = NULL;
+  pm_err err;
   if (!at) return -1;
-  *at++ = c->cuda ? c->device : -1;
+  if (!c->cuda && pm_asked_target(&asked, &err)) {
+    pmpy_raise(&err);
+    return -1;
+  }
+  *at++ = c->cuda ? c->device : asked ? -2 - (asked - pm_targets) : -1;
   *at++ = r->n_args;
   for (uint32_t i = 0; i < c->n_in; i++) {
     if (c->in[i].strided) return refuse_strided(f, i);

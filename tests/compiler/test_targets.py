@@ -11,7 +11,7 @@ import pytest
 from test_catalogue import catalogue
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import _core, lax, ops, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.machine import run as host
 
@@ -103,11 +103,6 @@ def hands_over(x, o):
     o[...] = x[...]
 
 
-def overlaps(x, o):
-    plgpu.griddepcontrol_wait()
-    o[...] = x[...]
-
-
 LACKING = {
     "wgmma": (in_a_loop, (plgpu.ACC((64, 64)), HALF), "sm_100a", "plgpu.wgmma(", "jnp.dot"),
     "wgmma 80": (in_a_loop, (plgpu.ACC((64, 64)), HALF), "sm_80", "plgpu.wgmma(", "plgpu.mma"),
@@ -115,7 +110,6 @@ LACKING = {
     "store": (copies_out, (HALF,), "sm_89", "copy_smem_to_gmem(", "loads and stores"),
     "barrier": (meets, (plgpu.Barrier(),), "sm_80", "barrier_arrive(", "named_barrier"),
     "registers": (hands_over, (), "sm_89", "set_max_registers(", "leave it out"),
-    "launches": (overlaps, (), "sm_80", "griddepcontrol_wait(", "leave it out"),
 }
 
 
@@ -257,3 +251,15 @@ extern "C" void widen(const u8* x, f32* out, int n) {{
     f.widen(every.ctypes.data_as(np.ctypeslib.ctypes.c_void_p),
             back.ctypes.data_as(np.ctypeslib.ctypes.c_void_p), 256)  # fmt: skip
     np.testing.assert_array_equal(back, every.view(dtype).astype(np.float32))
+
+
+def test_operators_follow_the_target_that_is_asked_for(monkeypatch):
+    """What an operator has chosen for one target is not used for another."""
+    x = np.zeros((128, 128), np.float16)
+    for target in (*TARGETS, TARGETS[0]):
+        monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+        text = ops.matmul.kernel(x, x).lower(x, x).as_text("ptx")
+        assert f".target {target}" in text
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_81")
+    with pytest.raises(ValueError, match="PALLAS_MGPU_TARGET must be one of .*sm_80"):
+        ops.matmul.kernel(x, x)
