@@ -14,6 +14,7 @@ enum { OPEN = 1, GROUPED = 2, FETCHING = 4 };
 typedef struct walk {
   const pm_graph *g;
   int64_t wg;
+  int32_t *taken; /* per op: the region that the thread takes, or -1, plus 2; 0: not asked yet */
 } walk;
 
 static int after_block(const walk *w, pm_blk block, int state);
@@ -41,10 +42,13 @@ static int after_loop(const walk *w, pm_opid op, int state) {
 
 static int after_regions(const walk *w, pm_opid op, int state) {
   const pm_op *o = pm_get(w->g, op);
-  int after = o->n_regions ? 0 : state;
+  int after = 0;
+  if (!o->n_regions) return state;
   if (pm_is_loop(o->code)) return after_loop(w, op, state);
+  if (!w->taken[op]) w->taken[op] = pm_region_for_thread(w->g, op, w->wg) + 2;
+  const int taken = w->taken[op] - 2;
   for (uint32_t r = 0; r < o->n_regions; r++) {
-    if (!pm_may_take(w->g, op, r, w->wg)) continue;
+    if (taken >= 0 && taken != (int)r) continue;
     after |= after_block(w, pm_region(w->g, op, r), state);
   }
   return after;
@@ -76,7 +80,7 @@ void pm_print_last_wait(pm_gen *e) {
   uint32_t threads = 0;
   int state = 0;
   for (uint32_t wg = 0; wg < n; wg++) {
-    const walk w = {e->g, wg};
+    const walk w = {e->g, wg, PM_NEW(e->arena, int32_t, e->g->ops.n + 1)};
     const int end = after_block(&w, 1, 0);
     threads |= end ? 1u << wg : 0;
     state |= end;
