@@ -438,7 +438,7 @@ class SpmdKernel:
 
     def _counters(self, words):
         """Called before a launch, with the words of the kernel's counters: where they are on all
-        ranks, and for all at once. It orders the launch behind what all ranks did before."""
+        ranks, and for all at once. It orders the launch after what all ranks did before."""
         if words not in self.counters:
             x = symm_empty((max(words, 1),), np.int32, self.mesh)
             self.counters[words] = x, _peers_of(x), _symmetric[x.data_ptr()][1]

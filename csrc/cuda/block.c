@@ -149,7 +149,8 @@ static void emit_array_barrier(pm_gen *e, pm_opid op) {
   }
 }
 
-/* The run that begins with an array op at position `first`; returns behind its end in *next. */
+/* The run that begins with an array op at position `first`; *next becomes the position after its
+ * end. */
 static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   const pm_graph *g = e->g;
   const pm_block *b = &g->blocks.at[block];
@@ -210,10 +211,10 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
   const pm_block *b = &e->g->blocks.at[block];
   for (uint32_t k = 0; k < pm_n_ops(e->g, block);) {
     const pm_opid op = b->ops.at[k];
-    uint32_t behind = k;
-    if (!e->lane) PM_TRY(pm_gen_region(e, block, k, &behind));
-    if (behind > k) {
-      k = behind;
+    uint32_t after = k;
+    if (!e->lane) PM_TRY(pm_gen_region(e, block, k, &after));
+    if (after > k) {
+      k = after;
     } else if (pm_is_scalar_op(e, op) || !pm_is_elementwise(e->g, op)) {
       PM_TRY(pm_gen_op(e, op));
       k++;

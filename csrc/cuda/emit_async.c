@@ -669,7 +669,7 @@ const char *pm_taker(pm_gen *e, bool first_block) {
   return pm_str(e, "if (%s%s%s)", rank, thread, lane);
 }
 
-/* Clusters of the launch have tiles by their number; what the counter says comes behind. */
+/* Clusters of the launch have tiles by their number; what the counter says comes afterwards. */
 static const char *behind_first(pm_gen *e, pm_val taken) {
   const uint32_t x = e->program->cluster[0];
   const pm_opid def = pm_value_of(e->g, taken)->def;
@@ -780,7 +780,7 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
 
 /* ---- warps ------------------------------------------------------------------------------- */
 
-/* A warp flips its own copies of phase bits. Behind the region all lanes get the flips of all
+/* A warp flips its own copies of phase bits. After the region all lanes get the flips of all
  * warps, through scratch. */
 pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
   const pm_blk region = pm_region(e->g, op, 0);

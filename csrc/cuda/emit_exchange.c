@@ -85,7 +85,7 @@ static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start
   return PM_OK;
 }
 
-/* An array, and one number behind it: that number everywhere, and over it the array's registers in
+/* An array, and one number after it: that number everywhere, and over it the array's registers in
  * the lanes where they are elements. */
 static pm_code fill_registers(pm_gen *e, pm_opid op, const char *name) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;

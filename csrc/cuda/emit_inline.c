@@ -71,7 +71,7 @@ static void of_array(pm_gen *e, pm_val v, bool hold, parameter *p) {
   p->text = name;
 }
 
-/* The op and the INLINE_RESULTs behind it, as parameters r0 ... */
+/* The op and the INLINE_RESULTs after it, as parameters r0 ... */
 static void put_results(pm_gen *e, pm_opid op, pm_text *fn, pm_text *call) {
   const uint32_t n = pm_inline_results(e->g, op, NULL);
   pm_val *out = PM_NEW(e->arena, pm_val, n);

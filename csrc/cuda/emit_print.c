@@ -158,7 +158,7 @@ static const char *label(pm_gen *e, pm_opid op, pm_text *args) {
   return text.at;
 }
 
-/* Every element behind its index: "[i, j]: number". */
+/* Every element with its index: "[i, j]: number". */
 static pm_code print_array(pm_gen *e, pm_opid op, const char *format) {
   const pm_val v = pm_in(e->g, op, 0);
   const pm_type *t = pm_typeof(e->g, v);

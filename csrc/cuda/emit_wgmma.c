@@ -116,7 +116,7 @@ static bool mentions(const pm_graph *g, pm_opid op, pm_val v) {
   return false;
 }
 
-/* Is the first use of the accumulator behind `after` a product into all of it? */
+/* Is the first use of the accumulator that follows `after` a product into all of it? */
 static bool is_overwritten(const pm_graph *g, pm_opid after, pm_val acc) {
   const pm_block *b = &g->blocks.at[pm_get(g, after)->parent];
   uint32_t k = 0;
@@ -377,32 +377,32 @@ static void issue_rows(pm_gen *e, const part *p, const operand *a, const operand
 
 enum { NONE = -1 }; /* no product with A in registers is in flight */
 
-/* The products begun for sure behind the last one with A in registers that may be in flight. */
-static int64_t behind_last(const pm_graph *g, pm_blk block, int64_t behind) {
+/* The products begun for sure after the last one with A in registers that may be in flight. */
+static int64_t since_last(const pm_graph *g, pm_blk block, int64_t since) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     const pm_op *o = pm_get(g, op);
     int64_t n;
     if (o->code == PM_OP_WGMMA) {
       const bool registers = pm_typeof(g, pm_in(g, op, 1))->kind == PM_ARRAY;
-      if (registers || behind != NONE) behind = registers ? 0 : behind + 1;
+      if (registers || since != NONE) since = registers ? 0 : since + 1;
     } else if (pm_awaits_products(g, op, &n)) {
-      if (n >= 0 && n <= behind) behind = NONE;
+      if (n >= 0 && n <= since) since = NONE;
     } else if (o->code == PM_OP_SCOPE) {
-      behind = behind_last(g, pm_region(g, op, 0), behind);
+      since = since_last(g, pm_region(g, op, 0), since);
     } else {
       const bool loop = pm_is_loop(o->code);                 /* waits for its own */
       for (uint32_t r = 0; r < o->n_regions && !loop; r++) { /* which may or may not run */
-        const int64_t found = behind_last(g, pm_region(g, op, r), behind);
-        if (found != NONE) behind = behind == NONE ? found : pm_min(behind, found);
+        const int64_t found = since_last(g, pm_region(g, op, r), since);
+        if (found != NONE) since = since == NONE ? found : pm_min(since, found);
       }
     }
   }
-  return behind;
+  return since;
 }
 
 void pm_end_iteration(pm_gen *e, pm_blk body) {
-  const int64_t n = behind_last(e->g, body, NONE);
+  const int64_t n = since_last(e->g, body, NONE);
   if (n != NONE) pm_line(e, "wgmma_wait<%lld>(); // A in registers", (long long)n);
 }
 

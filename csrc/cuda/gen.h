@@ -187,7 +187,7 @@ bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);
 
 pm_code pm_gen_block(pm_gen *e, pm_blk block); /* all ops but the YIELD */
 pm_code pm_gen_op(pm_gen *e, pm_opid op);      /* one that is no part of a run */
-/* the region of one lane that begins at op `first` of the block, if there is one; *next: behind it,
+/* the region of one lane that begins at op `first` of the block, if there is one; *next: after it,
  * else first (lane.c) */
 pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next);
 void pm_find_lane_barriers(pm_gen *e);

@@ -212,7 +212,7 @@ static uint32_t find_region(const pm_gen *e, pm_blk block, uint32_t first, trait
   }
   *t = (traits){0};
   for (uint32_t k = first; k < end; k++) lane_op(e, b->ops.at[k], t);
-  while (end > first && !t->sticky) { /* a SYNC behind the last issue is for what follows */
+  while (end > first && !t->sticky) { /* a SYNC after the last issue is for what follows */
     const pm_opid op = b->ops.at[end - 1];
     if (!is_pure(e, op) && pm_get(g, op)->code != PM_OP_SYNC) break;
     end--;

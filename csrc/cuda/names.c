@@ -94,8 +94,8 @@ static const uint8_t kinds[256] = {
 static bool is_letter(char c) { return kinds[(uint8_t)c] & LETTER; }
 static bool is_part(char c) { return kinds[(uint8_t)c] & (LETTER | DIGIT); }
 
-/* Behind what begins at s and has no names: a comment, a directive, a string, a number; s itself if
- * there is none. A string of PTX has names. */
+/* The end of what begins at s and has no names: a comment, a directive, a string, a number; s
+ * itself if there is none. A string of PTX has names. */
 static const char *skip(const char *s, const char *end, bool ptx) {
   if (*s == '/' && s + 1 < end && s[1] == '/') {
     while (s < end && *s != '\n') s++;

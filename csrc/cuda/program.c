@@ -362,7 +362,7 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
   return PM_OK;
 }
 
-/* Behind the body, where a thread has taken its last tile. Warp 0 speaks for its thread, so other
+/* After the body, where a thread has taken its last tile. Warp 0 speaks for its thread, so other
  * warps that may still signal or wait are awaited. */
 static pm_code print_counters_done(pm_gen *e, bool in_warps) {
   const pm_program *p = e->program;

@@ -128,9 +128,9 @@ const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
 
 /* All steps along K are one statement: each would otherwise take all registers of the accumulator
  * through the compiler, which is most of what a product costs it. It begins with the fence that
- * registers need which others wrote: they are its operands, so no compiler writes one behind it.
- * With registers of PTX none is an operand; then the statement is a macro, as names in it are those
- * of one accumulator. The predicates say whether what d held is added: p0 no, p1 yes. */
+ * registers need which others wrote: they are its operands, so no compiler writes one of them after
+ * it. With registers of PTX none is an operand; then the statement is a macro, as names in it are
+ * those of one accumulator. The predicates say whether what d held is added: p0 no, p1 yes. */
 
 /* Every register of a block is assigned once: registers of its own for each step. Where steps
  * shared them, ptxas 13.3 to 13.5 dropped products, so that runtime/count.c counts what is left. */
@@ -153,7 +153,7 @@ static const char *types_name(pm_gen *e, const pm_mma *m) {
   return m->a == m->b ? pm_str(e, "%.*s", n, m->types) : pm_str(e, "%.*s_%s", n, m->types, dot + 1);
 }
 
-/* Behind the predicate: factors 1 of A and B, of floats; then which operands are transposed, of 16
+/* After the predicate: factors 1 of A and B, of floats; then which operands are transposed, of 16
  * bits. */
 static void put_immediates(pm_text *t, const pm_wgmma *w) {
   if (pm_is_float(w->mma->acc)) pm_put(t, ", 1, 1");
@@ -184,7 +184,7 @@ static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   pm_putf(t, ";%s\n", k + 1 < w->steps ? "\\n\"" : " }\"");
 }
 
-/* The asm statement behind the definition of D, the registers. */
+/* The asm statement after the definition of D, the registers. */
 static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
   const int before = w->in_ptx ? 0 : regs; /* operands */
   const long long n = w->steps;
@@ -458,8 +458,8 @@ const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char *
              "// %s\nFN void %s(u32* a, u32 x) {\n"
              "  asm volatile(\"red.relaxed.%s.%s.u32 [%%0], %%1;\"\n"
              "               :: \"l\"(a), \"r\"(x) : \"memory\");\n}\n",
-             combine == PM_COMBINE_INC ? "plus one, and zero behind x"
-                                       : "less one, and x behind zero or where it is above x",
+             combine == PM_COMBINE_INC ? "plus one, which wraps to zero after x"
+                                       : "less one, which wraps to x after zero or from above x",
              name, atomic_where(e, "global"), op));
 }
 

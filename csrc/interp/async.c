@@ -30,8 +30,8 @@ static step no_memory(pm_machine *m, task *k) {
   return pm_vm_fail(m, k->owner, k->i->op, PM_E_MEMORY, "no memory for an asynchronous operation");
 }
 
-/* The data of a task, and where they are tracked behind that what they and what they are combined
- * with came from: PARTS of so many bytes. */
+/* The data of a task, followed, if poison is tracked, by that of the data and of what they are
+ * combined with: PARTS of so many bytes. */
 enum { PARTS = 3, FLAGS = 2 };
 
 task *pm_vm_new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) {
@@ -747,8 +747,7 @@ const handler pm_vm_ASYNC_STORE = {
     exec_async_store,
     {.poison = pm_poison_rule_addresses, .reaches = pm_vm_reaches_always}};
 const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
-const handler pm_vm_CP_ASYNC = {
-    pm_vm_encode_plain, exec_fetch, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_CP_ASYNC = {pm_vm_encode_plain, exec_fetch, {.poison = pm_poison_rule_counts}};
 const handler pm_vm_WAIT_CP_ASYNC = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};

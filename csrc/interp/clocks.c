@@ -482,7 +482,7 @@ static bool make_region(shadow *s, region *g, size_t bytes) {
   return true;
 }
 
-/* The SMEM of each block, its TMEM behind the arguments, and each memory that arguments lie in, if
+/* The SMEM of each block, its TMEM after the arguments, and each memory that arguments lie in, if
  * the kernel writes there. */
 static bool make_regions(pm_machine *m) {
   races *r = m->races;

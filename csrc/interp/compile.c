@@ -495,7 +495,7 @@ void pm_vm_encode_product(compiler *c, pm_opid op, const handler *h) {
   i->to = (uint32_t)b->dim[1];
 }
 
-/* flags: what an ATOMIC does; to: which operands behind the ref have one element for all, a bit
+/* flags: what an ATOMIC does; to: which operands after the ref have one element for all, a bit
  * each */
 void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
   const pm_op *o = pm_get(c->g, op);

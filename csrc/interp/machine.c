@@ -536,7 +536,7 @@ static void reset_barrier(const pm_machine *m, barrier *x, const barrier_info *i
 }
 
 /* Which of n barriers or semaphores of a scope belong to a thread: where the scope is not
- * collective, a part for each thread lies behind the other. */
+ * collective, a part for each thread follows the other. */
 uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n) {
   if (s->collective || m->n_threads == 1) return 0;
   *n /= m->n_threads;
@@ -636,11 +636,11 @@ static step check_loads(pm_machine *m, thread *t, pm_opid op, const scope *s, ta
       const struct smem_alloc *x = &s->smem[j];
       const char *from = t->block->smem + x->at + (size_t)x->apart * t->index;
       if (at < from || at >= from + x->n * pm_dtypes[x->dtype].bytes) continue;
-      return pm_vm_fail(m, t, op, PM_E_VALUE,
-                        "the scope of '%s' ends while the copy%s may still write to it. %s before",
-                        load->smem.mem->name, pm_vm_place(m, load->i->op, place, sizeof place),
-                        kind == TASK_LOAD ? "Wait on the barrier of the copy"
-                                          : "Call wait_gmem_to_smem");
+      return pm_vm_fail(
+          m, t, op, PM_E_VALUE,
+          "the scope of '%s' ends while the copy%s may still write to it. %s before",
+          load->smem.mem->name, pm_vm_place(m, load->i->op, place, sizeof place),
+          kind == TASK_LOAD ? "Wait on the barrier of the copy" : "Call wait_gmem_to_smem");
     }
   }
   return STEP_NEXT;
@@ -855,9 +855,9 @@ static step deadlock(pm_machine *m) {
       (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can continue", m->name);
   for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
     if (t->state == THREAD_DONE || t->state == THREAD_AT_WARPS) continue;
-    const bool behind =
+    const bool past =
         t->state == THREAD_AT_SCOPE || t->state == THREAD_READY || t->state == THREAD_AT_NAMED;
-    const instr *i = &m->code[behind && t->pc ? t->pc - 1 : t->pc];
+    const instr *i = &m->code[past && t->pc ? t->pc - 1 : t->pc];
     blocked++;
     if (at + 3072 > room) continue;
     listed++;

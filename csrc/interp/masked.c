@@ -38,7 +38,7 @@ static int indexed(thread *t, const walker *w, int64_t *out) {
   return outside;
 }
 
-/* Of the operand in `slot`, the n-th behind the ref. */
+/* Of the operand in `slot`, the n-th after the ref. */
 static char *operand(thread *t, const walker *w, uint32_t slot, uint32_t n, size_t bytes) {
   return (char *)slot_of(t, slot) + (w->i->to >> n & 1 ? 0 : (size_t)w->k * bytes);
 }
@@ -84,7 +84,7 @@ static void race_row(tracker *x, thread *t, const instr *i, const located *s, ui
   }
 }
 
-/* What the instruction is about to touch; the mask is in `slot`, the n-th operand behind the ref.
+/* What the instruction is about to touch; the mask is in `slot`, the n-th operand after the ref.
  */
 static step race(pm_machine *m, thread *t, const instr *i, const located *s, touch touch,
                  uint32_t slot, uint32_t n) {

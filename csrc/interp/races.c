@@ -6,9 +6,9 @@
  * completes it is a phase, a bulk group or a product. The rows of a view go to the shadow in
  * the order of their strides, so that a transposed tile is as few runs of bytes as any other.
  *
- * Two accesses race if they meet, one of them writes, and the later one is not ordered behind the
- * earlier one. What an engine does to SMEM must also come behind a proxy fence: the writer's or the
- * issuer's behind a plain store, the reader's own behind a plain load. In GMEM the generated
+ * Two accesses race if they meet, one of them writes, and the later one is not ordered after the
+ * earlier one. What an engine does to SMEM must also come after a proxy fence: the writer's or the
+ * issuer's after a plain store, the reader's own after a plain load. In GMEM the generated
  * program has the fence where the copy is issued, so order is enough. */
 #include <inttypes.h>
 #include <stdio.h>
@@ -75,7 +75,7 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
   s->line = m->places[e->i->op].line;
 }
 
-/* Why the second access is not ordered behind the first. */
+/* Why the second access is not ordered after the first. */
 static void put_hint(const pm_machine *m, const event *a, const event *b, enum view lacks,
                      char *buf, size_t n) {
   static const char reader[] = "only the thread that issued it can, and then tell others";

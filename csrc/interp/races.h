@@ -6,7 +6,7 @@
 #include "vm.h"
 
 /* How much of a component is ordered before an agent: before its plain accesses; before what
- * engines do to SMEM for it, behind plain stores and behind plain loads; the same behind plain
+ * engines do to SMEM for it, after plain stores and after plain loads; the same after plain
  * stores, where only the commit_smem calls of the kernel's author count. */
 enum view { SEEN, FENCED, DRAINED, TOLD, VIEWS, SAME_BYTES = VIEWS };
 
@@ -181,7 +181,7 @@ bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const in
 step pm_race_stored(pm_machine *m);
 void pm_race_element(tracker *x, const char *at, size_t bytes);
 step pm_race_end_elements(tracker *x);
-/* Room for n places, then so many of them are touched; rising: each is behind the one before. */
+/* Room for n places, then so many of them are touched; rising: each comes after the one before. */
 const char **pm_race_places(pm_machine *m, int64_t n);
 step pm_race_end_places(tracker *x, uint32_t n, bool rising);
 

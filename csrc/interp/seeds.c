@@ -8,7 +8,7 @@
 
 #include "vm.h"
 
-/* Of the arguments that are written, one behind the other. */
+/* Of the arguments that are written, one after another. */
 typedef struct copies {
   char *before, *results;
   size_t bytes;

@@ -4,8 +4,8 @@
  * made when it is touched first; it is a sorted list of marks, each for a run of bytes with one
  * history: the last write, and those who read the bytes since. A new access splits the marks at its
  * ends, is compared with the history of all marks between, takes its place in it, and joins
- * neighbours that became equal. A write ends the history: what is ordered behind it is ordered
- * behind all that it was compared with. A read stands for an earlier one that is ordered before it.
+ * neighbours that became equal. A write ends the history: what is ordered after it is ordered
+ * after all that it was compared with. A read stands for an earlier one that is ordered before it.
  * Atomic operations are kept among the reads, as they do not conflict with each other.
  *
  * A strided access touches the same bytes of every period of a range. The history of such a range
@@ -225,7 +225,7 @@ static void compare_since(touching *x, uint32_t list, size_t from, size_t to) {
 
 /* ---- histories ---------------------------------------------------------------------------- */
 
-/* Whoever is ordered behind the new access is ordered behind the old one, in every way. */
+/* Whoever is ordered after the new access is ordered after the old one, in every way. */
 static bool stands_for(const touching *x, const event *old) {
   if (old->touch == ATOMIC && x->event->touch == READ) return false;
   if (old->id == x->event->id) return true;
@@ -291,7 +291,7 @@ static bool insert(shadow *s, page *p, uint32_t k) {
 /* The mark that begins at byte `at`, after a split where none does; UINT32_MAX: no memory. */
 static uint32_t split(shadow *s, page *p, uint32_t at) {
   uint32_t low = 0, high = p->n;
-  while (low < high) { /* the first that ends behind `at` */
+  while (low < high) { /* the first that ends after `at` */
     const uint32_t middle = (low + high) / 2;
     if (p->at[middle].to <= at) low = middle + 1;
     else high = middle;

@@ -3,7 +3,7 @@
  * Each block has 128 lanes of the columns that the kernel allocates, lane after lane, with elements
  * where ir/tmem.h says. An agent (a thread, or a warp of a WARP_MAP; warp 0 stands for its thread)
  * has a queue of products, copies and commits, which take effect in order, when the scheduler
- * chooses it. One that has taken effect stays in the queue until a commit behind it does: until
+ * chooses it. One that has taken effect stays in the queue until a later commit does: until
  * then others may not rely on it.
  *
  * Loads and stores of a thread take effect at once, and the thread keeps them in a list until it
@@ -11,7 +11,7 @@
  * errors as soon as two accesses meet, under most schedules:
  *   - a load or store of what a product or copy has not committed
  *   - a product or copy into what a load has not waited for, or of what a store has not committed
- *   - a product behind loads or stores of another thread that told nobody by such a barrier
+ *   - a product after loads or stores of another thread that told nobody by such a barrier
  *   - products or copies that are in flight when the scope of their memory ends
  *   - ops of a pair that its blocks execute unequally often
  *
@@ -61,7 +61,7 @@ char *pm_vm_tmem_at(const pm_machine *m, const block *b, int64_t lane, int64_t c
   return cell_of(m, b->tmem, lane, column);
 }
 
-/* Row i of a matrix as runs of elements: the first `half` of them, and those behind. */
+/* Row i of a matrix as runs of elements: the first `half` of them, and the rest. */
 static char *run_of(const pm_machine *m, const tmem_place *p, int64_t i, int64_t from) {
   pm_tmem like = *p->mem->tmem;
   like.columns = p->columns;

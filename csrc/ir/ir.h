@@ -428,7 +428,7 @@ bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
  * op is none. */
 bool pm_compared_range(const pm_graph *g, pm_opid op, int64_t *lo, int64_t *hi);
 
-/* The results of an INLINE: its own and those of the INLINE_RESULTs behind it, up to the next
+/* The results of an INLINE: its own and those of the INLINE_RESULTs after it, up to the next
  * INLINE. Returns how many; out: NULL, or that many. */
 uint32_t pm_inline_results(const pm_graph *g, pm_opid op, pm_val *out);
 

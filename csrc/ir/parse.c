@@ -172,7 +172,7 @@ static int hex_digit(char c) {
   return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
 }
 
-/* The character behind a backslash. */
+/* The character after a backslash. */
 static pm_code read_escape(parser *p, const char *from, char *out) {
   if (p->at == p->end) FAIL(p, from, "the string does not end");
   char c = *p->at++;

@@ -222,7 +222,7 @@ static void put_role(printer *p, pm_blk block, uint32_t index) {
   else pm_putf(p->out, "out(%d) ", (int)alias);
 }
 
-/* " strides [1, 64]" behind an operand that is not row-major */
+/* " strides [1, 64]" after an operand that is not row-major */
 static void put_strides(printer *p, uint32_t index) {
   const pm_graph *g = p->g;
   const int64_t *s = g->strides && index < g->n_operands ? g->strides[index] : NULL;

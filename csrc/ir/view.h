@@ -81,7 +81,7 @@ typedef struct pm_view {
   } start_term[PM_MAX_TERMS];
 } pm_view;
 
-/* index units of base_dim from the first to behind the last element */
+/* index units of base_dim from the first element to the end of the last */
 static inline int64_t pm_view_extent(const pm_view_dim *d) { return (d->size - 1) * d->step + 1; }
 
 /* Resolve. `physical` false: ignore transforms, everything row-major (the interpreter's memory, and

@@ -5,7 +5,7 @@
  * threads do. So nothing is assumed about the others: whenever the thread learns from them (at
  * waits, semaphores, named barriers, inline source), all is forgotten, since one of them may have
  * fenced or waited in its place. A wait for some copies or products counts as one for all. What is
- * pending behind branches was so in each of them; of a loop, only the first iteration is looked at.
+ * pending after branches was so in each of them; of a loop, only the first iteration is looked at.
  * Two accesses meet for sure if one is of the whole allocation, both are of the same view, or both
  * are of dense parts that are known and overlap.
  *

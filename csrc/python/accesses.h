@@ -6,7 +6,7 @@
 #include "module.h"
 
 /* New list, or NULL: (op, its name, argument or -1, where, reads, writes, proxy, scope, certainty,
- * completion, first byte, behind the last byte) of each access, or of those of the whole kernel,
+ * completion, first byte, end) of each access, or of those of the whole kernel,
  * each once. Bytes are row-major, or as in memory. */
 PyObject *pmpy_list_accesses(pm_graph *g, bool physical, bool summary);
 
@@ -17,7 +17,7 @@ typedef struct pmpy_touches {
   bool no_memory;
 } pmpy_touches;
 void pmpy_note_touch(void *ctx, const pm_touch *t); /* without the GIL */
-/* Append (op, argument or -1, reads, writes, engine, first byte, behind the last byte) for each: 0,
+/* Append (op, argument or -1, reads, writes, engine, first byte, end) for each: 0,
  * or -1 with an exception. */
 int pmpy_add_touches(PyObject *list, const pmpy_touches *s);
 

@@ -11,7 +11,7 @@
 
 #include "../base/env.h"
 
-/* ---- steps: core calls, behind pm_protect, under the lock ------------------------------------ */
+/* ---- steps: core calls, in pm_protect, under the lock ------------------------------------ */
 
 typedef struct step {
   pmpy_plan *p;
@@ -475,7 +475,7 @@ static PyObject *sass(pmpy_plan *p) {
   return need_cubin(p) < 0 ? NULL : disassemble(&p->cubin, "-ndf -c");
 }
 
-/* The program with every line of the entry's at the place that the last #line gave, not behind it:
+/* The program with every line of the entry's at the place that the last #line gave, not after it:
  * one line of Python is many of CUDA. */
 static void pin_lines(const char *text, size_t size, pm_text *out) {
   unsigned long place = 0;

@@ -880,7 +880,7 @@ static pm_val mask_value(pmpy_trace *t, PyObject *o) {
   return pmpy_arg_need(t, "mask", o, &x) ? 0 : pmpy_arg_as(t, &x, x.type.dtype);
 }
 
-/* An access under construction: operands in order, behind the others the array indices. */
+/* An access under construction: operands in order, after the others the array indices. */
 typedef struct masked_op {
   pmpy_trace *t;
   pm_type type; /* of what is accessed, with the ref's dtype */

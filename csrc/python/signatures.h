@@ -49,7 +49,7 @@ typedef struct pmpy_table {
   uint32_t n, capacity;
 } pmpy_table;
 
-/* The first entry with that signature from probe *i on, which begins as the hash; *i is behind it
+/* The first entry with that signature from probe *i on, which begins as the hash; *i is after it
  * then. NULL: there is none. */
 static inline pmpy_signature *pmpy_table_find(const pmpy_table *t, const pmpy_signature *s,
                                               uint32_t *i) {

@@ -186,7 +186,7 @@ pmpy_trace *pmpy_begin_alloc(const char *what);
 /* The ref of an allocation (0: it failed), with the user's name for it (or NULL). */
 PyObject *pmpy_allocated(pmpy_trace *t, pm_val v, const char *name);
 
-/* The type of what is indexed behind the index, with its new dimensions; -1: too many. */
+/* The type of what is indexed after the index, with its new dimensions; -1: too many. */
 int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to);
 int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool array,
                      pmpy_index *out);

@@ -105,7 +105,7 @@ static int find_slot(const pm_counters *c, chunk *k, uintptr_t owner) {
   return -1;
 }
 
-/* The chunk behind `last`, made if there is none. */
+/* The chunk after `last`, made if there is none. */
 static pm_code next_chunk(pm_counters *c, chunk *last, bool capturing, chunk **out, pm_err *err) {
   pm_code code = PM_OK;
   pthread_mutex_lock(&c->lock);

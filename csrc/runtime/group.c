@@ -9,12 +9,12 @@
  * down with it.
  *
  * The kernels of a mesh wait for each other, so all are launched before anything else is done.
- * Where the launches are ordered, each stream first waits for what the others hold: an event behind
+ * Where the launches are ordered, each stream first waits for what the others hold: an event after
  * it in each of them.
  *
  * A GPU may stand for several devices of a mesh, which is how kernels are tested on one. Launches
  * of a stream follow each other, so all but the first of them have streams of their own, which
- * begin behind the caller's and end before it goes on. */
+ * begin after those of the caller's stream and end before it goes on. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -141,7 +141,7 @@ static pm_code meet(const pm_member *m, uint32_t n, pm_err *err) {
   return PM_OK;
 }
 
-/* `after` goes on behind what is in `before`. Both are streams of the device. */
+/* `after` continues once what is in `before` has run. Both are streams of the device. */
 static pm_code follow(int device, cu_stream after, cu_stream before, pm_err *err) {
   const pm_device *d;
   cu_event e = NULL;
@@ -168,7 +168,7 @@ static pm_code own_stream(int device, uint32_t at, cu_stream *out, pm_err *err) 
   return r ? pm_cu_fail(err, PM_E_DRIVER, r, "no stream for device %u of the mesh", at) : PM_OK;
 }
 
-/* The members with a stream for each; those of one GPU begin behind the caller's. */
+/* The members with a stream for each; those of one GPU begin after the caller's. */
 static pm_code separate(const pm_member *m, uint32_t n, pm_member *out, pm_err *err) {
   for (uint32_t i = 0; i < n; i++) {
     uint32_t same = 0;

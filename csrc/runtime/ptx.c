@@ -74,7 +74,7 @@ typedef struct family { /* .reg name<count> or .reg name */
 
 typedef struct label {
   const char *name;
-  uint32_t size, scope, at; /* the statement behind it */
+  uint32_t size, scope, at; /* the statement after it */
 } label;
 
 typedef struct reg {
@@ -293,7 +293,7 @@ static bool close_scope(function *f) {
   return f->inside.n != 0;
 }
 
-/* The body that begins behind a brace; what is behind it. */
+/* The body that begins after a brace; what is after it. */
 static const char *read_body(function *f, const char *s) {
   open_scope(f);
   while (*(s = skip_blanks(s))) {
@@ -434,7 +434,7 @@ static bool has(const uint64_t *set, uint32_t r) { return set[r / 64] >> (r % 64
 
 static void put(uint64_t *set, uint32_t r) { set[r / 64] |= 1ull << (r % 64); }
 
-/* From what is live behind the statement to what is live before it. false: it is not needed. */
+/* From what is live after the statement to what is live before it. false: it is not needed. */
 static bool step_back(function *f, const statement *s, uint64_t *live) {
   const use *u = &f->used.at[s->first];
   bool needed = !s->removable || !s->n_written;

@@ -1,5 +1,5 @@
 /* Driver, NVRTC, compile cache, buffers, launch. No Python. Thread safe: process-wide tables are
- * made once behind pthread_once; compilation and launch hold no global lock while they wait. */
+ * made once under pthread_once; compilation and launch hold no global lock while they wait. */
 #ifndef PM_RUNTIME_H
 #define PM_RUNTIME_H
 
@@ -85,7 +85,7 @@ pm_code pm_synchronize(int device, void *stream, pm_err *err);
 void pm_modules_sweep(void);
 /* Work submitted to `after` from now on waits for what is in `before` now. */
 pm_code pm_stream_order(int device, void *before, void *after, pm_err *err);
-/* A mark behind what is in the stream now, and whether the device has passed it (then it is gone).
+/* A mark after what is in the stream now, and whether the device has passed it (then it is gone).
  */
 pm_code pm_mark(int device, void *stream, void **mark, pm_err *err);
 bool pm_mark_passed(int device, void *mark);

@@ -1317,7 +1317,7 @@ HOST_TCGEN05_COPY(64x128b_warpx2, HOST_64x128b)
 HOST_TCGEN05_COPY(32x128b_warpx4, HOST_32x128b)
 
 /* tcgen05_mma_<kind>[_pair][_tmem]: of A in shared memory, or in tensor memory. Sparse ones have
- * _sp behind mma, block-scaled ones the addresses of the scales. */
+ * _sp after mma, block-scaled ones the addresses of the scales. */
 #define HOST_MMA5(name, kind, scales, sp, pair, more, meta, sa, sb)                                \
   FN void tcgen05_mma##name(u32 d, u32 a, u32 ah, u32 b, u32 bh, u32 i more, bool adds, LINE) {    \
     const HostTcgen05 x = {d,  a,  ah,   b,    bh,     i,  sa,   sb,                               \

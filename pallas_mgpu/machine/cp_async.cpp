@@ -2,9 +2,9 @@
  *
  * A lane's copies since its last commit_group are a group, which takes effect at any time after:
  * what it copies is read, later it is written. Until wait_group covers the group its bytes in
- * shared memory belong to it, and no access by anyone is ordered behind it. From then on they are
- * writes of the lane, which others see behind a barrier like any other. These copies are of the
- * generic proxy: they take no fence, and come behind the lane's earlier accesses. */
+ * shared memory belong to it, and no access by anyone is ordered after it. From then on they are
+ * writes of the lane, which others see after a barrier like any other. These copies are of the
+ * generic proxy: they take no fence, and come after the lane's earlier accesses. */
 #include "machine.h"
 
 struct LanePiece {

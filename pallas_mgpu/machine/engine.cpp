@@ -67,11 +67,11 @@ static Mbarrier &mbarrier_of(Block &b, u32 a, const char *what, int line, u32 *o
   if (found == b.mbarriers.end()) host_fail(line, "%s: no mbarrier is at byte %u", what, *offset);
   Mbarrier &x = found->second;
   if (&b != t->block && !x.published)
-    host_fail(line, "%s: no barrier of the cluster stands behind mbarrier.init in line %d", what,
+    host_fail(line, "%s: no barrier of the cluster stands after mbarrier.init in line %d", what,
               x.init_line);
   if (&b != t->block && !b.alive) host_fail(line, "%s: the other block has ended", what);
   if (!x.published && t->clock.seen[x.init_by] < x.init_at)
-    host_fail(line, "%s is not ordered behind mbarrier.init in line %d", what, x.init_line);
+    host_fail(line, "%s is not ordered after mbarrier.init in line %d", what, x.init_line);
   return x;
 }
 
@@ -795,7 +795,7 @@ extern "C" void host_group_wait(u32 n, bool read, int line) {
 
 /* ---- commits and answers ------------------------------------------------------------------- */
 
-/* One arrival behind all that the thread gave to the tensor core before; it also stands for
+/* One arrival after all that the thread gave to the tensor core before; it also stands for
  * fence::before_thread_sync. */
 struct Commit : TensorOp {
   u32 at, mask;
@@ -975,7 +975,7 @@ static void check_fenced(Thread *t, const void *registers, u32 bytes, const char
   const u8 *end = t->stack + STACK_BYTES, *at = (const u8 *)registers;
   const u8 *first = end - t->fenced_stack.size();
   if (at < first || memcmp(at, t->fenced_stack.data() + (at - first), bytes))
-    host_fail(line, "%s was written behind the wgmma.fence", which);
+    host_fail(line, "%s was written after the wgmma.fence", which);
 }
 
 static std::shared_ptr<Flight> flight_of(Warp &w, const HostWgmma *first, int line) {

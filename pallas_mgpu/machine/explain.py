@@ -342,20 +342,20 @@ def _remedy(names, lacks, first, second):
     if second["by"] == "barrier":
         name = names.barrier(int(second["number"]))[1:-1]
         return (
-            f"plgpu.barrier_wait({name}) before the first, or issue the {engine} behind it: in the"
+            f"plgpu.barrier_wait({name}) before the first, or issue the {engine} after it: in the"
             " same thread, or after a barrier"
         )
     if second["by"] == "products":
-        return "plgpu.wgmma_wait(0) before the first, or issue the product behind it"
+        return "plgpu.wgmma_wait(0) before the first, or issue the product after it"
     if second["by"] in ("store_reads", "store_writes"):
         read_only = ", wait_read_only=True" if second["by"] == "store_reads" else ""
         return (
-            f"plgpu.wait_smem_to_gmem(0{read_only}) before the first, or issue the copy behind it:"
+            f"plgpu.wait_smem_to_gmem(0{read_only}) before the first, or issue the copy after it:"
             " in the same thread, or after a barrier"
         )
     if second["by"] != "thread":
         return (
-            f"issue the {engine} after the first access: in the same thread, or behind a barrier"
+            f"issue the {engine} after the first access: in the same thread, or after a barrier"
             " that it waits on"
         )
     return (

@@ -123,9 +123,9 @@ static void crashed(int number) {
     snprintf(report->error, sizeof report->error, "%s",
              number == SIGALRM ? "the program does not end"
              : number == SIGILL
-                 ? "behind this line: an index out of bounds, an overflow, a shift too "
+                 ? "after this line: an index out of bounds, an overflow, a shift too "
                    "far, or a division by zero"
-                 : "the program crashed behind this line");
+                 : "the program crashed after this line");
     report->line = m.self ? m.self->line : 0;
     report->failed = 1;
   }
@@ -525,7 +525,7 @@ static void check_warps(const NamedBarrier &b, u32 id, int line) {
                 w.first->lane[0]->number / 32);
 }
 
-/* What all of them vote is in t->any and t->all behind it. Those that only arrive go on at once. */
+/* What all of them vote is in t->any and t->all after it. Those that only arrive go on at once. */
 static void bar(u32 id, u32 threads, bool vote, int line, bool waits = true) {
   Thread *t = m.self;
   Block &block = *t->block;
@@ -599,7 +599,7 @@ extern "C" void host_launches_done(int line) {
   m.self->clock.launched = true;
 }
 
-/* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
+/* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers after their fence */
 extern "C" void host_cluster_sync(int line) {
   static std::map<const Block *, std::vector<Thread *>> meetings; /* by the first block */
   Thread *t = m.self;

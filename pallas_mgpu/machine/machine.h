@@ -8,7 +8,7 @@
  * Order is checked, not only tried out. Each thread carries vector clocks over all agents: `seen`,
  * what is ordered before it, and `fenced`, what is so and passed a proxy fence on the way, of
  * shared memory and of global memory. Barriers join them. Each byte of memory remembers who wrote
- * it and who read it since, and when by that one's clock; an access that is not ordered behind them
+ * it and who read it since, and when by that one's clock; an access that is not ordered after them
  * is an error. Engines see generic writes only through `fenced`. Agents are the threads of the
  * cluster, then what engine operations are awaited by: an mbarrier, the products of a warp, and for
  * a thread with bulk stores what they read and what they write. The clock of such a one counts
@@ -67,7 +67,7 @@ struct Mark {
   u16 write_line, read_line;
   u16 wrote, was_read; /* clusters, for global memory; 0: none */
   u8 barrier;          /* part of an mbarrier */
-  u8 atomic;           /* the writes were atomic: another atomic needs no order behind them */
+  u8 atomic;           /* the writes were atomic: another atomic needs no order after them */
   u16 copied;          /* line of the cp.async that may still write it; 0: none */
 };
 
@@ -270,7 +270,7 @@ struct Operation {
  * at any time after. */
 struct TensorOp : Operation {
   Thread *thread;
-  TensorOrder known; /* accesses of tensor memory that it comes behind */
+  TensorOrder known; /* accesses of tensor memory that it comes after */
   u16 who;
   u32 when;
   bool done = false;

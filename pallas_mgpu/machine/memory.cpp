@@ -45,7 +45,7 @@ unordered(const Region &r, size_t at, int access, const char *before, u16 who, i
   host_fact("lacks order");
   host_fact_access(before, r, at, who, where);
   host_fact_access(names[access], r, at, own(s), line);
-  host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by %s in line %d",
+  host_fail(line, "%s of byte %zu of %s is not ordered after its %s by %s in line %d",
             names[access], at, r.name, before, whom(who, text, sizeof text), where);
 }
 
@@ -67,7 +67,7 @@ unfenced(const Region &r, size_t at, int access, u16 writer, const Mark &b, cons
   host_fact_access("write", r, at, writer, b.write_line);
   host_fact_access(names[access], r, at, s.who, s.line);
   host_fail(s.line,
-            "%s of byte %zu of %s by an engine: no proxy fence for it stands behind its write by "
+            "%s of byte %zu of %s by an engine: no proxy fence for it stands after its write by "
             "thread %u "
             "in line %d",
             names[access], at, r.name, writer % m.block_threads, b.write_line);
@@ -116,7 +116,7 @@ static void __attribute__((noreturn)) across(const Region &r, size_t at, int acc
   host_fact("access touch %s space gmem region %u at %zu line %d by cluster%s", names[before],
             r.number, at, where, block.c_str());
   host_fact_access(names[access], r, at, own(s), line);
-  host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by another cluster in line %d",
+  host_fail(line, "%s of byte %zu of %s is not ordered after its %s by another cluster in line %d",
             names[access], at, r.name, names[before], where);
 }
 
@@ -197,7 +197,7 @@ static int changed(const Region &r, size_t chunk, u32 mask, size_t at, const voi
   return -1;
 }
 
-/* A write by one who knows c must be behind them; then they are of the past. Of those by other
+/* A write by one who knows c must be after them; then they are of the past. Of those by other
  * clusters only a change matters. from: what is written, NULL: it is not known. */
 static void behind_engine_reads(Region &r, size_t at, size_t n, const void *from, const Clock &c,
                                 const Stamp *s, int line) {

@@ -98,7 +98,7 @@ static void read_k_major(const Reader &r, const Matrix &x, u8 type, u32 n, u32 b
                          u32 pitch) {
   const u32 of_chunk = 128 / host_element_bits(type);
   if (x.span > 16 && x.start % x.span + bytes > x.span)
-    host_fail(r.stamp.line, "%u bytes along K reach behind a row of a swizzle of %u", bytes,
+    host_fail(r.stamp.line, "%u bytes along K reach beyond a row of a swizzle of %u", bytes,
               x.span);
   for (u32 mn = 0; mn < n; mn++)
     for (u32 c = 0; c < bytes / 16; c++) {
@@ -117,7 +117,7 @@ static void read_mn_major(const Reader &r, const Matrix &x, u8 type, u32 n, u32 
     host_fail(r.stamp.line, "elements of %u bits that are not contiguous along K", bits);
   if (x.span == 16) host_fail(r.stamp.line, "an MN-major matrix without a swizzle");
   if (x.start % x.span && x.start % x.span + bytes > x.span)
-    host_fail(r.stamp.line, "a matrix that begins inside a row of its swizzle, and goes on behind");
+    host_fail(r.stamp.line, "a matrix that begins inside a row of its swizzle and ends outside");
   for (u32 k = 0; k < depth; k++)
     for (u32 at = 0; at < bytes; at += 16) {
       u32 words[4];
@@ -414,7 +414,7 @@ void TensorCopy::copy(Block &b) {
   const u32 rows = x.shape == HOST_32x128b ? 32 : x.shape == HOST_64x128b ? 64 : 128;
   const u32 chunks = x.shape == HOST_128x256b ? 2 : 1, copies = 128 / rows;
   if (w.span > 16 && w.start % w.span + chunks * 16 > w.span)
-    host_fail(line, "tcgen05.cp: %u bytes reach behind a row of a swizzle of %u", chunks * 16,
+    host_fail(line, "tcgen05.cp: %u bytes reach beyond a row of a swizzle of %u", chunks * 16,
               w.span);
   for (u32 row = 0; row < rows; row++)
     for (u32 c = 0; c < chunks; c++) {
@@ -483,7 +483,7 @@ extern "C" void host_try_cancel(u32 result, u32 barrier, int line) {
   if (m.together) host_fail(line, "try_cancel in blocks that wait for each other");
   const Cluster cluster = host_cluster_of(*t->block);
   if (cluster[0].no_more)
-    host_fail(line, "clusterlaunchcontrol.try_cancel behind an answer that there is nothing left");
+    host_fail(line, "clusterlaunchcontrol.try_cancel after an answer that there is nothing left");
   std::shared_ptr<Answer> answer = std::make_shared<Answer>();
   t->line = line;
   for (Block &b : cluster) {

@@ -4,10 +4,10 @@
  * bits; warp w of a warpgroup reaches lanes 32 w to 32 w + 31. A load takes effect at any time
  * until wait::ld, where its registers, poison until then, get their values; a store until wait::st.
  *
- * Each cell remembers its last write and the reads since. An access must come behind them, by the
+ * Each cell remembers its last write and the reads since. An access must come after them, by the
  * order that tcgen05 has: instructions of one thread's tensor core are in order; a thread knows
  * what it waited for (wait::ld, wait::st); what others did it knows by fence::after_thread_sync
- * behind a synchronisation that carries their fence::before_thread_sync or their commit. */
+ * after a synchronisation that carries their fence::before_thread_sync or their commit. */
 #include "machine.h"
 
 enum { LANES = 128, COLUMNS = 512 };
@@ -52,7 +52,7 @@ static Cell &cell_of(Block &b, u32 lane, u32 column, const char *what, int line)
 static void __attribute__((noreturn))
 unordered(const char *what, u32 lane, u32 column, const char *before, int where, int line) {
   host_fail(line,
-            "%s of lane %u, column %u of tensor memory is not ordered behind its %s in line %d",
+            "%s of lane %u, column %u of tensor memory is not ordered after its %s in line %d",
             what, lane, column, before, where);
 }
 
@@ -136,7 +136,7 @@ static void allocate(Warp &w) {
   TensorMemory &t = b.tensor;
   host_tensor_group(ctas, r->line);
   if (n < 32 || n > COLUMNS || n & (n - 1)) host_fail(r->line, "tcgen05.alloc of %u columns", n);
-  if (t.relinquished) host_fail(r->line, "tcgen05.alloc behind relinquish_alloc_permit");
+  if (t.relinquished) host_fail(r->line, "tcgen05.alloc after relinquish_alloc_permit");
   if (t.cells.empty()) {
     Cell none = {};
     none.value = POISON;
@@ -198,7 +198,7 @@ static void check_quiet(Warp &w, u32 first, u32 n, int line) {
     for (u32 i = 0; i < c.n_readers; i++)
       if (seen[c.reader[i].who] < c.reader[i].when) late = c.reader[i].line;
     if (late)
-      host_fail(line, "tcgen05.dealloc is not ordered behind the access of column %u in line %u",
+      host_fail(line, "tcgen05.dealloc is not ordered after the access of column %u in line %u",
                 k / LANES, late);
   }
 }
@@ -411,6 +411,6 @@ void host_tensor_ends(Block &b) {
     if (!awaited)
       host_fail((int)t.tensor_line,
                 "the block ends and nobody waited for this instruction of the "
-                "tensor core: no commit behind it was awaited");
+                "tensor core: no commit after it was awaited");
   }
 }

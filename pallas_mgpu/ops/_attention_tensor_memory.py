@@ -4,7 +4,7 @@ A block has two tiles of 128 queries of a head. Each has a *softmax* thread; a *
 all products, a *producer* fetches Q, and K and V in separate rings. For each block of keys and each
 tile the multiplier computes S = Q K; the softmax thread loads it, a row a lane, and stores the
 probabilities P over S; the multiplier adds P V to O and goes on with the next S. So the softmax of
-one tile runs under the products of the other. A commit behind S covers the P V before it: a softmax
+one tile runs under the products of the other. A commit after S covers the P V before it: a softmax
 thread that has S may also change O.
 
 Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which

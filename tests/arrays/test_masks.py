@@ -41,7 +41,7 @@ def random(rng, shape, dtype):
     ],
 )
 def test_row_that_overhangs(run, rng, n, block, dtype):
-    """A block larger than the row: nothing is read or written behind its end, not even where that
+    """A block larger than the row: nothing is read or written beyond its end, not even where that
     is still inside of the array (the next row)."""
     x = random(rng, (3, n), dtype)
     other = np.array(True if dtype is bool else 7, dtype)

@@ -38,7 +38,7 @@ def close(out, a, b, tolerance, start=0):
 
 
 def staged(body, *types):
-    """body(refs in SMEM) behind copies of the first len(types) operands to SMEM."""
+    """body(refs in SMEM) after copies of the first len(types) operands to SMEM."""
 
     def kernel(*refs):
         def scope(*smem):
@@ -439,10 +439,10 @@ def test_slices_of_narrow_operands(run, rng, dtype, to):
         assert len(re.findall(r"cvt_from_\w+\(&", text)) == len(re.findall(r"mul_x2\(&", text)) == 2
 
 
-@pytest.mark.parametrize("form, waits", [("waited", None), ("last", 0), ("behind", 1), ("if", 0)])
+@pytest.mark.parametrize("form, waits", [("waited", None), ("last", 0), ("after", 1), ("if", 0)])
 def test_registers_of_a_product_in_flight(run, rng, form, waits):
     """No turn of a loop ends with a product in flight that reads registers, which the next turn may
-    write: it waits for that one, if the kernel has not, and not for those behind it."""
+    write: it waits for that one, if the kernel has not, and not for those after it."""
     m, n, k, steps = 128, 64, 64, 24
     x, y = values(rng, (2, m, k), F16), values(rng, (2, n, k), F16)
 
@@ -456,9 +456,9 @@ def test_registers_of_a_product_in_flight(run, rng, form, waits):
                     plgpu.wgmma(acc, a[slot] * factor, b.at[slot].T)
 
                 product() if form != "if" else pl.when(s % 3 != 1)(product)
-                if form == "behind":
+                if form == "after":
                     plgpu.wgmma(acc2, a.at[slot], b.at[slot].T)
-                plgpu.wgmma_wait({"waited": 0, "last": 1, "if": 1, "behind": 2}[form])
+                plgpu.wgmma_wait({"waited": 0, "last": 1, "if": 1, "after": 2}[form])
 
             lax.fori_loop(0, steps, step, None)
             return acc[...], acc2[...]
@@ -472,7 +472,7 @@ def test_registers_of_a_product_in_flight(run, rng, form, waits):
     want = sum((s % 3 - 1) * products[s % 2] for s in range(steps))
     got, other = run(body, outs, x, y)
     np.testing.assert_allclose(got, want, atol=1e-2)
-    want = sum(products) * (steps // 2 * (form == "behind"))
+    want = sum(products) * (steps // 2 * (form == "after"))
     np.testing.assert_allclose(other, want, rtol=1e-4, atol=1e-2)
     if run.way != "cuda":
         text = run.kernel(body, outs).lower(x, y).as_text("cuda")

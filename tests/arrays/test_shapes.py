@@ -575,7 +575,7 @@ def test_one_at_a_time(rng, name):
 
 
 def test_scatters_beyond_the_end(run, rng):
-    """The number behind the last element names none: a barrier lies there."""
+    """The number after the last element names none: a barrier lies there."""
     x = data(rng, (128,))
     want = x.copy()
     want[126:] = 7

@@ -40,7 +40,7 @@ class Instruction:
 
 
 class Flow:
-    """Instructions, and labels with the number of the one behind each."""
+    """Instructions, and labels with the number of the one after each."""
 
     def __init__(self, code, labels):
         self.code = code
@@ -201,7 +201,7 @@ SILENT = re.compile(  # no register is written
 
 
 def registers_from(first, n):
-    """R24 and the n - 1 behind it."""
+    """R24 and the n - 1 after it."""
     kind, number = re.fullmatch(r"(U?R)(\d+)", first).groups()
     return [f"{kind}{int(number) + k}" for k in range(n)]
 
@@ -249,9 +249,9 @@ def sass_instruction(text):
             first_read += 1
             if first_read >= 2:
                 break
-        behind = operands[first_read] if first_read < len(operands) and not writes else ""
-        m = re.match(r"U?R\d+\b", behind)
-        if m:  # behind predicates: SHFL.IDX PT, R4, ...
+        after = operands[first_read] if first_read < len(operands) and not writes else ""
+        m = re.match(r"U?R\d+\b", after)
+        if m:  # after predicates: SHFL.IDX PT, R4, ...
             writes += registers_from(m[0], width(name, text))
             first_read += 1
     elif name.startswith("R2UR"):

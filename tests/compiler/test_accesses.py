@@ -275,7 +275,7 @@ def test_summaries_of_loops(count, loop):
 
 
 def test_summaries_of_branches():
-    """What all branches do is done, and what is done once more before or behind them."""
+    """What all branches do is done, and what is done once more before or after them."""
     first, second = 2 * store(0) + 2 * store(1), store(1) + store(2)
     body = f"if %9 {{\n{first}yield\n}} {{\n{second}yield\n}}\n"
     assert summary(body) == {0: "may", 1: "must", 2: "may"}

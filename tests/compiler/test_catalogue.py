@@ -434,7 +434,7 @@ def test_instructions(code):
 
 
 def test_approximate_bases():
-    """The exponential and the logarithm are those of base e: log2(e) before one, log(2) behind the
+    """The exponential and the logarithm are those of base e: log2(e) before one, log(2) after the
     other."""
     for name, factor, order in (
         ("exp", np.log2(np.e), ["mul.f32", "ex2.approx.ftz.f32"]),
@@ -447,7 +447,7 @@ def test_approximate_bases():
 
 
 def test_the_last_caller_clears_the_counters():
-    """Both tiles and the count of those who are done, which stands behind them."""
+    """Both tiles and the count of those who are done, which stands after them."""
     text = ptx_of(catalogue() + ENTRY % ("clear", "counters_done((u32*)8192, 1, 10);"))
     lines = [re.sub(r"\s+", " ", x).strip() for x in text.splitlines()]
     constant = dict(m.groups() for x in lines if (m := re.match(r"mov\.\w+ (%\w+), (\d+);", x)))

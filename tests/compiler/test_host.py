@@ -74,7 +74,7 @@ EXCHANGE = """
 def test_threads_exchange_through_shared_memory():
     got = execute(EXCHANGE % "warpgroup_sync(0);", outs=[zeros()])
     np.testing.assert_array_equal(got, np.arange(128)[::-1] * 3)
-    text = refused("not ordered behind its write|was never written", EXCHANGE % "", outs=[zeros()])
+    text = refused("not ordered after its write|was never written", EXCHANGE % "", outs=[zeros()])
     assert "ld_shared<u32, 1>(&y" in text and re.search(r"line \d+", text)
 
 
@@ -173,7 +173,7 @@ MBARRIERS = {
     "deadlock: .* parity 0 of the mbarrier at byte 0": barrier(129)
     + "mbarrier_arrive(smem); mbarrier_wait(smem, 0);",
     "no mbarrier is at byte 8": barrier(1) + "if (!tid) mbarrier_arrive(smem + 8);",
-    "no mbarrier is at byte 0|not ordered behind mbarrier.init": "if (tid == 0) "
+    "no mbarrier is at byte 0|not ordered after mbarrier.init": "if (tid == 0) "
     "mbarrier_init(smem, 128); mbarrier_arrive(smem);",
     "an mbarrier at byte 0 already": barrier(1) + "if (!tid) mbarrier_init(smem, 1);",
     "part of an mbarrier": barrier(1) + "u32 x = 0; st_shared<u32, 1>(smem + 4, &x);",
@@ -206,11 +206,11 @@ BULK = {
     "overwrite": "x = 0; st_shared<u32, 1>(smem + 1024 + tid * 4, &x);",
 }
 BULK_ERRORS = {
-    "wait": "was never written|not ordered behind its write by an engine",
+    "wait": "was never written|not ordered after its write by an engine",
     "fence": "no proxy fence",
-    "meet": "not ordered behind",
-    "done": "nobody waited until this bulk store|not ordered behind its",
-    "meet again": "not ordered behind its read by an engine|read of byte",
+    "meet": "not ordered after",
+    "done": "nobody waited until this bulk store|not ordered after its",
+    "meet again": "not ordered after its read by an engine|read of byte",
 }
 
 
@@ -249,7 +249,7 @@ def test_bulk_copies_that_lack_something(missing):
         (
             "bulk_group_commit();",
             "",
-            "that no group holds|not ordered behind its read by an engine",
+            "that no group holds|not ordered after its read by an engine",
         ),
         ("bulk_store(b", "bulk_store((u32*)a", "a bulk store to an operand"),
     ],
@@ -346,8 +346,8 @@ WGMMA = {
 WGMMA_ERRORS = {
     "commit": "no proxy fence|not ordered|never written",
     "fence": "no wgmma.fence",
-    "group": "in flight|not ordered behind its read",
-    "wait": "in flight|not ordered behind its read",
+    "group": "in flight|not ordered after its read",
+    "wait": "in flight|not ordered after its read",
 }
 
 
@@ -505,7 +505,7 @@ def test_lanes_that_write_one_word(other):
   ld_shared<u32, 1>(a, smem);"""
     got = execute(body % other, outs=out)
     assert np.isnan(got.view(np.float32)).all()
-    refused("not ordered behind its write", body % "0x3f800000", outs=[np.zeros(1, np.uint32)])
+    refused("not ordered after its write", body % "0x3f800000", outs=[np.zeros(1, np.uint32)])
 
 
 def test_copies_of_what_was_stored_to_gmem(run):
@@ -587,7 +587,7 @@ def test_clusters_overlap_in_time():
 
 @pytest.mark.parametrize("access", ["ld_global<u32, 1>(&x, a);", "st_global<u32, 1>(b, &x);"])
 def test_launches_that_overlap(access):
-    """Memory is touched behind griddepcontrol.wait, or behind a thread that waited."""
+    """Memory is touched after griddepcontrol.wait, or after a thread that waited."""
     x = np.ones(1, np.uint32)
     body = "u32 x = 3; %s if (tid == 0) { " + access + " }"
     options = dict(ins=[x], outs=[zeros(1)], pdl=True)

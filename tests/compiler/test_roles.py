@@ -97,7 +97,7 @@ def test_roles_part_before_the_loop(run, rng, form):
 
 
 def test_carries(run, rng):
-    """Values that the loop carries, changed by one role or by both, are right behind it."""
+    """Values that the loop carries, changed by one role or by both, are right after it."""
     x = rng.standard_normal((TILES, N)).astype(f32)
 
     def body(x_ref, o_ref, n_ref):

@@ -3,7 +3,7 @@ and what NumPy says; of each kind of mistake, every seed is refused by the inter
 
 A program is a list of rounds. In each, every device writes a buffer of one that stands some places
 on, by stores, a copy of TMA or atomic adds; signals it; waits; and adds what it got to its result.
-Buffers are used again two rounds later, behind an answer of the device that read them, so signals
+Buffers are used again two rounds later, after an answer of the device that read them, so signals
 depend on each other across devices."""
 
 import numpy as np

@@ -14,7 +14,7 @@ class Function(NamedTuple):
     low: float  # arguments, where it is well conditioned
     high: float
     ulp: int = 2
-    options: str = ""  # behind the argument
+    options: str = ""  # after the argument
 
 
 _vector = np.vectorize
@@ -22,7 +22,7 @@ _normal = statistics.NormalDist()
 
 
 def _erf_inv(y):
-    """The number of which `y` is the error function: a step of Newton's behind the quantile."""
+    """The number of which `y` is the error function: a step of Newton's after the quantile."""
     x = _normal.inv_cdf((y + 1) / 2) / math.sqrt(2)
     return x - (math.erf(x) - y) * math.sqrt(math.pi) / 2 * math.exp(x * x)
 

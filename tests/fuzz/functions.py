@@ -1,4 +1,4 @@
-"""Productions of functions: those that are not exact, whose results are only moved about behind
+"""Productions of functions: those that are not exact, whose results are only moved about after
 them, and those of pallas_mgpu.nn."""
 
 from .expressions import FLOATS

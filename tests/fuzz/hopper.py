@@ -240,17 +240,17 @@ class Hopper:
         scope = ", memory_scope='gpu'" if self.chance(0.5) else ""
         inc = f", {count}" if count > 1 else ""
         self.emit(Node(f"plgpu.semaphore_signal({sem}.at[{me}]{inc}{scope})", keep=True))
-        behind = f"({me} + {by}) % {n}"
+        after = f"({me} + {by}) % {n}"
         take = ", decrement=False" if self.chance(0.3) else ""
-        self.emit(Node(f"plgpu.semaphore_wait({sem}.at[{behind}]{inc}{take}{scope})", keep=True))
+        self.emit(Node(f"plgpu.semaphore_wait({sem}.at[{after}]{inc}{take}{scope})", keep=True))
         if self.chance(0.5):
-            self.emit(Node(f"{v} = {o}[{behind}]", keep=True))
+            self.emit(Node(f"{v} = {o}[{after}]", keep=True))
             self.values[-1].append(Val(v, shape, dtype, "wild"))
             return self.store(shape, dtype)
         s, bar = self.name("s"), self.name("b")
         transforms, _ = self.transforms(shape, dtype)
         self.push()
-        self.emit(Node(f"plgpu.copy_gmem_to_smem({o}.at[{behind}], {s}, {bar})", keep=True))
+        self.emit(Node(f"plgpu.copy_gmem_to_smem({o}.at[{after}], {s}, {bar})", keep=True))
         self.emit(Node(f"plgpu.barrier_wait({bar})", keep=True))
         self.emit(Node(f"{v} = {s}[...]", keep=True))
         self.values[-1].append(Val(v, shape, dtype, "wild"))

@@ -318,7 +318,7 @@ class Thread:
         self.machine, self.block, self.index, self.agent = machine, block, index, agent
         self.writer = block.number * 32 + index
         self.warp = self.warp_axis = None
-        self.claims = []  # what a warp wrote is the thread's behind the map
+        self.claims = []  # what a warp wrote is the thread's after the map
         self.open, self.groups, self.unread = [], [], []  # bulk groups
         self.warps = []  # that left some behind
         self.products = []

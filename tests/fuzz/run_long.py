@@ -77,7 +77,7 @@ class Jobs:
                 seeds = self.run(seeds)
 
     def run(self, seeds):
-        """Run some seeds in a process; those behind one that broke it come back."""
+        """Run some seeds in a process; those after one that broke it come back."""
         command = [sys.executable, __file__, "--way", self.way, "--worker", json.dumps(seeds)]
         p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         errors = []

@@ -59,7 +59,7 @@ class Sharing:
                     block, [u, b])  # fmt: skip
 
     def use_buffer(self, buffer, barrier):
-        """Through one of the buffers, which nothing else needs behind it."""
+        """Through one of the buffers, which nothing else needs after it."""
         s, shape, dtype, _ = buffer
         form = self.rng.randrange(3)
         if form == 0:

@@ -189,7 +189,7 @@ class Warps:
             self.emit(wait)
 
     def seg_warps_memory(self):
-        """Warps read what the thread has stored, and store what it reads behind them."""
+        """Warps read what the thread has stored, and store what it reads after them."""
         self.feature("warps and memory")
         t, dtype = self.threads, self.rng.choice((*COMMON, *SCALARS))
         n, m = self.rng.choice((4, 40, 129, 512)), 4 * self.rng.choice((1, 3, 16))
@@ -261,7 +261,7 @@ class Warps:
         return self.rng.choice(options) if options else None
 
     def source_of(self, arrays, depth=0):
-        """An expression of uint32 arrays a0, a1 ... and the scalar behind them: Python, CUDA."""
+        """An expression of uint32 arrays a0, a1 ... and the scalar after them: Python, CUDA."""
         if depth > 2 or self.chance(0.2):
             k = self.rng.randint(0, arrays)
             return f"a{k}", f"a{k}[k]" if k < arrays else f"a{k}"

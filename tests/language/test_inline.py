@@ -80,7 +80,7 @@ def test_registers_and_scalars(way, rng):
 
 def test_refs_and_barriers(way, rng):
     """Pointers of GMEM views, shared addresses of SMEM views and barriers. What the text reads was
-    stored before it, what it writes is loaded behind it; all lanes meet. Row-major SMEM without
+    stored before it, what it writes is loaded after it; all lanes meet. Row-major SMEM without
     transforms, whatever the rest of the kernel would choose."""
     x = rng.standard_normal((4, 128)).astype(F32)
     source = """
@@ -135,7 +135,7 @@ def test_one_of_several_barriers(way):
 
 
 def test_lanes_meet_around_source(way, rng):
-    """It reads what other lanes have stored, and stores what other lanes read before it and behind
+    """It reads what other lanes have stored, and stores what other lanes read before it and after
     it, time and again."""
     x = rng.integers(0, 1000, (6, 128)).astype(np.uint32)
     source = """
@@ -153,8 +153,8 @@ def test_lanes_meet_around_source(way, rng):
             a[...] = x_ref[i]
             before = b[...]
             f(a, b)
-            behind = b[...]
-            o_ref[i] = behind
+            after = b[...]
+            o_ref[i] = after
             p_ref[i] = before
 
         lax.fori_loop(0, 6, step, None)
@@ -484,7 +484,7 @@ def test_a_barrier_at_which_source_arrives(rng):
         @pl.when(lax.axis_index("t") == 0)
         def _():
             smem[...] = x_ref[...] * 2
-            x = smem[...]  # the lanes may be apart behind it
+            x = smem[...]  # the lanes may be apart after it
             plgpu.barrier_arrive(full)
             o_ref[1] = x
 

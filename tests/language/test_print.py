@@ -35,7 +35,7 @@ def printed(out, prefix):
     ],
 )
 def test_debug_print_of_arrays(run, rng, capfd, shape, dtype, layout):
-    """Each element once, whatever the layout, behind its index."""
+    """Each element once, whatever the layout, with its index."""
     x = rng.integers(0, 2 if dtype is bool else 100, shape).astype(dtype)
 
     def body(x_ref, o_ref):

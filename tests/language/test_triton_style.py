@@ -439,7 +439,7 @@ def attention(q, k, v, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128), (128, 128, 128)])
 def test_mha(run, rng, d, bq, bk, causal):
-    """Blocks of keys come by engines, ahead of time; d = 48 is padded to 64 behind a mask. Blocks
+    """Blocks of keys come by engines, ahead of time; d = 48 is padded to 64 with a mask. Blocks
     of 128 queries are too much for the registers of one warpgroup."""
     q, k, v = (rng.standard_normal((1, 256, 1, d), F32).astype(F16) for _ in range(3))
     kernel = interpreted(run, kernels.mha, 1, 256, 1, d, F16, causal, bq, bk)

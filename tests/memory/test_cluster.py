@@ -990,7 +990,7 @@ REMOTE += "\n store %s_4, %22"
         ("", "", "", True, True),
         ("", "%20 = acc_load %acc_7 {n = 0} : float32[64,64]\n store %o_2, %20", "", False, True),
         ("%19 = load %s_4 : float32[64]\n store %o_2, %19", "wgmma_wait {n = 0}", "", None, None),
-        ("", "wgmma_wait {n = 0}\n" + LOAD, "", False, True),  # the store has a sync behind it
+        ("", "wgmma_wait {n = 0}\n" + LOAD, "", False, True),  # the store has a sync after it
         ("", "wgmma_wait {n = 0}", REMOTE, False, False),
         (
             "",

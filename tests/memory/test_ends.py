@@ -484,7 +484,7 @@ def test_a_late_read_sees_what_its_thread_writes():
     lowered = plgpu.kernel(
         body, out_type=shape(1024), scratch_types=[plgpu.SMEM((1024,), F32)]
     ).lower(x)
-    with pytest.raises(host.HostError, match="nobody waited|not ordered behind its"):
+    with pytest.raises(host.HostError, match="nobody waited|not ordered after its"):
         for seed in range(8):
             host.run(lowered, [x], [np.zeros_like(x)], seed)
 

@@ -182,7 +182,7 @@ def test_7_store_then_copy_out(commits):
 
 
 def two_copies_out(then):
-    """What `then` does behind two copies from a and b to rows 0 and 1 of o."""
+    """What `then` does after two copies from a and b to rows 0 and 1 of o."""
 
     def body(o, p, a, b):
         a[3] = 1.0
@@ -242,7 +242,7 @@ READ_B = "read b[0:128] by TMA, for thread 0 at copy b"
 )
 @pytest.mark.parametrize("full", [False, True])
 def test_10_11_wait_for_the_source_alone(touched, race, full):
-    """11: a full wait behind it also orders the first copy's destination."""
+    """11: a full wait after it also orders the first copy's destination."""
 
     def then(o, p, a, b):
         stored(1, wait_read_only=True)
@@ -728,7 +728,7 @@ def test_29_rounds_of_neighbours(k, skipped):
 
 
 def square(composite):
-    """Block (1, 1) reads what (0, 0) wrote behind one arrival and wait."""
+    """Block (1, 1) reads what (0, 0) wrote after one arrival and wait."""
 
     def body(o, p, bar):
         a, b = lax.axis_index("a"), lax.axis_index("b")

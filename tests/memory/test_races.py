@@ -500,7 +500,7 @@ def refilled(x, o, tile, full, free):
 
 def test_i_read_then_refill():
     """A load, an arrival, a wait, and a copy over what was loaded: the generator puts a fence
-    behind the load. Without it the load may be late."""
+    after the load. Without it the load may be late."""
     x = np.stack([X, -X])
     call = dict(scratch_types=[TILE, plgpu.Barrier(), plgpu.Barrier()], **TWO)
     np.testing.assert_array_equal(clean(refilled, out(2, N), x, **call), x)
@@ -530,7 +530,7 @@ def test_i_warps_refill_what_their_thread_read():
 
 
 def test_i_threads_refill_what_their_warps_read():
-    """Behind the map a fence of the thread is one of all its warps."""
+    """After the map a fence of the thread is one of all its warps."""
 
     def body(x, o, tile, bar):
         for k in range(2):
@@ -691,7 +691,7 @@ def test_unions():
 
 
 def test_warps_of_a_map():
-    """A map begins behind what its thread did, and ends before what it does next."""
+    """A map begins after what its thread did, and ends before what it does next."""
 
     def body(o, tile):
         tile[0] = 1.0
@@ -739,7 +739,7 @@ def test_atomics():
 
 
 def test_a_read_does_not_stand_for_an_atomic():
-    """What is ordered behind the read of thread 1 is not, for a third thread."""
+    """What is ordered after the read of thread 1 is not, for a third thread."""
 
     def body(o, p, bar):
         def first():

@@ -23,7 +23,7 @@ def nothing(_):
 
 def test_blocks_of_a_launch_wait_for_each_other(run, rng):
     """Each block hands a row to the next one, backwards too: all run at once, and what was written
-    before a signal is read behind the wait. Twice: the counters are zero at every launch."""
+    before a signal is read after the wait. Twice: the counters are zero at every launch."""
     n, w = 4, 256
     x = rng.integers(-1000, 1000, (n, w), dtype=np.int32)
 
@@ -32,9 +32,9 @@ def test_blocks_of_a_launch_wait_for_each_other(run, rng):
         i = lax.axis_index("i")
         rows_ref[i] = x_ref[i] * 2
         plgpu.semaphore_signal(sem.at[i], memory_scope="gpu")
-        behind = (i + 1) % n
-        plgpu.semaphore_wait(sem.at[behind], memory_scope="gpu")
-        o_ref[i] = rows_ref[behind] + 1
+        after = (i + 1) % n
+        plgpu.semaphore_wait(sem.at[after], memory_scope="gpu")
+        o_ref[i] = rows_ref[after] + 1
 
     kernel = run.kernel(body, [shape(n, w), shape(n, w)], grid=(n,), grid_names=("i",))
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_threads_of_a_block(run, rng):
 
 
 def test_all_lanes_have_read_before_a_signal(run, rng):
-    """A slot is given back right behind the load of it: whoever gets it may write there."""
+    """A slot is given back right after the load of it: whoever gets it may write there."""
     w, rounds = 128, 6
     x = rng.integers(-1000, 1000, (rounds, w), dtype=np.int32)
 
@@ -263,7 +263,7 @@ def test_warps_signal_and_wait(run, rng):
 
 
 def test_the_last_thing_warps_do(run):
-    """Semaphores of the launch in warps, and nothing behind: who clears them for the next launch
+    """Semaphores of the launch in warps, and nothing after that: who clears them for the next launch
     waits for all warps."""
 
     def body(o_ref):

@@ -218,7 +218,7 @@ def test_too_many_columns():
 
 
 def test_what_follows_a_union():
-    """It begins behind the largest group, not behind the last one."""
+    """It begins after the largest group, not after the last one."""
 
     def body(o_ref, union, other):
         largest, last = union

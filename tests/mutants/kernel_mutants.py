@@ -10,7 +10,7 @@ which one op is changed that a run of the kernel comes to:
     weaken     a wait leaves one operation more in flight, or waits for the source alone, or for the
                phase before; a barrier completes with one arrival less; a cluster barrier is one of
                the block, or has one axis
-    move       a wait goes behind what it should protect, an arrival or a commit before it
+    move       a wait comes after what it should protect, an arrival or a commit before it
 
 of each line of Python in each way the first one. Mutants of generated code change the graph as
 lowered: the fences that passes/sync.c placed are left out, arrivals are relaxed. These are for the

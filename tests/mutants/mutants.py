@@ -48,7 +48,7 @@ LIMIT = 300  # seconds for the tests of one mutant
 # Of the tests that come first, those that have several ways go the one that sees most.
 FIRST_WAY = ["-k", "not interpret"]
 INTERPRETED = ["-k", "not host"]
-CRASH = "or one behind it: signal"
+CRASH = "or one after it: signal"
 PYTEST = "-m pytest -q --no-header -p no:cacheprovider --tb=no -rfE -m".split() + ["not gpu"]
 
 

@@ -115,7 +115,7 @@ RINGS = [
     ((7, 7016), BF16, C(ring=2048, programs=3)),  # the last chunk is a part, and is a lane's part
     ((2, 3, 6144), F16, C(ring=1024, consumers=3, programs=1)),  # 2 chunks for each pair
     ((3, 3004), F32, C(ring=512, consumers=3)),  # a block each
-    ((4, 16392), BF16, C(ring=4096, consumers=1, programs=3)),  # 8 elements behind whole chunks
+    ((4, 16392), BF16, C(ring=4096, consumers=1, programs=3)),  # 8 elements after whole chunks
     ((2, 40008), BF16, C(ring=8192, programs=1)),
     ((1, 4104), F16, C(ring=1024)),  # one row
     ((18, 2048), BF16, C(ring=1024, programs=1)),  # more rows than are told at a time
@@ -171,7 +171,7 @@ def test_launches_in_turn(rng):
     for k in range(0, 40, 2):
         for f, x, outs in calls:
             f(x, out=outs[k])
-            f(x, out=outs[k + 1])  # behind a launch of the same kernel
+            f(x, out=outs[k + 1])  # after a launch of the same kernel
     for _, x, outs in calls:
         want = torch.softmax(x.float(), -1)
         torch.testing.assert_close(outs[0].float(), want, rtol=2**-8, atol=1e-6)
@@ -293,7 +293,7 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
     """Each array goes through one bulk copy a block (or a chunk of a ring; the last one of a row
-    stands behind the loop, and with weights the loop of the writers is unrolled), registers and
+    stands after the loop, and with weights the loop of the writers is unrolled), registers and
     SMEM see words of 16 bytes, and at least two blocks have room on an SM (or one with five
     threads)."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))

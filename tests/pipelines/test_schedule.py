@@ -413,7 +413,7 @@ def test_matmul_with_a_producer(run, rng, threads, cluster):
 
 
 def test_the_text(run):
-    """The number is asked for in front of the body and used behind it; no block waits for it."""
+    """The number is asked for in front of the body and used after it; no block waits for it."""
 
     def body(o):
         @plgpu.dynamic_scheduling_loop(("a", "b"), thread_axis="wg")

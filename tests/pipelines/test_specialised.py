@@ -95,7 +95,7 @@ def test_a_producer_is_one_lane(run, rng, how):
 
 
 def test_lanes_that_go_on_wait_themselves(run, rng):
-    """One lane starts the copy, but all of them wait for it: a meeting behind costs more."""
+    """One lane starts the copy, but all of them wait for it: a meeting afterwards costs more."""
 
     def body(x, o, s, bar):
         plgpu.copy_gmem_to_smem(x, s, bar)
@@ -259,7 +259,7 @@ def test_a_scope_of_all_threads_is_entered_by_all(run, rng):
 
 
 def test_what_one_lane_has_waited_for_is_there(run, rng):
-    """For the lanes that come behind, in another branch."""
+    """For the lanes that come later, in another branch."""
 
     def body(x, o, s, bar):
         wg = lax.axis_index("wg")
@@ -287,7 +287,7 @@ def test_what_one_lane_has_waited_for_is_there(run, rng):
 @pytest.mark.parametrize("branch", [False, True])
 def test_the_end_of_a_step_is_not_the_end(run, rng, branch):
     """What the end of a loop's body waits for, the next step reads, also where nothing comes
-    behind the loop and where only one thread takes it."""
+    after the loop and where only one thread takes it."""
     n = 4
 
     def loop(x, o, s, bar):
@@ -334,7 +334,7 @@ def test_lanes_that_need_what_one_waited_for(run, rng):
 
 
 def test_values_from_inside_are_not_used_outside(run, rng):
-    """A loop of copies whose carry is used behind it is run by all lanes."""
+    """A loop of copies whose carry is used after it is run by all lanes."""
 
     def body(x, o, s, bar):
         def copy(i, where):
@@ -615,7 +615,7 @@ def test_an_accumulator_that_is_read_first(run, rng):
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("where", ["loop", "branch", "slice"])
 def test_an_accumulator_that_is_used_inside_first(run, rng, where, times):
-    """The product behind a loop, a branch or a product of some columns adds to what they left."""
+    """The product after a loop, a branch or a product of some columns adds to what they left."""
 
     def body(a, b, times_ref, o, a_s, b_s, bar):
         plgpu.copy_gmem_to_smem(a, a_s, bar)
@@ -811,7 +811,7 @@ def test_no_tile_is_taken_twice(seed):
 
 
 def test_tiles_of_two_counters(run):
-    """One number behind the other: lanes that are late still get the first one."""
+    """One number after another: lanes that are late still get the first one."""
 
     def body(o, p):
         a, b = _core.next_tile(0), _core.next_tile(1)

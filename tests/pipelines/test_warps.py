@@ -49,7 +49,7 @@ def test_scalars(run, form):
 
 @pytest.mark.parametrize("dtype, n", [(np.float32, 24), (np.int8, 24), (np.int8, 161)])
 def test_producer_and_consumer(run, rng, dtype, n):
-    """One warp fetches, another one reads: through one slot, in step. Behind it the thread goes on
+    """One warp fetches, another one reads: through one slot, in step. After it the thread goes on
     with the same barriers, so all its lanes know their phases. Rows of int8 are no multiples of 16
     bytes: lanes of the warp copy them, 161 of them in several rounds."""
     steps = 5
@@ -98,8 +98,8 @@ def test_producer_and_consumer(run, rng, dtype, n):
 
 
 def test_memory_of_the_thread(run, rng):
-    """Warps read what all lanes have stored, and store what all lanes read before and behind: the
-    lanes meet in front of the map and behind it, without more."""
+    """Warps read what all lanes have stored, and store what all lanes read before and after: the
+    lanes meet in front of the map and after it, without more."""
     x = rng.integers(0, 1000, (3, 512)).astype(np.int32)
 
     def body(x_ref, o_ref, p_ref, q_ref, smem, back):
@@ -117,15 +117,15 @@ def test_memory_of_the_thread(run, rng):
                     o_ref[i, w, k] = smem[(w * 128 + k * 29 + 64) % 512]
                     back[k * 4 + w] = k * w + i
 
-            behind = back[...]
-            p_ref[i] = behind
+            after = back[...]
+            p_ref[i] = after
             q_ref[i] = before
 
     read = (np.arange(4)[:, None] * 128 + np.arange(16) * 29 + 64) % 512
     want = x[:, read]
-    behind = np.outer(np.arange(16), np.arange(4)).reshape(64) + np.arange(3)[:, None]
-    before = np.stack([np.zeros(64, int), *behind[:-1]])
-    all_three = want, behind.astype(np.int32), before.astype(np.int32)
+    after = np.outer(np.arange(16), np.arange(4)).reshape(64) + np.arange(3)[:, None]
+    before = np.stack([np.zeros(64, int), *after[:-1]])
+    all_three = want, after.astype(np.int32), before.astype(np.int32)
     types = [plgpu.SMEM((512,), np.int32), plgpu.SMEM((64,), np.int32)]
     for got, expected in zip(run(body, all_three, x, scratch_types=types), all_three, strict=True):
         np.testing.assert_array_equal(got, expected)

@@ -91,7 +91,7 @@ def case_sanitize():
     seen, noted = [], []
 
     def launched(params, record):
-        at = ctypes.cast(params[3], ctypes.POINTER(ctypes.c_uint64))[0]  # behind i, x and o
+        at = ctypes.cast(params[3], ctypes.POINTER(ctypes.c_uint64))[0]  # after i, x and o
         words = (ctypes.c_uint32 * 8).from_address(at)
         seen.append(any(words))
         words[: len(noted)] = noted

@@ -97,19 +97,19 @@ breaks(
         "if (false) pm_line",
     ),
     turns_wait_for_all_products=(
-        "behind_last",
-        "behind = registers ? 0 : behind + 1;",
-        "behind = 0;",
+        "since_last",
+        "since = registers ? 0 : since + 1;",
+        "since = 0;",
     ),
     products_in_branches_are_over=(
-        "behind_last",
-        "if (found != NONE) behind",
-        "if (found < NONE) behind",
+        "since_last",
+        "if (found != NONE) since",
+        "if (found < NONE) since",
     ),
     waits_for_others_are_enough=(
-        "behind_last",
-        "if (n >= 0 && n <= behind) behind",
-        "if (n >= 0) behind",
+        "since_last",
+        "if (n >= 0 && n <= since) since",
+        "if (n >= 0) since",
     ),
 )
 breaks(
