@@ -670,7 +670,7 @@ const char *pm_taker(pm_gen *e, bool first_block) {
 }
 
 /* Clusters of the launch have tiles by their number; what the counter says comes afterwards. */
-static const char *behind_first(pm_gen *e, pm_val taken) {
+static const char *after_first(pm_gen *e, pm_val taken) {
   const uint32_t x = e->program->cluster[0];
   const pm_opid def = pm_value_of(e->g, taken)->def;
   const bool bare = !def || pm_get(e->g, def)->code != PM_OP_FETCH_TILE;
@@ -715,10 +715,10 @@ pm_code pm_cuda_BROADCAST_TILE(pm_gen *e, pm_opid op) {
     pm_line(e, "mbarrier_arrive_expect_tx(%s, 4);", b.address);
     pm_line(e, "for (u32 k = 0; k < %u && cluster_rank() == 0; k++)", blocks);
     pm_line(e, "  store_async(%s, %s, %s, k);", pm_view_address(e, &v),
-            behind_first(e, pm_in(e->g, op, 0)), b.address);
+            after_first(e, pm_in(e->g, op, 0)), b.address);
   } else {
     const char *x = pm_unique(e, "tile");
-    pm_line(e, "const i32 %s = %s;", x, behind_first(e, pm_in(e->g, op, 0)));
+    pm_line(e, "const i32 %s = %s;", x, after_first(e, pm_in(e->g, op, 0)));
     pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_view_address(e, &v), x);
     pm_line(e, "mbarrier_arrive(%s);", b.address);
   }
@@ -735,7 +735,7 @@ pm_code pm_cuda_SHUFFLE_TILE(pm_gen *e, pm_opid op) {
   }
   const char *x = pm_declare(e, out, out);
   pm_begin(e, PM_ONE_LANE " {");
-  pm_line(e, "%s = %s;", x, behind_first(e, in));
+  pm_line(e, "%s = %s;", x, after_first(e, in));
   pm_end_of_one_lane(e, x);
   return PM_OK;
 }

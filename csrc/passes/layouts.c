@@ -660,7 +660,7 @@ static void warn(pass *p, pm_opid at, pm_val v, pm_layid from, pm_layid to) {
                 pm_layout_text(g->arena, pm_layout_of(g, to))));
 }
 
-static uint32_t place_behind(const pm_graph *g, pm_val v, pm_blk *block) {
+static uint32_t place_after(const pm_graph *g, pm_val v, pm_blk *block) {
   const pm_value *value = pm_value_of(g, v);
   *block = value->block;
   if (!value->def) return 0;
@@ -701,7 +701,7 @@ static pm_val convert(pass *p, pm_val v, pm_layid to, pm_opid user) {
     if (p->done.at[k].from == v && p->done.at[k].layout == to) return p->done.at[k].to;
   }
   pm_blk block;
-  uint32_t at = place_behind(g, v, &block);
+  uint32_t at = place_after(g, v, &block);
   if (can_be_made_again(g, v)) {
     op = make_again(g, def, block, at, to);
   } else {

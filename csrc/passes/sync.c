@@ -353,7 +353,7 @@ static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
   return false;
 }
 
-static void place_behind(placer *p, pm_blk block, uint32_t *k) {
+static void place_after(placer *p, pm_blk block, uint32_t *k) {
   pm_graph *g = p->g;
   pm_opid op = g->blocks.at[block].ops.at[*k];
   p->at = APART;
@@ -375,7 +375,7 @@ static void visit_store(placer *p, pm_blk block, uint32_t *k, const pm_access *a
   p->touched = true;
   if (by_user) return;
   if (array) {
-    place_behind(p, block, k);
+    place_after(p, block, k);
     return;
   }
   note(p, a->view);
@@ -413,7 +413,7 @@ static void visit_inline(placer *p, pm_blk block, uint32_t *k) {
   const pm_graph *g = p->g;
   if (!g->no_auto_barriers && p->at != ORDERED) place(p, block, k);
   p->touched = p->waited = true;
-  if (!g->no_auto_barriers) place_behind(p, block, k);
+  if (!g->no_auto_barriers) place_after(p, block, k);
 }
 
 static void note_regions(placer *p, pm_opid op) {
@@ -542,7 +542,7 @@ static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
   clear(&p->loaded);
   if (!by_user && p->at != ORDERED) place(p, block, k);
   visit_control(p, block, k);
-  if (!by_user) place_behind(p, block, k);
+  if (!by_user) place_after(p, block, k);
 }
 
 /* Is there a COMMIT_SMEM before position k, with only pure ops in between? */

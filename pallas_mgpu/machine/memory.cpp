@@ -151,7 +151,7 @@ static void note_cluster(Region &r, Mark &b, const Stamp *s) {
 }
 
 /* The launch before this one may still write what is read, and read what is written. */
-static void behind_launches(const Region &r, size_t at, int access, const Clock &c, const Stamp *s,
+static void after_launches(const Region &r, size_t at, int access, const Clock &c, const Stamp *s,
                             int line) {
   if (!m.dependent || !r.global || c.launched || r.counters) return;
   host_fact("kind race");
@@ -199,7 +199,7 @@ static int changed(const Region &r, size_t chunk, u32 mask, size_t at, const voi
 
 /* A write by one who knows c must be after them; then they are of the past. Of those by other
  * clusters only a change matters. from: what is written, NULL: it is not known. */
-static void behind_engine_reads(Region &r, size_t at, size_t n, const void *from, const Clock &c,
+static void after_engine_reads(Region &r, size_t at, size_t n, const void *from, const Clock &c,
                                 const Stamp *s, int line) {
   if (r.engine_reads.empty()) return;
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
@@ -266,7 +266,7 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
   const std::vector<u32> &seen = t->clock.seen;
-  behind_launches(r, at, 0, t->clock, nullptr, line);
+  after_launches(r, at, 0, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
@@ -340,8 +340,8 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
   m.progress++;
   Mark *marks = marks_of(r);
-  behind_launches(r, at, 1, t->clock, nullptr, line);
-  behind_engine_reads(r, at, n, from, t->clock, nullptr, line);
+  after_launches(r, at, 1, t->clock, nullptr, line);
+  after_engine_reads(r, at, n, from, t->clock, nullptr, line);
   for (size_t k = 0; k < n; k++) {
     Mark &b = marks[at + k];
     u8 value = ((const u8 *)from)[k];
@@ -374,8 +374,8 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
 static void thread_updates(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  behind_launches(r, at, 1, t->clock, nullptr, line);
-  behind_engine_reads(r, at, n, nullptr, t->clock, nullptr, line);
+  after_launches(r, at, 1, t->clock, nullptr, line);
+  after_engine_reads(r, at, n, nullptr, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
@@ -404,7 +404,7 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
-  behind_launches(r, at, 0, c, &s, s.line);
+  after_launches(r, at, 0, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
@@ -434,8 +434,8 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
-  behind_launches(r, at, 1, c, &s, s.line);
-  behind_engine_reads(r, at, n, update ? nullptr : from, c, &s, s.line);
+  after_launches(r, at, 1, c, &s, s.line);
+  after_engine_reads(r, at, n, update ? nullptr : from, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);

@@ -526,7 +526,9 @@ def test_out_of_bounds_on_another_device(backend):
             backend=backend,
         )
     text = str(e.value)
-    assert re.search(r"index 7 of dimension 0 lies outside (a view of )?'y' of shape \(3, 4\)", text)
+    assert re.search(
+        r"index 7 of dimension 0 lies outside (a view of )?'y' of shape \(3, 4\)", text
+    )
     assert backend == "emulate" or "on device (0,)" in text
     assert (
         re.search(r"device \(1,\), grid point \([01],\), thread 0", text)

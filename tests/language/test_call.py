@@ -800,7 +800,7 @@ def test_errors_in_index_maps_name_their_spec():
             assert info.value.__notes__ == [f"in the index map of in_specs[{k}] of pallas_call"]
 
 
-def test_names_of_smem_behind_none():
+def test_names_of_smem_after_none():
     """The table of what does not fit names the parameters, whatever stands between them."""
 
     def body(first, none, pair, last, out):

@@ -1029,7 +1029,7 @@ def test_meetings_before_arrivals(first, second, before, meets, relaxed, groups)
 IN_CLUSTER = ", cluster = [0, -1]"
 
 
-def test_a_wait_is_behind_all_lanes_before_an_arrival():
+def test_a_wait_is_after_all_lanes_before_an_arrival():
     text = CONSUMER.replace("GROUPS", IN_CLUSTER).replace("BEFORE", "")
     text = text.replace("FIRST", "barrier_arrive %empty_6\nbarrier_wait %empty_6")
     g = graph(text.replace("SECOND", "wgmma_wait {n = 0}"))

@@ -430,7 +430,7 @@ def test_vectors_begin_where_they_may(run, rng):
 
 
 @pytest.mark.parametrize("width", SWIZZLED)
-def test_swizzled_buffers_behind_small_ones(run, rng, width):
+def test_swizzled_buffers_after_small_ones(run, rng, width):
     """Patterns of a swizzle begin at multiples of up to 1024 bytes, as tensor cores demand."""
     a, b = rng.standard_normal((2, 64, 64)).astype(np.float16)
 

@@ -148,7 +148,7 @@ def test_all_lanes_have_read_before_a_signal(run, rng):
     np.testing.assert_array_equal(out, want)
 
 
-def test_semaphores_lie_behind_counters_of_tiles(run, rng):
+def test_semaphores_lie_after_counters_of_tiles(run, rng):
     """A launch that takes tiles from a counter, too: signals do not change which are taken."""
     tiles, w = 7, 128
     x = rng.integers(-1000, 1000, (tiles, w), dtype=np.int32)
@@ -263,7 +263,7 @@ def test_warps_signal_and_wait(run, rng):
 
 
 def test_the_last_thing_warps_do(run):
-    """Semaphores of the launch in warps, and nothing after that: who clears them for the next launch
+    """Semaphores of the launch in warps, with nothing after: who clears them for the next launch
     waits for all warps."""
 
     def body(o_ref):

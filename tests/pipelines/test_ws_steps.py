@@ -221,7 +221,7 @@ def test_a_context_has_the_carry(run, rng, steps):
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("slots,rounds", [(1, 2), (2, 3), (4, 4)])
-def test_pipelines_behind_each_other(run, rng, slots, rounds, traced):
+def test_pipelines_after_each_other(run, rng, slots, rounds, traced):
     """One sequence in the same slots: only the first fills them, only the last awaits the rest."""
     x = rng.standard_normal((rounds, 4, 128)).astype(f32)
 

@@ -181,7 +181,7 @@ breaks(
 breaks(
     f"{CUDA}/sanitize.c",
     SEMAPHORES,
-    nobody_meets_behind_a_wait=(
+    nobody_meets_after_a_wait=(
         "pm_print_wait_of_one",
         'arguments); if (!e->lane) pm_line(e, "%s", pm_meet(e)); return;',
         "arguments); return;",

@@ -210,7 +210,7 @@ breaks(
         ("if (scope && *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;"),
         "(void)scope;",
     ),
-    meetings_behind_regions_are_lost=(
+    meetings_after_regions_are_lost=(
         "find_region",
         "if (!is_pure(e, op) && pm_get(g, op)->code != PM_OP_SYNC) break;",
         "if (!is_pure(e, op)) break;",
@@ -220,12 +220,12 @@ breaks(
         "if (t.syncs && !has_met(e, block, first)) pm_line",
         "if (t.syncs && !has_met(e, block, first) && false) pm_line",
     ),
-    nobody_meets_behind_regions=(
+    nobody_meets_after_regions=(
         "pm_gen_region",
         "if (t.sticky && !is_last(e->g, block, end, false)) pm_line",
         "if (t.sticky && !is_last(e->g, block, end, false) && false) pm_line",
     ),
-    warps_stay_apart_behind_regions=(
+    warps_stay_apart_after_regions=(
         "pm_gen_region",
         'if (t.flows || t.sticky) pm_line(e, "warp_sync();");',
         "",
@@ -547,7 +547,7 @@ breaks(
     f"{MEMORY}::test_copies_over_what_lanes_have_stored",
     f"{MEMORY}::test_scalars_over_what_lanes_still_read",
     f"{HOST}::test_an_output_that_is_an_operand",
-    f"{CLUSTER}::test_a_wait_is_behind_all_lanes_before_an_arrival",
+    f"{CLUSTER}::test_a_wait_is_after_all_lanes_before_an_arrival",
     f"{CLUSTER}::test_loads_of_what_nobody_writes_need_no_meeting",
     f"{CLUSTER}::test_a_scalar_store_is_finished_before_an_arrival",
     f"{MEMORY}::test_swap_and_update",
@@ -1081,9 +1081,9 @@ breaks(
 breaks(
     f"{CUDA}/emit_async.c",
     SCHEDULE,
-    tiles_that_are_taken_begin_at_0=("behind_first", '"%s + (i32)gridDim.x"', '"%s"'),
+    tiles_that_are_taken_begin_at_0=("after_first", '"%s + (i32)gridDim.x"', '"%s"'),
     blocks_of_clusters_count_as_clusters=(
-        "behind_first",
+        "after_first",
         '"%s + (i32)(gridDim.x / %u)"',
         '"%s + (i32)(gridDim.x + 0 * %u)"',
     ),
@@ -1107,8 +1107,8 @@ breaks(
         '"mbarrier_arrive_expect_tx(%s, 4);"',
         '"mbarrier_arrive(%s);"',
     ),
-    what_is_handed_on_stands_behind_the_grid=(
-        "behind_first",
+    what_is_handed_on_stands_after_the_grid=(
+        "after_first",
         "if (bare || !e->program",
         "if ((bare && false) || !e->program",
     ),
@@ -1327,7 +1327,7 @@ breaks(
         "if (n && other[0] == u[0]) return",
         "if (n && other[0] == u[0] + 1) return",
     ),
-    nobody_meets_behind_warps=("visit_warps", "if (!by_user) place_behind(p, block, k); }", "}"),
+    nobody_meets_after_warps=("visit_warps", "if (!by_user) place_after(p, block, k); }", "}"),
 )
 breaks(
     f"{CUDA}/emit_async.c",

@@ -98,7 +98,7 @@ breaks(
     f"{PIPES}::test_wgmma_forms",
     f"{DOCUMENTS}::test_idiom_accumulators",
     *FUZZ,
-    tiles_lie_one_behind_the_other=(
+    tiles_lie_one_after_the_other=(
         "add_digit",
         "add_piece(s, div, d->size, d->stride / vd->tile * vd->outer);",
         "add_piece(s, div, d->size, d->stride / vd->tile * vd->inner);",
@@ -261,7 +261,7 @@ breaks(
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : ""',
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "_read"',
     ),
-    nobody_meets_behind_a_wait_for_stores=(
+    nobody_meets_after_a_wait_for_stores=(
         "pm_cuda_WAIT_S2G",
         ", read, n)); meet(e);",
         ", read, n));",
@@ -323,7 +323,7 @@ breaks(
         'if (s->barriers.n) pm_line(e, "mbarrier_init_fence();");',
         "",
     ),
-    nobody_meets_behind_the_barriers=(
+    nobody_meets_after_the_barriers=(
         "print_body",
         's.barriers.n || s.semaphores.n || tmem) { pm_line(e, "block_sync();"); }',
         "s.barriers.n || s.semaphores.n || tmem) { }",
@@ -455,7 +455,7 @@ breaks(
 )
 breaks(
     f"{PASSES}/smem.c",
-    f"{MEMORY}::test_swizzled_buffers_behind_small_ones",
+    f"{MEMORY}::test_swizzled_buffers_after_small_ones",
     f"{MEMORY}::test_scopes_nest_and_follow_each_other",
     f"{MEMORY}::test_grouped_stores_and_read_only_wait",
     f"{MEMORY}::test_producer_and_consumers",
@@ -520,10 +520,10 @@ breaks(
         "(array ? p->at != ORDERED : conflicts",
         "(array ? false : conflicts",
     ),
-    nobody_meets_behind_stores=(
+    nobody_meets_after_stores=(
         "visit_store",
-        "{ place_behind(p, block, k)",
-        "{ if (p->at == APART) place_behind(p, block, k); p->at = APART",
+        "{ place_after(p, block, k)",
+        "{ if (p->at == APART) place_after(p, block, k); p->at = APART",
     ),
     nobody_meets_in_front_of_copies=("visit_copy", "if (p->at == APART) place(p, block, k);", ""),
     scalar_stores_overtake_reads=(
@@ -857,7 +857,7 @@ breaks(
         "if (pm_in(g, op, k) == v) return true;",
     ),
     zeros_leave_old_sums=("pm_cuda_ACC_STORE", "e->contents[p.view.base] = PM_HELD;", ""),
-    products_behind_zeros_get_other_registers=(
+    products_after_zeros_get_other_registers=(
         "pm_cuda_ACC_STORE",
         "e->contents[p.view.base] = PM_HELD;",
         "e->contents[p.view.base] = PM_FRESH;",
@@ -1060,7 +1060,7 @@ breaks(
         "when(state == int(start))(prologue)",
         "prologue()",
     ),
-    steady_pipelines_begin_behind_the_first=(
+    steady_pipelines_begin_after_the_first=(
         "_Pipeline._memory",
         "first = _core.where(state == int(start), fewest, 0)",
         "first = _core.where(state == int(start), fewest, fewest)",

@@ -254,7 +254,7 @@ breaks(
         "permutation(g, op, false, dims);",
         "permutation(g, op, true, dims);",
     ),
-    turned_loads_come_behind_stores=(
+    turned_loads_come_after_stores=(
         "visit_transpose",
         "const uint32_t at = position(g, load) + 1;",
         "const uint32_t at = position(g, op);",

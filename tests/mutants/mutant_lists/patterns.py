@@ -94,8 +94,8 @@ breaks(
     SCHEDULE,
     shared_tiles_stay_with_one_lane=(
         "pm_cuda_SHUFFLE_TILE",
-        'pm_line(e, "%s = %s;", x, behind_first(e, in)); pm_end_of_one_lane(e, x);',
-        'pm_line(e, "%s = %s;", x, behind_first(e, in)); pm_end(e);',
+        'pm_line(e, "%s = %s;", x, after_first(e, in)); pm_end_of_one_lane(e, x);',
+        'pm_line(e, "%s = %s;", x, after_first(e, in)); pm_end(e);',
     ),
 )
 breaks(
@@ -140,9 +140,9 @@ breaks(
         "if (!g->no_auto_barriers && p->at != ORDERED) place(p, block, k);",
         "",
     ),
-    nobody_meets_behind_source=(
+    nobody_meets_after_source=(
         "visit_inline",
-        "p->touched = p->waited = true; if (!g->no_auto_barriers) place_behind(p, block, k);",
+        "p->touched = p->waited = true; if (!g->no_auto_barriers) place_after(p, block, k);",
         "p->touched = p->waited = true;",
     ),
 )
@@ -177,7 +177,7 @@ breaks(
         "if (most && !all)",
         "if (!most)",
     ),
-    interpreted_threads_leave_a_warp_behind=(
+    interpreted_threads_leave_a_warp_after=(
         "exec_warp_map",
         "t->n_warps = WARPS;",
         "t->n_warps = WARPS - 1;",

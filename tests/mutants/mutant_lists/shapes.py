@@ -45,7 +45,7 @@ breaks(
     swaps_are_of_the_next_bit=("pm_by_shuffles", "1 << bit, 1 << bit);", "1 << bit, 2 << bit);"),
     joined_pieces_begin_at_0=("concat_registers", "f.add[dim] = start;", "f.add[dim] = 0;"),
     gathers_are_not_limited=("pm_cuda_GATHER", "pm_type_size(t) - 1));", "pm_type_size(t) - 2));"),
-    scatters_write_behind_the_end=(
+    scatters_write_after_the_end=(
         "pm_cuda_SCATTER",
         '"if (%s%sat < %lluu) st_shared<%s, 1>(%s, &x);"',
         '"if (%s%sat <= %lluu) st_shared<%s, 1>(%s, &x);"',

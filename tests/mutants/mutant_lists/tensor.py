@@ -78,7 +78,7 @@ breaks(
     CORE,
     TMEM,
     PRODUCTS,
-    loads_behind_products_that_nobody_awaited=(
+    loads_after_products_that_nobody_awaited=(
         "finished",
         "if (writes_only && !d->writes) continue;",
         "continue;",
@@ -113,7 +113,7 @@ breaks(
         "(!u->store && !writes)",
         "u->store",
     ),
-    products_behind_loads_of_who_told_nobody=(
+    products_after_loads_of_who_told_nobody=(
         "check_uses",
         "u->stage == USE_WAITED && t == own",
         "u->stage == USE_WAITED",
