@@ -53,6 +53,7 @@ class NormConfig(NamedTuple):
 
 class TensorMemoryAttentionConfig(NamedTuple):
     stages: int = 0
+    polynomials: int | None = None
 
 class TensorMemoryConfig(NamedTuple):
     tile_n: int = 256

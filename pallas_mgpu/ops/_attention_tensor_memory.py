@@ -1,14 +1,21 @@
 """Attention (forward) on Blackwell's tensor cores: scores, probabilities and O in tensor memory.
 
-A block has two tiles of 128 queries of a head. Each has a *softmax* thread; a *multiplier* issues
-all products, a *producer* fetches Q, and K and V in separate rings. For each block of keys and each
-tile the multiplier computes S = Q K; the softmax thread loads it, a row a lane, and stores the
-probabilities P over S; the multiplier adds P V to O and goes on with the next S. So the softmax of
-one tile runs under the products of the other. A commit after S covers the P V before it: a softmax
-thread that has S may also change O.
+A block has two tiles of 128 queries of a head. Each has a *softmax* thread; one *correction* thread
+changes the sums O of both. Of a fourth thread one warp, the *multiplier*, issues all products, and
+one, the *producer*, fetches Q, and K and V in separate rings.
+
+For each block of keys and each tile the multiplier computes S = Q K; the softmax thread loads it, a
+row a lane, tells the correction what earlier sums are multiplied with, and stores the probabilities
+P over S. When P is stored and O corrected, the multiplier adds P V to O and goes on with the next S.
+So the softmax of one tile runs under the products of the other. A commit after S covers the P V
+before it: whoever knows that S is there may also change O.
 
 Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which
 float16 probabilities still hold.
+
+An SM computes 16 exponentials in a clock cycle (sm_103a: 32), 128 x 128 in 1024 cycles, as long as
+the products of a tile with a head_dim of 128 take. So a share of the exponentials are polynomials:
+2^x = 2^i 2^f with an integer i, which is added to the exponent of a polynomial in f.
 
 In the end O leaves through the shared memory of the queries."""
 
@@ -31,15 +38,25 @@ _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _ROWS = 128  # of a tile
 _TILES = 2  # of a block
-_PART = 32  # columns that are worked on at a time
+_PART = 16  # columns that are worked on at a time
 _REGISTERS = 184, 72  # of a lane: of a softmax thread, of the others. With others ptxas spills
+_POLYNOMIALS = {"sm_103a": 0}  # of 32 exponentials, how many are polynomials; elsewhere:
+_POLYNOMIAL = 8
+_ROUND = _F32(1.5 * 2**23)  # added to a number, its last bits are the nearest integer
+# 2^f for -1/2 <= f <= 1/2, from the constant on; the largest relative errors are 7.5e-5, 2.6e-6
+_COEFFICIENTS = {
+    "bfloat16": (0.999928073, 0.693260986, 0.242611133, 0.0551716688),
+    "float16": (0.999999261, 0.693121815, 0.240247448, 0.0559178618, 0.00957010188),
+}
 
 
 class TensorMemoryAttentionConfig(NamedTuple):
     """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128 keys
-    each; 0: as many as fit, at most 4."""
+    each; 0: as many as fit, at most 4. ``polynomials``: of 32 exponentials, how many are computed
+    by polynomials, a multiple of 8; None: 8, on sm_103a none."""
 
     stages: int = 0
+    polynomials: int | None = None
 
 
 class _Plan:
@@ -55,6 +72,7 @@ class _Plan:
         self.clusters = x.batch * x.heads * self.q_tiles
         fit = (SMEM_BYTES // (2 * x.dim) - self.rows) // (2 * self.block)
         self.stages = min(cfg.stages or 4, fit, max(self.key_blocks, 1))
+        self.polynomials = cfg.polynomials
         self.c = _F32(x.scale * math.log2(math.e))  # exp(x) is exp2(x log2 e)
 
     def scratch(self):
@@ -77,7 +95,10 @@ class _Plan:
             "sp": plgpu.RefUnion([scores], [probabilities]),
             "out": plgpu.TMEM((_TILES, _ROWS, x.dim), jnp.float32),
             "s_ready": plgpu.Barrier(**each),
-            "p_ready": plgpu.Barrier(**each),
+            "p_ready": plgpu.Barrier(num_arrivals=2, **each),  # P is stored, O corrected
+            "factors": plgpu.SMEM((_TILES, _ROWS), _F32),  # what O is multiplied with
+            "factors_ready": plgpu.Barrier(**each),  # and P V of the block before is added
+            "factors_read": plgpu.Barrier(num_barriers=_TILES),
             "out_ready": plgpu.Barrier(**each),
             **ring("k"),
             **ring("v"),
@@ -89,11 +110,14 @@ class _Block(WarpSpecialized):
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.x = x = plan.x
+        self.x = plan.x
         (self.scores,), (self.probabilities,) = self.sp
         self.k_ring = Ring(plan.stages, self.k_full, self.k_empty)
         self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
-        t = lax.axis_index("cluster")
+
+    def locate(self):
+        """Finds the place of this block, in each role by itself: else it is kept beside scores."""
+        x, plan, t = self.x, self.plan, lax.axis_index("cluster")
         tile, self.head = lax.div(t, x.batch * x.heads), lax.rem(t, x.heads)
         self.batch = lax.rem(lax.div(t, x.heads), x.batch)
         if x.causal:  # the longest first
@@ -106,18 +130,26 @@ class _Block(WarpSpecialized):
         @pl.when(me < _TILES)
         def _():
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            self.locate()
             self.attend(me)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(me == _TILES)
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            self.multiply()
+            self.locate()
+            self.correct()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(me > _TILES)
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            self.producer()
+            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
+
+    def issue(self):
+        warp = lax.axis_index("warp")
+        self.locate()
+        pl.when(warp == 0)(self.producer)
+        pl.when(warp == 1)(self.multiply)
 
     def blocks(self):
         """Key blocks that the queries of this block see."""
@@ -218,13 +250,13 @@ class _Block(WarpSpecialized):
             new = jnp.where(grown, new, m)
             base = jnp.where(new == _MASKED, _F32(0), new * self.plan.c)
             alpha = jnp.exp2(m * self.plan.c - base)
+            self.tell(me, j, alpha)
             sums = sums * alpha
             for c in range(0, self.plan.block, _PART):  # few registers at a time
-                p = jnp.exp2(s[:, c : c + _PART] * self.plan.c - _along_rows(base, _PART))
+                p = self.exponentials(s[:, c : c + _PART], base)
                 sums = sums + jnp.sum(p, axis=1)
                 part = self.probabilities.at[me, :, c : c + _PART]
                 plgpu.async_store_tmem(part, p.astype(self.x.dtype))
-            pl.when((j > 0) & jnp.any(grown))(lambda: self.rescale(me, alpha, native))
             plgpu.commit_tmem()
             plgpu.barrier_arrive(self.p_ready.at[me])
             return new, sums
@@ -234,8 +266,39 @@ class _Block(WarpSpecialized):
         carry = column(_MASKED), column(_F32(0))
         carry = lax.fori_loop(0, whole, functools.partial(step, False), carry)
         m, sums = lax.fori_loop(whole, n, functools.partial(step, True), carry)
-        plgpu.barrier_wait(self.out_ready.at[me])
-        self.finish(me, row, m, sums, native)
+        self.tell(me, n, pl.reciprocal(sums, approx=True))
+        plgpu.barrier_wait(self.factors_read.at[me], phase=n)
+        if self.x.return_lse:
+            base = jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
+            lse = (base + jnp.log2(sums)) * _F32(math.log(2))
+            at = jnp.arange(_ROWS) + row
+            pl.store(self.lse.at[self.batch, self.head], (at,), lse, mask=at < self.x.queries)
+
+    def tell(self, me, j, factors):
+        """What the correction multiplies O with."""
+        pl.when(j > 0)(lambda: plgpu.barrier_wait(self.factors_read.at[me], phase=j - 1))
+        self.factors[me] = factors
+        plgpu.barrier_arrive(self.factors_ready.at[me])
+
+    def exponentials(self, s, base):
+        """Powers of two of scaled scores, some by polynomials."""
+        x = s * self.plan.c - _along_rows(base, _PART)
+        n = self.plan.polynomials * _PART // 32
+        if not n:
+            return jnp.exp2(x)
+        parts = [self.polynomial(x[:, :n])] + ([jnp.exp2(x[:, n:])] if n < _PART else [])
+        return jnp.concatenate(parts, axis=1)
+
+    def polynomial(self, x):
+        x = jnp.maximum(x, _F32(-126))  # so that exponents do not become negative
+        rounded = x + _ROUND
+        f = x - (rounded - _ROUND)
+        *rest, value = _COEFFICIENTS[self.x.dtype.name]
+        value = _F32(value)
+        for c in reversed(rest):
+            value = value * f + _F32(c)
+        i = lax.bitcast_convert_type(rounded, jnp.int32) << 23
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) + i, jnp.float32)
 
     def whole_blocks(self, row):
         """How many blocks have only keys that all queries of a tile see."""
@@ -251,32 +314,58 @@ class _Block(WarpSpecialized):
             keep &= col <= lax.broadcasted_iota(np.int32, s.shape, 0) + row
         return jnp.where(keep, s, _MASKED)
 
-    def rescale(self, me, alpha, layout):
+    # ---- correction
+
+    def correct(self):
+        n, native = self.blocks(), plgpu.Layout.TCGEN05_TMEM_NATIVE
+
+        def factors(i, j):
+            plgpu.barrier_wait(self.factors_ready.at[i], phase=j)
+            found = plgpu.load(self.factors.at[i], layout=native.reduce(1))
+            plgpu.barrier_arrive(self.factors_read.at[i])
+            return found
+
+        def step(j, _):
+            for i in range(_TILES):
+                alpha = factors(i, j)
+                grown = (j > 0) & jnp.any(alpha != _F32(1))
+                pl.when(grown)(lambda i=i, alpha=alpha: self.rescale(i, alpha, native))
+                plgpu.barrier_arrive(self.p_ready.at[i])
+
+        lax.fori_loop(0, n, step, None)
+        for i in range(_TILES):
+            by = factors(i, n)
+            plgpu.barrier_wait(self.out_ready.at[i])
+            self.finish(i, by, native)
+
+    def rescale(self, i, alpha, layout):
         for c in range(0, self.x.dim, _PART):
-            part = self.out.at[me, :, c : c + _PART]
+            part = self.out.at[i, :, c : c + _PART]
             value = plgpu.async_load_tmem(part, layout=layout)
             plgpu.wait_load_tmem()
             plgpu.async_store_tmem(part, value * _along_rows(alpha, _PART))
+        plgpu.commit_tmem()
 
-    def finish(self, me, row, m, sums, layout):
+    def finish(self, i, factor, layout):
         x = self.x
-        factor = pl.reciprocal(sums, approx=True)
         for c in range(0, x.dim, _PART):
-            value = plgpu.async_load_tmem(self.out.at[me, :, c : c + _PART], layout=layout)
+            value = plgpu.async_load_tmem(self.out.at[i, :, c : c + _PART], layout=layout)
             value = value * _along_rows(factor, _PART)
-            self.q_smem[me, :, c : c + _PART] = value.astype(x.dtype)
+            self.q_smem[i, :, c : c + _PART] = value.astype(x.dtype)
         plgpu.commit_smem()
-        rows = pl.ds(row, _ROWS)
-        plgpu.copy_smem_to_gmem(self.q_smem.at[me], self.o.at[self.batch, rows, self.head])
-        if x.return_lse:
-            base = jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
-            lse = (base + jnp.log2(sums)) * _F32(math.log(2))
-            at = jnp.arange(_ROWS) + row
-            pl.store(self.lse.at[self.batch, self.head], (at,), lse, mask=at < x.queries)
+        rows = pl.ds(self.row + i * _ROWS, _ROWS)
+        plgpu.copy_smem_to_gmem(self.q_smem.at[i], self.o.at[self.batch, rows, self.head])
 
 
 def _along_rows(x, width):
     return lax.broadcast_in_dim(x, (_ROWS, width), [0])
+
+
+def chosen(config, target):
+    """The config with a number of polynomials, for a target by name."""
+    if config.polynomials is not None:
+        return config
+    return config._replace(polynomials=_POLYNOMIALS.get(target, _POLYNOMIAL))
 
 
 @cached
@@ -297,8 +386,11 @@ def kernel(x, cfg, interpret):
 
 def check(config, dim):
     """ValueError, NotImplementedError for what there is no kernel for."""
-    if config.stages < 0:
-        raise ValueError(f"attention: stages are 0 or more, got {config}")
+    if config.stages < 0 or config.polynomials not in (None, *range(0, 33, 8)):
+        raise ValueError(
+            "attention: stages are 0 or more and polynomials None, 0, 8, 16, 24 or 32, got"
+            f" {config}"
+        )
     if dim not in (64, 128):
         raise NotImplementedError(
             f"attention: head_dim must be 64 or 128 on Blackwell, got {dim}; pad q, k and v with "

@@ -697,6 +697,8 @@ def attention(
     if isinstance(config, TensorMemoryAttentionConfig):
         _attention_tensor_memory.check(config, dim)
         _only_plain(scores, "on Blackwell", "plgpu.tcgen05_mma")
+        target = _core.target(q.device)["name"]
+        config = _attention_tensor_memory.chosen(config, target)
         return _attention_tensor_memory.kernel(problem, config, interpret)
     config = config or choose(queries, dim, bool(causal), scores)
     _check_config(config)

@@ -5,19 +5,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import pallas_mgpu as plgpu
 from pallas_mgpu.machine.run import run as run_on_machine
 from pallas_mgpu.ops import TensorMemoryAttentionConfig, attention
 
 f16, bf16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
-CASES = {  # batch, queries, heads, head_dim, keys, heads of keys; dtype, stages, options
-    "one tile": ((1, 128, 1, 64, 128, 1), f16, 0, {}),
-    "few queries": ((1, 3, 2, 128, 300, 1), bf16, 0, {"return_lse": True}),
-    "ragged": ((1, 300, 2, 64, 400, 1), f16, 0, {"return_lse": True}),
-    "causal": ((2, 520, 2, 128, 520, 2), f16, 2, {"causal": True, "return_lse": True}),
-    "causal, more keys": ((1, 130, 2, 128, 700, 1), bf16, 1, {"causal": True}),
-    "causal, more queries": ((1, 300, 1, 64, 90, 1), f16, 0, {"causal": True, "return_lse": True}),
-    "scale": ((1, 256, 2, 64, 384, 2), bf16, 3, {"scale": 0.7}),
+CASES = {  # batch, queries, heads, head_dim, keys, heads of keys; dtype, config, options
+    "one tile": ((1, 128, 1, 64, 128, 1), f16, (), {}),
+    "few queries": ((1, 3, 2, 128, 300, 1), bf16, (0, 32), {"return_lse": True}),
+    "ragged": ((1, 300, 2, 64, 400, 1), f16, (0, 16), {"return_lse": True}),
+    "causal": ((2, 520, 2, 128, 520, 2), f16, (2, 0), {"causal": True, "return_lse": True}),
+    "causal, more keys": ((1, 130, 2, 128, 700, 1), bf16, (1,), {"causal": True}),
+    "causal, more queries": (
+        (1, 300, 1, 64, 90, 1),
+        f16,
+        (0, 24),
+        {"causal": True, "return_lse": True},
+    ),
+    "scale": ((1, 256, 2, 64, 384, 2), bf16, (3,), {"scale": 0.7}),
 }
 
 
@@ -52,10 +58,10 @@ def compare(got, want, dtype):
 
 @pytest.mark.parametrize("name", CASES)
 def test_results(name, rng):
-    shape, dtype, stages, options = CASES[name]
+    shape, dtype, config, options = CASES[name]
     q, k, v = operands(rng, shape, dtype)
     want = expected(q, k, v, **options)
-    how = dict(config=TensorMemoryAttentionConfig(stages), **options)
+    how = dict(config=TensorMemoryAttentionConfig(*config), **options)
     f = attention.kernel(q, k, v, **how)
     lowered = f.lower(q, k, v, target="sm_100a")
     for seed in range(2):
@@ -67,7 +73,8 @@ def test_results(name, rng):
     for target in ("sm_100a", "sm_103a"):
         used = f.lower(q, k, v, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
-    got = attention(q, k, v, **how, interpret=True)
+    races = plgpu.InterpretParams(detect_races=True, seed=1)
+    got = attention(q, k, v, **how, interpret=races)
     compare(got if options.get("return_lse") else [got], want, dtype)
 
 
@@ -77,3 +84,5 @@ def test_refusals(rng):
         attention.kernel(q, k, v, config=TensorMemoryAttentionConfig())
     with pytest.raises(ValueError, match="stages are 0 or more"):
         attention.kernel(q, k, v, config=TensorMemoryAttentionConfig(-1))
+    with pytest.raises(ValueError, match="polynomials None, 0, 8"):
+        attention.kernel(q, k, v, config=TensorMemoryAttentionConfig(0, 4))
