@@ -84,9 +84,12 @@ def run_steps(body, grid, steps, ins, outs, init_carry, names, moved, traced):
         def finish():
             last = _core.as_array(steps - 1, "int32")
             for o in stored:
+                if not o.variant:
+                    store(o, last)
+                    continue
                 # what is revisited at the last step was stored before
                 again = (last > 0) & ~moved(o, o.index(unravel(last, grid)), last)
-                when(again)(lambda o=o: store(o, last)) if o.variant else store(o, last)
+                when(again)(lambda o=o: store(o, last))
 
         if stored and isinstance(steps, int):
             finish()

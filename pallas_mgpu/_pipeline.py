@@ -239,10 +239,13 @@ def emit_pipeline(
     body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1, init_carry=None
 ):
     """Make a software pipeline: ``pipeline(*gmem_refs)`` runs ``body`` over ``grid`` with staged
-    blocks (Hopper).
+    blocks.
 
     The body is ``body(indices, *in_refs, *out_refs)``. With ``init_carry`` it is
     ``body(..., carry) -> carry``, and the pipeline returns the final carry.
+
+    TMA copies on Hopper and newer; on sm_80, sm_86 and sm_89 cp.async brings the inputs, and the
+    lanes store the outputs, after the body of their step.
 
     ``grid``: ints or int32 scalars; the last axis is the fastest.
     ``in_specs``, ``out_specs``: flat sequences of BlockSpec, one for each ref.

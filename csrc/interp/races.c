@@ -122,6 +122,8 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
     default:
       if (b->maker == TENSOR_CORE) {
         snprintf(buf, n, "wgmma_wait() before the first, or issue the product after it");
+      } else if (b->maker == CP_ASYNC) {
+        snprintf(buf, n, "wait_gmem_to_smem() before the first, or issue the copy after it");
       } else if (tma && b->i->mem3) {
         snprintf(buf, n, "wait on barrier '%s' before the first, or issue the copy after it",
                  b->i->mem3->name);

@@ -1,11 +1,16 @@
 """Ready kernels, written in the public language alone."""
 
 from .adamw import adamw
-from .attention import AttentionConfig, TensorMemoryAttentionConfig, attention
+from .attention import (
+    AttentionConfig,
+    MmaAttentionConfig,
+    TensorMemoryAttentionConfig,
+    attention,
+)
 from .attention_backward import AttentionBackwardConfig, attention_backward
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
-from .matmul import FewRowsConfig, MatmulConfig, TensorMemoryConfig, matmul
+from .matmul import FewRowsConfig, MatmulConfig, MmaConfig, TensorMemoryConfig, matmul
 from .mixed import MixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
 from .norms_backward import (
@@ -24,6 +29,8 @@ __all__ = [
     "FewRowsConfig",
     "MatmulConfig",
     "MixedConfig",
+    "MmaAttentionConfig",
+    "MmaConfig",
     "NormConfig",
     "RaggedConfig",
     "TensorMemoryAttentionConfig",

@@ -51,6 +51,18 @@ class NormConfig(NamedTuple):
     consumers: int = 2
     programs: int = 0
 
+class MmaAttentionConfig(NamedTuple):
+    rows: int = 64
+    block: int = 64
+    stages: int = 2
+
+class MmaConfig(NamedTuple):
+    tile_m: int = 128
+    tile_n: int = 128
+    step: int = 32
+    stages: int = 0
+    group: int = 8
+
 class TensorMemoryAttentionConfig(NamedTuple):
     stages: int = 0
     polynomials: int | None = None
@@ -81,7 +93,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
-    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | MmaAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -97,7 +109,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
-    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | MmaAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -113,7 +125,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
-    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | MmaAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -129,7 +141,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
-    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | MmaAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -232,7 +244,7 @@ def matmul(
     transpose_b: bool = False,
     scale_a: np.ndarray | None = None,
     scale_b: np.ndarray | None = None,
-    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | MmaConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
@@ -252,7 +264,7 @@ def matmul(
     transpose_b: bool = False,
     scale_a: A | None = None,
     scale_b: A | None = None,
-    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | MmaConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,

@@ -6,8 +6,8 @@ one, the *producer*, fetches Q, and K and V in separate rings.
 
 For each block of keys and each tile the multiplier computes S = Q K; the softmax thread loads it, a
 row a lane, tells the correction what earlier sums are multiplied with, and stores the probabilities
-P over S. When P is stored and O corrected, the multiplier adds P V to O and goes on with the next S.
-So the softmax of one tile runs under the products of the other. A commit after S covers the P V
+P over S. When P is stored and O corrected, the multiplier adds P V to O and goes on with the next
+S. So the softmax of one tile runs under the products of the other. A commit after S covers the P V
 before it: whoever knows that S is there may also change O.
 
 Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which

@@ -149,9 +149,12 @@ class _Block:
             whole = jnp.minimum(self.row // cfg.block, whole)
         rows = self.q.at[self.b, pl.ds(self.row, cfg.rows), self.head]
         fetch(jnp.int32(0) == 0, self.full("q", 0), (rows, self.q_smem))
-        for s in range(cfg.stages - 1):
+
+        def first(s, _):
             for which in "kv":
-                self.fetch_keys(which, jnp.int32(s), jnp.int32(s) < blocks)
+                self.fetch_keys(which, s, s < blocks)
+
+        lax.fori_loop(0, cfg.stages - 1, first, None)
         q = None
         if x.dim < 256:  # there are registers for it
             await_fetch(self.full("q", 0), 0, 2 * (cfg.stages - 1))
@@ -178,7 +181,7 @@ class _Block:
         out = out * _along_rows(pl.reciprocal(sums, approx=True), x.dim)
         self.q_smem[...] = out.astype(x.dtype)
         layout = plgpu.Layout.WG_STRIDED((cfg.rows, x.dim), vec_size=8)
-        value = plgpu.load(self.q_smem, (), layout=layout)
+        value = plgpu.load(self.q_smem, layout=layout)
         inside = x.queries % cfg.rows == 0
         if inside:
             self.o[self.b, rows, self.head] = value
@@ -213,6 +216,7 @@ def kernel(x, cfg, target, interpret):
     """The kernel for a Problem. target: name of the GPU it is planned for."""
     gpu = _core.target(target)
     check(cfg, x.dim, gpu)
+    cfg = cfg._replace(stages=min(cfg.stages, pl.cdiv(x.keys, cfg.block) + 1))
     by_tma = "CP_ASYNC" not in gpu["features"]
 
     def body(q, k, v, o, lse=None, **scratch):

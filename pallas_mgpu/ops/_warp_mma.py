@@ -82,7 +82,7 @@ class _Plan:
         self.chunk = 128 // x.out_dtype.itemsize  # columns that are stored at once
         slot = (cfg.tile_m + cfg.tile_n) * cfg.step * x.dtypes[0].itemsize
         most = (room_of_block(target) - 256) // slot
-        self.stages = cfg.stages or max(2, min(most, 8, max(self.steps, 2)))
+        self.stages = min(cfg.stages or max(2, min(most, 8)), self.steps + 1)
         if self.stages * slot + 256 > target["smem"]:
             raise ValueError(
                 f"matmul: {self.stages} slots of {slot} bytes exceed the {target['smem']} bytes of"
@@ -144,8 +144,7 @@ class _Block:
 
     def multiply(self):
         p, x, cfg = self.plan, self.x, self.cfg
-        for s in range(p.stages - 1):
-            self.fetch(jnp.int32(s), jnp.int32(s) < p.steps)
+        lax.fori_loop(0, p.stages - 1, lambda s, _: self.fetch(s, s < p.steps), None)
 
         def step(s, acc):
             self.wait(s)
@@ -179,7 +178,7 @@ class _Block:
             if x.activation is not None:
                 value = x.activation(value)
             self.o_smem[...] = value.astype(x.out_dtype)
-            value = plgpu.load(self.o_smem, (), layout=stored)
+            value = plgpu.load(self.o_smem, layout=stored)
             self.put(rows, cols, value)
 
     def put(self, rows, cols, value):

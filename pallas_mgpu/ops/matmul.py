@@ -751,7 +751,7 @@ def matmul(
     accumulate=False,
     interpret=None,
 ):
-    """``activation(a @ b + bias)`` with float32 accumulation (Hopper, Blackwell).
+    """``activation(a @ b + bias)`` with float32 accumulation.
 
     a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; row-major,
     any M, N, K; both float16 or bfloat16, or both 8-bit floats, float8_e4m3fn or float8_e5m2, also
@@ -759,7 +759,8 @@ def matmul(
     function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or
     float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a :class:`MatmulConfig`,
     for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell a
-    :class:`TensorMemoryConfig`; chosen from the shape by default. out: a preallocated result.
+    :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a, which take 16-bit floats alone,
+    a :class:`MmaConfig`; chosen from the shape by default. out: a preallocated result.
 
     scale_a, scale_b: float32 arrays that 8-bit operands are multiplied with, None for ones. One
     number, of shape (), (1,) or (1, 1); or one for each row of the product, (M,) or (M, 1), and

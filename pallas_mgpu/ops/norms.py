@@ -633,7 +633,7 @@ def softmax(
     deterministic=False,
     interpret=None,
 ):
-    """``exp(x - max(x)) / sum(exp(x - max(x)))`` along an axis, computed in float32 (Hopper).
+    """``exp(x - max(x)) / sum(exp(x - max(x)))`` along an axis, computed in float32.
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: an int;
     the last one is fastest. out_dtype: one of the same dtypes, that of ``x`` by default. config: a
@@ -663,8 +663,7 @@ def rms_norm(
     deterministic=False,
     interpret=None,
 ):
-    """``x / sqrt(mean(x * x) + eps) * weight`` of the rows of the last axis, computed in float32
-    (Hopper).
+    """``x / sqrt(mean(x * x) + eps) * weight`` of the rows of the last axis, computed in float32.
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight: one
     number for each element of a row, any of these dtypes; None for ones. out_dtype: one of these
@@ -694,7 +693,7 @@ def layer_norm(
     interpret=None,
 ):
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` of the rows of the last axis, computed
-    in float32 (Hopper).
+    in float32.
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight, bias:
     one number for each element of a row, any of these dtypes; None for ones and zeros. out_dtype:

@@ -128,6 +128,22 @@ def test_refused(case):
     assert line in source[number - 1]
 
 
+def test_launches_that_never_overlap():
+    """Earlier kernels are finished when one starts: there is nothing to wait for."""
+    low = kernel(overlaps, S((64,), np.float16)).lower
+    for target in TARGETS:
+        text = low(S((64,), np.float16), target=target).as_text("cuda")
+        assert ("griddepcontrol" in text) == ("PDL" in _core.target(target)["features"])
+
+
+def test_copies_without_clusters():
+    """ptxas turns .shared::cluster on sm_120a into a check with a call, which takes a stack."""
+    k = kernel(alloc(HALF, plgpu.Barrier())(copies_in), S((64, 64), np.float16))
+    low = k.lower(S((64, 64), np.float16), target="sm_120a")
+    assert "shared::cluster" not in low.as_text("ptx")
+    assert low.resources()["stack_bytes"] == 0
+
+
 def test_cluster_of_a_target():
     for target in ("sm_89", "sm_120a"):
         k = kernel(add_one, S((64,), np.float32), cluster=(2,), cluster_names=("c",))
