@@ -387,7 +387,6 @@ class SpmdKernel:
 
     def _call_rank(self, args, out):
         torch, dist = _torch(), _torch(".distributed")
-        group = self.mesh.group
         self.mesh._watch.check()
         if not all(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             raise TypeError(f"{self.definition.name}: CUDA tensors of this process are needed")
@@ -406,11 +405,11 @@ class SpmdKernel:
         arrays = [*args, *made]
         signature = tuple((tuple(x.shape), str(x.dtype)) for x in arrays)
         if signature not in self.checked:
-            self._agree(signature, group)
+            self._agree(signature)
             self.checked.add(signature)
         tables = [_peers_of(x) for x in arrays]
         stream = torch.cuda.current_stream().cuda_stream
-        rank = dist.get_rank(group)
+        rank = dist.get_rank(self.mesh.group)
         _core.mesh_launch(
             self.kernel,
             rank,
@@ -424,16 +423,22 @@ class SpmdKernel:
         )
         return made[0] if self.definition.wrapped else self.definition.out_container(made)
 
-    def _agree(self, signature, group):
+    def _agree(self, signature):
         """ValueError unless all ranks call with arrays of the same shapes and dtypes."""
-        dist = _torch(".distributed")
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, signature, group=group)
+        dist, control = _torch(".distributed"), self.mesh._watch.control
+        everyone = [None] * self.mesh.size
+        name = self.definition.name
+        try:
+            dist.all_gather_object(everyone, signature, group=control)
+        except RuntimeError as e:
+            why = f"rank {dist.get_rank(self.mesh.group)} calls {name} with arrays {signature}"
+            why = f"{why}, which were new to it, and not all ranks did so in time ({e})"
+            self.mesh._watch.end(why)
+            raise ValueError(why) from None
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise ValueError(
-                    f"{self.definition.name}: ranks 0 and {rank} call with other arrays:"
-                    f" {everyone[0]} and {other}"
+                    f"{name}: ranks 0 and {rank} call with other arrays: {everyone[0]} and {other}"
                 )
 
     def _counters(self, words):

@@ -11,6 +11,7 @@ of those on the same host, by file descriptors of the processes."""
 
 import atexit
 import contextlib
+import datetime
 import importlib
 import os
 import select
@@ -22,13 +23,14 @@ from ._names import show
 
 _LEAVE = 5000  # milliseconds that kernels may go on when the interpreter exits
 _known: dict = {}  # what describes a mesh: its watch
+_control: dict = {}  # (group, timeout): a group of the same processes that meets on the CPU
 
 
 class Watch:
     """That of one mesh. The number of `_core.mesh_watch` is made for the first launch."""
 
-    def __init__(self, devices, timeout):
-        self.devices, self.timeout = devices, timeout
+    def __init__(self, devices, timeout, control=None):
+        self.devices, self.timeout, self.control = devices, timeout, control
         self.number, self.why = 0, None
 
     def __repr__(self):
@@ -83,13 +85,36 @@ def watch_of(what, n, group, timeout):
     key = (*what, timeout)
     found = _known.get(key)
     usable = found is not None and not found.is_over()
-    processes = _processes(group, usable) if group is not None else []
+    control, processes = _meet(group, timeout, usable) if group is not None else (None, [])
     if usable and all(p["usable"] for p in processes):
         return found
-    made = _known[key] = Watch(n, timeout)
+    made = _known[key] = Watch(n, timeout, control)
     if n > 1:
         _follow(made, processes)
     return made
+
+
+def _control_of(group, timeout):
+    """A group of the same processes, whose meetings need no GPU and end in time."""
+    dist = importlib.import_module("torch.distributed")
+    if (group, timeout) not in _control:
+        after = datetime.timedelta(seconds=timeout) if timeout else None
+        ranks = dist.get_process_group_ranks(group)
+        _control[group, timeout] = dist.new_group(
+            ranks, after, "gloo", use_local_synchronization=len(ranks) < dist.get_world_size()
+        )
+    return _control[group, timeout]
+
+
+def _meet(group, timeout, usable):
+    """That group, a new one if the old one is broken, and what its processes say."""
+    try:
+        control = _control_of(group, timeout)
+        return control, _processes(control, usable)
+    except RuntimeError:
+        del _control[group, timeout]
+        control = _control_of(group, timeout)
+        return control, _processes(control, False)
 
 
 def _processes(group, usable):
