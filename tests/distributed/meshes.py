@@ -2,6 +2,8 @@
 detector, while NVRTC compiles the program for sm_90a; the program on the
 emulated machine; or on GPUs, of which one may stand for all devices."""
 
+import socket
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,12 @@ from pallas_mgpu import _core
 
 GPUS = len(_core.system_info()["devices"])
 on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def gpus(n):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed.meshes import GPUS, free_port
 
 import pallas_mgpu as plgpu
 
@@ -39,3 +40,33 @@ def test_two_processes_without_gpus(tmp_path):
     subprocess.run([*library, HERE.parent / "runtime" / "fake_cuda.c"], check=True)
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]))
     run(HERE / "fake_ranks.py", LD_LIBRARY_PATH=paths, PALLAS_MGPU_BACKEND="auto")
+
+
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@needs_torch
+@two_gpus
+@pytest.mark.parametrize("case", ["collectives", "products", "graphs", "late"])
+def test_torchrun(case):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", GPUS, "--standalone"]
+    run(*torchrun, HERE / "gpu_ranks.py", case)
+
+
+@pytest.mark.gpu
+@needs_torch
+@two_gpus
+def test_a_killed_rank():
+    """The ranks are started here, as torchrun would end the others by itself."""
+    env = {**os.environ, "PYTHONPATH": str(Path(plgpu.__file__).parent.parent)}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, HERE / "gpu_ranks.py", "killed"]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(r)}) for r in range(2)]
+    try:
+        assert ranks[1].wait(120) == -9
+        assert ranks[0].wait(15) == 0
+    finally:
+        for p in ranks:
+            p.kill()
+            p.wait()

@@ -3,6 +3,7 @@ The launch path of it is in runtime/fake_driver.py (case_mesh_watch)."""
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from distributed.meshes import struct
+from distributed.meshes import free_port, gpus, struct
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -76,6 +77,35 @@ def test_cost_of_watched_waits():
     assert "trap" not in lowered.as_text("ptx")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_kernel_that_waits_for_ever(takes):
+    """It ends after the timeout, the error says what it waited for, and a new mesh works."""
+    kernel = lambda leaves: plgpu.kernel(  # noqa: E731
+        lambda x, y, words, arrived: ring(x, y, words, arrived, leaves, takes),
+        out_type=(struct((64,)), struct((2, 2), np.int32)),
+        scratch_types=[REGULAR((4,))],
+    )
+    for _ in range(2):
+        mesh = plgpu.DeviceMesh((2,), "d", devices=gpus(2), timeout=1)
+        x, words = (
+            [plgpu.device_put(a, d) for d in mesh.devices]
+            for a in (np.zeros(64, np.float32), np.zeros((2, 2), np.int32))
+        )
+        y, _ = plgpu.spmd(kernel(False), mesh)(x, out=(None, words))
+        assert (y[1].numpy() == 1).all()
+        f = plgpu.spmd(kernel(True), mesh)
+        start = time.time()
+        y, _ = f(x, out=(None, words))
+        with pytest.raises(plgpu.DeadlockError, match="lasted longer than the timeout") as e:
+            y[0].numpy()
+        assert 0.9 < time.time() - start < 10
+        text = r"rank 0, kernel \w+: semaphore_wait of element 2 of .*, which is 0, for 1 or more"
+        assert re.search(text, str(e.value)) and "test_watch.py:" in str(e.value)
+        with pytest.raises(plgpu.DeadlockError, match="Make a new DeviceMesh"):
+            f(x, out=(None, words))
+
+
 RANK = """
 import os, sys, time
 import torch.distributed as dist
@@ -107,11 +137,7 @@ os._exit(0)
 def test_a_killed_process():
     """torchrun's processes, of which one is killed: the others know it at once."""
     command = [sys.executable, "-c", RANK]
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + os.getpid() % 20000),
-    }
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)
