@@ -1,7 +1,7 @@
 """What needs two GPUs or more: `python tests/run_several_gpus.py`, on a machine with them.
 
-Runs the tests of `tests/distributed` on GPUs, in one process and by torchrun, and then the benchmark
-of collectives and products. Prints the benchmark's table last. Ends in about 15 minutes."""
+Runs the tests of `tests/distributed` on GPUs, in one process and by torchrun, and then the
+benchmark of collectives and products. Prints its table last. Ends in about 15 minutes."""
 
 import subprocess
 import sys
