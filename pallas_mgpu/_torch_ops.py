@@ -613,6 +613,69 @@ def gated_linear_unit_backward(
     return (found, gate.new_empty((0,))) if up is None else found
 
 
+def _gated_matmul_fake(x, w, activation="silu", transpose_b=False):
+    return x.new_empty((x.shape[0], w.shape[0 if transpose_b else 1] // 2))
+
+
+def _gated_products_fake(x, w, activation="silu", transpose_b=False):
+    n = w.shape[0 if transpose_b else 1]
+    return x.new_empty((x.shape[0], n // 2)), x.new_empty((x.shape[0], n))
+
+
+def _gated_matmul_setup(ctx, inputs, output):
+    x, w, ctx.activation, ctx.tb = inputs
+    both = None
+    if isinstance(output, tuple):
+        both = output[1]
+        ctx.mark_non_differentiable(both)
+    ctx.save_for_backward(x, w, both)
+
+
+def _gated_matmul_backward(ctx, grad, *_):
+    x, w, both = ctx.saved_tensors
+    dx = dw = None
+    if both is None:  # the products are computed again
+        both = matmul(x, w, transpose_b=ctx.tb)
+    g, _ = gated_linear_unit_backward(grad, both, None, ctx.activation)
+    if ctx.needs_input_grad[0]:
+        dx = matmul(g, w, transpose_b=not ctx.tb)
+    if ctx.needs_input_grad[1]:
+        dw = matmul(*((g, x) if ctx.tb else (x, g)), transpose_a=True)
+    return dx, dw, None, None
+
+
+@_operator(_gated_products_fake, (_gated_matmul_setup, _gated_matmul_backward), ("x", "w"))
+def gated_matmul_products(
+    x: Tensor, w: Tensor, activation: str = "silu", transpose_b: bool = False
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"transpose_b": transpose_b, "return_products": True}
+    return ops.gated_matmul(x, w, activation=activation, **options)
+
+
+@_operator(
+    _gated_matmul_fake,
+    (_gated_matmul_setup, _gated_matmul_backward),
+    ("x", "w"),
+    "gated_matmul",
+)
+def _gated_alone(
+    x: Tensor, w: Tensor, activation: str = "silu", transpose_b: bool = False
+) -> Tensor:
+    return ops.gated_matmul(x, w, activation=activation, transpose_b=transpose_b)
+
+
+def gated_matmul(x, w, activation="silu", transpose_b=False):
+    """:func:`pallas_mgpu.ops.gated_matmul` of one array with both weights. Where gradients are
+    wanted the kernel also stores the products, instead of computing them again."""
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        return gated_matmul_products(x, w, activation, transpose_b)[0]
+    return _gated_alone(x, w, activation, transpose_b)
+
+
+gated_matmul.op = _gated_alone.op  # type: ignore[attr-defined]
+_MADE["gated_matmul"] = gated_matmul
+
+
 def _rotary_fake(x, cos, sin, inverse=False):
     return _like(x)
 

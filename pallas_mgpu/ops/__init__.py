@@ -10,6 +10,7 @@ from .attention import (
 from .attention_backward import AttentionBackwardConfig, attention_backward
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
+from .gated_matmul import gated_matmul
 from .matmul import FewRowsConfig, MatmulConfig, MmaConfig, TensorMemoryConfig, matmul
 from .mixed import MixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
@@ -44,6 +45,7 @@ __all__ = [
     "dequantize",
     "gated_linear_unit",
     "gated_linear_unit_backward",
+    "gated_matmul",
     "layer_norm",
     "layer_norm_backward",
     "matmul",

@@ -478,6 +478,19 @@ def test_gated_linear_unit():
     compare(lambda x: ops.gated_linear_unit(x, activation="gelu"), geglu, both)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gated_matmul(transposed):
+    def theirs(x, w):
+        g, u = (x @ (w.t() if transposed else w)).chunk(2, -1)
+        return F.silu(g) * u
+
+    x, w = half(20, 72), half(72, 2 * 48) * 0.1
+    w = w.t().contiguous() if transposed else w
+    compare(lambda x, w: pt.gated_matmul(x, w, transpose_b=transposed), theirs, x, w)
+    compare(lambda x, w: ops.gated_matmul(x, w, transpose_b=transposed), theirs, x, w)
+    compare(lambda x, w: P.gated_matmul(x, w, "silu", transposed), theirs, x, w)
+
+
 def test_rotary():
     angles = torch.rand(10, 16)
 
@@ -550,6 +563,8 @@ def checked():
         "layer_norm_backward": (plain, plain, w.detach(), None, True),
         "softmax_backward": (plain, plain),
         "gated_linear_unit": (x,),
+        "gated_matmul": (a, b),
+        "gated_matmul_products": (a, b, "gelu"),
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
         "cross_entropy_lse": (x, torch.randint(0, 130, (6,))),
         "linear_cross_entropy_gradients": (a, b.detach().t().contiguous(), torch.arange(20)),

@@ -1,0 +1,231 @@
+"""A product with two weights and a gated linear unit in one kernel:
+activation(x @ gate) * (x @ up).
+
+It is the kernel of `matmul` with other tiles of B: half of their columns are the gate's, the other
+half the same columns of up. So a consumer has both factors of an element in the same lane, and the
+epilogue multiplies them. The weights are two arrays, or the halves of the columns of one; neither
+is copied. On request both products are stored, too, for the gradient.
+
+The gradients are those of the unit (`gated_linear_unit_backward`), then two products."""
+
+import functools
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, lax, pl
+from pallas_mgpu._caches import cached
+
+from . import _tensor_memory, _warp_mma
+from ._common import overlap_launches, store, swizzled, warp_specialized
+from ._padding import padding_of, with_padding
+from .gated import _SLOPES, gated_linear_unit
+from .matmul import MatmulConfig, Product, _Block, _KernelPlan, choose, matmul
+
+_NAME = "gated_matmul"
+
+
+class _GatedPlan(_KernelPlan):
+    """Tiles have tile_n // 2 columns of the result."""
+
+    def __init__(self, x, cfg, sms, activation, packed, products):
+        """x: the product with both weights, of 2 N columns."""
+        super().__init__(x, cfg, sms)
+        self.activation, self.packed, self.products = activation, packed, products
+        self.n, self.half = x.n // 2, self.cols // 2
+        # does up begin where TMA can begin to read rows?
+        self.aligned = x.tb or not packed or self.n * x.dtypes[1].itemsize % 16 == 0
+        self.by_tma = self.n * x.out_dtype.itemsize % 16 == 0
+
+    def scratch(self):
+        x, found = self.x, super().scratch()
+        shape = (self.consumers, self.buffers, 64, self.chunk)
+        transforms = swizzled(self.chunk, x.out_dtype)
+        found["o_smem"] = plgpu.SMEM(shape, x.out_dtype, transforms=transforms)
+        found["full"] = plgpu.Barrier(num_arrivals=3, num_barriers=self.stages)
+        return found
+
+
+class _Gated(_Block):
+    """One block of the kernel, while it is traced."""
+
+    def weight(self, h, along_k, col):
+        """A tile of the gate (h = 0) or of up. Columns beyond the gate's are not stored."""
+        p, b = self.plan, self.b
+        if p.packed:
+            col = col + h * p.n
+        elif h:
+            b = self.up
+        along_n = pl.ds(col, p.half)
+        return b.at[(along_n, along_k) if self.x.tb else (along_k, along_n)]
+
+    def fetch_tile(self, t, it0):
+        p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
+        row, col = self.origin(t)
+        along_m, col = pl.ds(row, p.rows), col // 2
+        place = self.order(it0)
+
+        def fetch(s, _):
+            it = it0 + s
+            slot = ring.slot(it)
+            along_k = pl.ds(place(s) * step, step)
+            ring.acquire(it)
+            plgpu.copy_gmem_to_smem(
+                self.a.at[along_m, along_k],
+                self.a_smem.at[slot],
+                self.full.at[slot],
+                collective_axes="cn" if "cn" in p.axes else None,
+            )
+            for h in range(2):
+                columns, by_tma = pl.ds(h * p.half, p.half), p.aligned or not h
+                plgpu.copy_gmem_to_smem(
+                    self.weight(h, along_k, col),
+                    self.b_smem.at[(slot, columns) if x.tb else (slot, slice(None), columns)],
+                    self.full.at[slot],
+                    collective_axes="cm" if "cm" in p.axes and by_tma else None,
+                    engine=None if by_tma else "plain",
+                )
+
+        lax.fori_loop(0, p.steps, fetch, None)
+        return it0 + p.steps
+
+    def multiply_tile(self, me, scales, t, it0):
+        row, col = self.origin(t)
+        (value,), _ = self.sum(me, it0)
+        self.finish(me, value, pl.ds(row + me * 64, 64), col // 2)
+        return it0 + self.plan.steps
+
+    def finish(self, me, value, rows, col):
+        p, number = self.plan, 0
+        for c in range(0, p.half, p.chunk):
+            gate, up = (value[:, h + c : h + c + p.chunk] for h in (0, p.half))
+            columns = pl.ds(col + c, p.chunk)
+            found = [(p.activation(gate)[0] * up, self.o.at[rows, columns])]
+            if p.products:
+                both = self.both.reshape((self.x.m, 2, p.n))
+                found += [(v, both.at[rows, h, columns]) for h, v in enumerate((gate, up))]
+            for part, there in found:
+                plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+                how = {"engine": None if p.by_tma else "plain"}
+                buffer = self.o_smem.at[me, number % p.buffers]
+                store(buffer, part.astype(self.x.out_dtype), there, **how)
+                number += 1
+
+
+@cached
+def _kernel(x, cfg, sms, activation, packed, products, interpret):
+    plan = _GatedPlan(x, cfg, sms, _SLOPES[activation], packed, products)
+
+    def body(a, b, *refs, **scratch):
+        overlap_launches()
+        names = ["up"] * (not packed) + ["o"] + ["both"] * products
+        named = dict(a=a, b=b, bias=None) | dict(zip(names, refs, strict=True))
+        _Gated(plan, named | scratch).run()
+
+    out = plgpu.ShapeDtypeStruct((x.m, plan.n), x.out_dtype)
+    both = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    return warp_specialized(
+        body,
+        plan,
+        (out, both) if products else out,
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=_NAME,
+    )
+
+
+class _Apart:
+    """The same by kernels of their own, for GPUs without wgmma."""
+
+    def __init__(self, activation, transposed, products, interpret):
+        self.products = products
+        how = {"interpret": interpret}
+        self.matmul = functools.partial(matmul, transpose_b=transposed, **how)
+        self.unit = functools.partial(gated_linear_unit, activation=activation, **how)
+
+    def __call__(self, x, w, out=None, stream=None):
+        out, both = out if self.products and out is not None else (out, None)
+        both = self.matmul(x, w, out=both, stream=stream)
+        found = self.unit(both, out=out, stream=stream)
+        return (found, both) if self.products else found
+
+
+def _choose(m, n, k, sms, transposed):
+    """A tiling of the product whose tiles have two halves of 64 columns at least."""
+    found = choose(m, 2 * n, k, sms, False, transposed)
+    if isinstance(found, MatmulConfig) and found.split == 1 and found.tile_n in (128, 256):
+        return found
+    return MatmulConfig(1, 128, cluster=1) if m <= 64 or n <= 64 else MatmulConfig(2, 256)
+
+
+def _checked(x, w, up, activation, transposed):
+    """The product with both weights."""
+    name = _NAME
+    if activation not in _SLOPES:
+        raise ValueError(
+            f"{name}: activation must be one of {', '.join(_SLOPES)}, got {activation!r}"
+        )
+    for what, a in (("x", x), ("w", w), ("up", up)):
+        if a is not None and (a.dtype.name not in ("float16", "bfloat16") or a.dtype != x.dtype):
+            raise TypeError(
+                f"{name}: x and the weights must all be float16 or all bfloat16; {what} is"
+                f" {a.dtype}"
+            )
+        if a is not None and (a.ndim != 2 or 0 in a.shape):
+            raise ValueError(f"{name}: {what} must have two dims and elements, got {a.shape}")
+    (m, k), (n, k2) = x.shape, w.shape if transposed else w.shape[::-1]
+    if k != k2:
+        raise ValueError(f"{name}: the inner dims differ, {k} and {k2}")
+    if up is not None and up.shape != w.shape:
+        raise ValueError(f"{name}: up must have the shape of w, {w.shape}, got {up.shape}")
+    if up is None and n % 2:
+        raise ValueError(f"{name}: without up, w has two halves of columns; it has {n} columns")
+    n = n if up is None else 2 * n
+    return Product(m, n, k, (x.dtype, x.dtype), x.dtype, False, transposed)
+
+
+@plgpu.specialize(in_place=False)
+def gated_matmul(
+    x,
+    w,
+    up=None,
+    *,
+    activation="silu",
+    transpose_b=False,
+    return_products=False,
+    config=None,
+    interpret=None,
+):
+    """``activation(x @ w) * (x @ up)`` in one kernel, accumulated in float32 (Hopper): SwiGLU,
+    GeGLU and others.
+
+    x: (M, K); w, up: (K, N) each, or ``w`` alone, whose columns are both, gate first: (K, 2 N);
+    with transpose_b (N, K) or (2 N, K). All float16 or all bfloat16; any M, N, K. activation:
+    "silu", "gelu" (by tanh), "relu" or "sigmoid". return_products: also return both products,
+    (M, 2 N), which :func:`gated_linear_unit_backward` takes. config: a :class:`MatmulConfig` of the
+    product with both weights, with a tile_n of 128 or 256 and a split of 1. Elsewhere than on
+    Hopper two kernels do the same, for ``w`` alone.
+
+    Returns (M, N), or the pair of it and the products, of the caller's kind of array. TypeError,
+    ValueError for other dtypes and shapes.
+    """
+    transposed = bool(transpose_b)
+    product = _checked(x, w, up, activation, transposed)
+    if _tensor_memory.runs_here(x.device) or _warp_mma.runs_here(x.device):
+        if up is not None or config is not None:
+            raise NotImplementedError(
+                f"{_NAME}: up= and config= on {_core.target(x.device)['name']}; pass both weights"
+                " as one array"
+            )
+        return _Apart(activation, transposed, bool(return_products), interpret)
+    sms, n = plgpu.sm_count(x.device), product.n // 2
+    config = config or _choose(product.m, n, product.k, sms, transposed)
+    fits = isinstance(config, MatmulConfig) and config.split == 1 and config.step in (64, 128)
+    if not fits or config.tile_n not in (128, 256) or config.consumers * config.tile_n > 512:
+        raise ValueError(
+            f"{_NAME}: config must be a MatmulConfig with a tile_n of 128 or 256 and a split of 1;"
+            f" got {config}"
+        )
+    packed = up is None
+    kernel = _kernel(product, config, sms, activation, packed, bool(return_products), interpret)
+    pads = [padding_of(x, interpret), padding_of(w, interpret)]
+    pads += [] if packed else [padding_of(up, interpret)]
+    return with_padding(kernel, pads)

@@ -1,0 +1,78 @@
+"""A product with both weights of a gated linear unit, in one kernel, against float64: shapes that
+no tile divides, one array or two, transposed weights, the products for the gradient."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+SHAPES = [(1, 1, 1), (70, 72, 40), (300, 130, 200), (200, 64, 131), (9, 520, 264)]  # M, K, N
+CHECKED = plgpu.InterpretParams(detect_races=True, on_race="raise")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_gated_matmul(rng, shape, transposed, packed, dtype):
+    m, k, n = shape
+    x = rng.standard_normal((m, k)).astype(dtype)
+    gate, up = (rng.standard_normal((2, k, n)) * k**-0.5).astype(dtype)
+    activation = "silu" if packed else "gelu"
+    products = x.astype(np.float64) @ np.concatenate([gate, up], 1).astype(np.float64)
+    want = ACTIVATIONS[activation](products[:, :n]) * products[:, n:]
+    weights = [np.concatenate([gate, up], 1)] if packed else [gate, up]
+    if transposed:
+        weights = [np.ascontiguousarray(w.T) for w in weights]
+    options = {"transpose_b": transposed, "activation": activation, "interpret": CHECKED}
+    got = ops.gated_matmul(x, *weights, **options)
+    unit = 3e-3 if dtype == np.float16 else 2e-2
+    assert got.dtype == dtype and got.shape == want.shape
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=unit)
+    got, both = ops.gated_matmul(x, *weights, return_products=True, **options)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=unit)
+    np.testing.assert_allclose(both.astype(np.float64), products, rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("cluster, cluster_n", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("tile_n", [128, 256])
+def test_clusters(rng, cluster, cluster_n, tile_n):
+    """Blocks share tiles of x or of the weights; each does several tiles."""
+    x, w = rng.standard_normal((600, 136)), rng.standard_normal((136, 2 * 320)) * 0.1
+    x, w = x.astype(np.float16), w.astype(np.float16)
+    config = ops.MatmulConfig(2, tile_n, cluster=cluster, cluster_n=cluster_n)
+    got = ops.gated_matmul(x, w, config=config, interpret=CHECKED)
+    products = x.astype(np.float64) @ w.astype(np.float64)
+    want = ACTIVATIONS["silu"](products[:, :320]) * products[:, 320:]
+    np.testing.assert_allclose(got, want, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_resources(products):
+    S = plgpu.ShapeDtypeStruct
+    x, w = S((8192, 4096), ml_dtypes.bfloat16), S((4096, 28672), ml_dtypes.bfloat16)
+    kernel = ops.gated_matmul.kernel(x, w, return_products=products)
+    used = kernel.lower(x, w, target="sm_90a").resources()
+    assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
+
+
+@pytest.mark.parametrize(
+    "call, error",
+    [
+        (lambda x: ops.gated_matmul(x, x, activation="tan"), ValueError),
+        (lambda x: ops.gated_matmul(x, x[:4]), ValueError),
+        (lambda x: ops.gated_matmul(x, x[:, :5].copy()), ValueError),
+        (lambda x: ops.gated_matmul(x, x, x[:, :4].copy()), ValueError),
+        (lambda x: ops.gated_matmul(x, x.astype(np.float32)), TypeError),
+        (lambda x: ops.gated_matmul(x, x, config=ops.MatmulConfig(2, 64)), ValueError),
+    ],
+)
+def test_errors(call, error):
+    with pytest.raises(error, match="gated_matmul"):
+        call(np.ones((8, 8), np.float16))
