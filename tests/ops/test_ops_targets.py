@@ -1,0 +1,123 @@
+"""Every op on Blackwell's targets: each kernel that a call runs compiles for sm_100a and sm_103a
+without remarks and without local memory; those that need Hopper's tensor cores say so."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+from pallas_mgpu._caches import clear_caches
+
+TARGETS = ("sm_100a", "sm_103a")
+bf16, f32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def zeros(*shape, dtype=bf16):
+    return np.zeros(shape, dtype)
+
+
+x, w, long = zeros(16, 1024), zeros(1024), zeros(2, 20000)
+heads, lse = zeros(1, 256, 2, 128), zeros(1, 2, 256, dtype=f32)
+few = zeros(16, dtype=f32)
+angles = zeros(256, 64, dtype=f32)
+targets = zeros(16, dtype=np.int32)
+square, sizes = zeros(256, 256), np.full(2, 128, np.int32)
+settings = np.asarray([0.1, 0.9, 0.99, 1e-8, 0.1, 1], f32)
+memory = {"config": ops.TensorMemoryConfig()}
+
+CALLS = {
+    "softmax": lambda **o: ops.softmax(x, **o),
+    "softmax, long rows": lambda **o: ops.softmax(long, **o),
+    "softmax, along columns": lambda **o: ops.softmax(x, axis=0, **o),
+    "rms_norm": lambda **o: ops.rms_norm(x, w, **o),
+    "rms_norm, odd rows": lambda **o: ops.rms_norm(x[:, :999].copy(), **o),
+    "layer_norm": lambda **o: ops.layer_norm(x, w, w, **o),
+    "layer_norm, long rows": lambda **o: ops.layer_norm(long, long[0], long[0], **o),
+    "gated_linear_unit": lambda **o: ops.gated_linear_unit(x, x, **o),
+    "rotary": lambda **o: ops.rotary(heads, angles, angles, **o),
+    "cross_entropy": lambda **o: ops.cross_entropy(x, targets, **o),
+    "column_sums": lambda **o: ops.column_sums(square, **o),
+    "quantize": lambda **o: ops.quantize(x, **o),
+    "quantize, mx": lambda **o: ops.quantize(x, block=32, mx=True, **o),
+    "dequantize": lambda **o: ops.dequantize(
+        x.astype(E4M3), zeros(16, 8, dtype=f32), block=128, **o
+    ),
+    "adamw": lambda **o: ops.adamw(*[x.astype(f32)] * 4, settings, **o),
+    "softmax_backward": lambda **o: ops.softmax_backward(x, x, **o),
+    "rms_norm_backward": lambda **o: ops.rms_norm_backward(x, x, w, **o),
+    "layer_norm_backward": lambda **o: ops.layer_norm_backward(x, x, w, bias=True, **o),
+    "gated_linear_unit_backward": lambda **o: ops.gated_linear_unit_backward(x, x, x, **o),
+    "cross_entropy_backward": lambda **o: ops.cross_entropy_backward(few, x, targets, few, **o),
+    "matmul": lambda **o: ops.matmul(square, square, **memory, **o),
+    "matmul, odd rows": lambda **o: ops.matmul(square[:, :99].copy(), square[:99], **memory, **o),
+    "attention": lambda **o: ops.attention(
+        heads, heads, heads, config=ops.TensorMemoryAttentionConfig(), **o
+    ),
+}
+
+HOPPER = {  # gaps.md has them
+    "attention_backward": lambda **o: ops.attention_backward(*[heads] * 5, lse, **o),
+    "ragged_dot": lambda **o: ops.ragged_dot(square, zeros(2, 256, 256), sizes, **o),
+    "transposed_ragged_dot": lambda **o: ops.transposed_ragged_dot(square, square, sizes, **o),
+    "mixed_matmul": lambda **o: ops.mixed_matmul(square, zeros(256, 256, dtype=np.int8), **o),
+}
+
+
+class Recorded:
+    """A kernel that writes down what it is called with."""
+
+    def __init__(self, kernel, calls):
+        self.kernel, self.calls = kernel, calls
+
+    def __call__(self, *args, **options):
+        self.calls.append((self.kernel, args))
+        return self.kernel(*args, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The kernels that run, with their arguments."""
+    found, make = [], plgpu.kernel
+
+    @functools.wraps(make)
+    def recording(*args, **options):
+        return Recorded(make(*args, **options), found)
+
+    clear_caches()
+    monkeypatch.setattr(plgpu, "kernel", recording)
+    yield found
+    clear_caches()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled(name, calls):
+    CALLS[name](interpret=True)
+    assert calls
+    for kernel, args in calls:
+        for target in TARGETS:
+            used = kernel.lower(*args, target=target).resources()
+            assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOPPER)
+def test_refused(name, calls):
+    """What to use instead stands in the error."""
+    HOPPER[name](interpret=True)
+    for target in TARGETS:
+        with pytest.raises(NotImplementedError, match=r"tcgen05_mma"):
+            for kernel, args in calls:
+                kernel.lower(*args, target=target)
+
+
+def test_all_ops_are_here():
+    called = {name.split(",")[0] for name in (*CALLS, *HOPPER)}
+    assert called == {name for name in ops.__all__ if name.islower()}
