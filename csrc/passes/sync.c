@@ -25,8 +25,10 @@
  * An ARRIVE on a cluster barrier is RELAXED if asynchronous engines alone access the memory that
  * other blocks of the cluster can reach, because a release is expensive and would order nothing of
  * interest. That memory is the SMEM that a collective copy fills or that a CLUSTER_REF refers to,
- * and the GMEM that the kernel both reads and writes. An ARRIVE that PUBLISHES something else (that
- * the threads of its block have read a tile index) is never RELAXED.
+ * the GMEM that the kernel both reads and writes, and the TMEM of a pair: a load or store of it is
+ * ordered before the other block's products by a synchronisation of both blocks, which one of the
+ * scope of a block is not (PTX ISA, memory consistency model, scopes). An ARRIVE that PUBLISHES
+ * something else (that the threads of its block have read a tile index) is never RELAXED.
  *
  * All lanes perform a scalar store with the same value, so no SYNC is needed after it. But a late
  * lane must not read what an early lane has already stored, so a SYNC comes before it if the same
@@ -299,6 +301,7 @@ static void note_accesses(pm_graph *g, pm_opid op, void *ctx) {
   while (pm_next_access(g, &a)) {
     if (a.where == PM_IN_BARRIER && a.writes && (code != PM_OP_ARRIVE || in_warps(g, op)))
       s->copied[base_of(g, a.view)] = true;
+    if (a.where & PM_IN_TMEM) note_reach(s, g, &a);
     if (!(a.where & PM_IN_MEMORY)) continue;
     note_filled(s, g, &a);
     if (code != PM_OP_BROADCAST_TILE) note_reach(s, g, &a);
@@ -617,8 +620,16 @@ static void visit_block(placer *p, pm_blk block) {
 
 /* ---- releases ----------------------------------------------------------------------------- */
 
+/* Products that one block of a pair issues write to tensor memory of the other one. */
+static bool is_of_pair(const pm_graph *g, pm_val v) {
+  const pm_opid def = pm_value_of(g, v)->def;
+  return def && pm_allocates(g, def, PM_TMEM) && *pm_attr(g, def, PM_ATTR_PAIR);
+}
+
 static bool needs_release(const pm_graph *g, pm_val v, uint8_t how) {
-  if (pm_typeof(g, v)->space == PM_GMEM) return (how & READ) && (how & WRITTEN);
+  const uint8_t space = pm_typeof(g, v)->space;
+  if (space == PM_GMEM) return (how & READ) && (how & WRITTEN);
+  if (space == PM_TMEM) return (how & GENERIC) && is_of_pair(g, v);
   return (how & REMOTE) && (how & GENERIC);
 }
 

@@ -91,7 +91,8 @@ def test_products(name, rng, monkeypatch):
         used = f.lower(*args, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
     matmul.maker.forget()  # kernels for so few SMs
-    got = matmul(a, b, **operands, **how, interpret=True)
+    races = plgpu.InterpretParams(detect_races=True)
+    got = matmul(a, b, **operands, **how, interpret=races)
     matmul.maker.forget()
     np.testing.assert_array_equal(got, want)
 
