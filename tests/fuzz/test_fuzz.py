@@ -79,7 +79,7 @@ NOT_MADE = {
     "print_layout": "it prints when a kernel is lowered; test_layouts.py",
 }
 # Kernels of the generator run on a Hopper GPU, and on one device.
-BLACKWELL = "it needs Blackwell; test_tmem.py, test_tensor_core.py"
+BLACKWELL = "it needs Blackwell; fuzz/test_blackwell.py, test_tmem.py, test_tensor_core.py"
 MESHES = "it needs a mesh of devices; distributed/test_random.py"
 NOT_MADE |= dict.fromkeys(
     """alloc_tmem async_copy_scales_to_tmem async_copy_smem_to_tmem async_load_tmem async_store_tmem
