@@ -94,11 +94,11 @@ breaks(
     f"{DEVICE}/tma.cuh",
     CATALOGUE,
     prefetches_of_turned_boxes=(
-        "bulk_load",
+        "tma_prefetch_2d",
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1,%2}];"',
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%2,%1}];"',
     ),
-    prefetches_to_l1=("bulk_load", '"prefetch.global.L2 [%0];"', '"prefetch.global.L1 [%0];"'),
+    prefetches_to_l1=("prefetch_global", '"prefetch.global.L2 [%0];"', '"prefetch.global.L1 [%0];"'),
     what_leaves_first_in_one_dim=(
         "tma_store_evict_first_1d",
         (
@@ -165,7 +165,7 @@ breaks(
         ),
     ),
     what_leaves_first_in_a_row=(
-        "bulk_load",
+        "bulk_store_evict_first",
         (
             '"{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; '
             "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, "

@@ -725,14 +725,8 @@ breaks(
     CATALOGUE,
     columns_and_rows_of_loads=(
         "tma_load_2d",
-        (
-            '"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes '
-            '[%0], [%1, {%3,%4}], [%2];"'
-        ),
-        (
-            '"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes '
-            '[%0], [%1, {%4,%3}], [%2];"'
-        ),
+        '" [%0], [%1, {%3,%4}], [%2];"',
+        '" [%0], [%1, {%4,%3}], [%2];"',
     ),
     multicast_goes_to_this_block=(
         "tma_multicast_2d",
@@ -752,16 +746,16 @@ breaks(
         '"cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%4,%3,%2}], [%1];"',
     ),
     reads_are_not_awaited=(
-        "bulk_load",
+        "bulk_group_wait_read",
         '"cp.async.bulk.wait_group.read %0;"',
         '"cp.async.bulk.wait_group %0;"',
     ),
     proxy_fence_of_gmem_for_smem=(
-        "bulk_load",
+        "fence_proxy_async",
         '"fence.proxy.async.shared::cta;"',
         '"fence.proxy.async.global;"',
     ),
-    bulk_stores_in_no_group=("bulk_load", '"cp.async.bulk.commit_group;"', '""'),
+    bulk_stores_in_no_group=("bulk_group_commit", '"cp.async.bulk.commit_group;"', '""'),
 )
 breaks(
     f"{DEVICE}/wgmma.cuh",

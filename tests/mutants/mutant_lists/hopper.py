@@ -71,27 +71,27 @@ breaks(
     CATALOGUE,
     COPIES,
     prefetches_of_one_dim_have_two=(
-        "bulk_load",
+        "tma_prefetch_1d",
         '"cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%0, {%1}];"',
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1}];"',
     ),
     prefetches_of_three_dims_are_turned=(
-        "bulk_load",
+        "tma_prefetch_3d",
         '"cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1,%2,%3}];"',
         '"cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%3,%2,%1}];"',
     ),
     prefetches_of_four_dims_are_turned=(
-        "bulk_load",
+        "tma_prefetch_4d",
         '"cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];"',
         '"cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%4,%3}];"',
     ),
     prefetches_of_five_dims_are_turned=(
-        "bulk_load",
+        "tma_prefetch_5d",
         '"cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1,%2,%3,%4,%5}];"',
         '"cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%2,%1,%3,%4,%5}];"',
     ),
     prefetches_are_one_byte_short=(
-        "bulk_load",
+        "bulk_prefetch",
         '"cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(src), "r"(bytes) : "memory"',
         '"cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(src), "r"(bytes - 1) : "memory"',
     ),
