@@ -98,7 +98,11 @@ breaks(
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1,%2}];"',
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%2,%1}];"',
     ),
-    prefetches_to_l1=("prefetch_global", '"prefetch.global.L2 [%0];"', '"prefetch.global.L1 [%0];"'),
+    prefetches_to_l1=(
+        "prefetch_global",
+        '"prefetch.global.L2 [%0];"',
+        '"prefetch.global.L1 [%0];"',
+    ),
     what_leaves_first_in_one_dim=(
         "tma_store_evict_first_1d",
         (
