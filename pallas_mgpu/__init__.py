@@ -88,6 +88,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
+from ._sizes import Dim, dim
 from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop
 from ._semaphores import (
     SemaphoreSignal,

@@ -85,6 +85,7 @@ from ._typing import (
     Tree,
     WarpSpecializedPipeline,
 )
+from ._typing import Dim as Dim
 from ._typing import (
     Operand as _Operand,
 )
@@ -472,6 +473,7 @@ class Kernel(Generic[_P, _R_co]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
     def lower(self, *args: object, target: str | None = None) -> Lowered: ...
 
+def dim(name: str, *, min: int = 1, max: int = 2147483647, multiple_of: int = 1) -> Dim: ...
 @overload
 def kernel(
     body: Body,
@@ -485,6 +487,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -501,6 +504,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -518,6 +522,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -534,6 +539,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -551,6 +557,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -567,6 +574,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -584,6 +592,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -600,6 +609,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -618,6 +628,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -636,6 +647,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -654,6 +666,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,
@@ -672,6 +685,7 @@ def kernel(
     cluster_names: str | Sequence[str] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    in_shapes: Sequence[Sequence[int | Dim | None] | None] | None = None,
     interpret: Interpret = None,
     debug: bool = False,
     kernel_name: str | None = None,

@@ -38,10 +38,6 @@ class Emulation:
         marked, self.info = graph.cuda(line=True, catalogue=False, **checks)
         self.names = explain.Names(marked, self.info, graph.text())
         self.text, self.run, self.explain = self.names.text, run, explain
-        self.sizes = [
-            self._span(shape, strides) * explain.bits_of(dtype) // 8
-            for (dtype, shape, *_), (_, strides) in zip(self.info["params"], self.info["given"])
-        ]
 
     @staticmethod
     def _span(shape, strides):
@@ -49,20 +45,25 @@ class Emulation:
             return math.prod(shape)
         return 1 + sum((d - 1) * s for d, s in zip(shape, strides))
 
-    def __call__(self, params, addresses, fresh):
+    def __call__(self, params, addresses, fresh, values):
         """One launch on memory of the host, of one device after the other; ``fresh``: outputs have
-        no contents yet."""
+        no contents yet; ``values``: sizes of the call, by number."""
         params = params or InterpretParams()
-        each = len(self.sizes)
+        info = self.run.for_sizes(self.info, values)
+        sizes = [
+            self._span(shape, strides) * self.explain.bits_of(dtype) // 8
+            for (dtype, shape, *_), (_, strides) in zip(info["params"], info["given"])
+        ]
+        each = len(sizes)
         rows = [
-            [_memory(a, size) for a, size in zip(addresses[k : k + each], self.sizes, strict=True)]
+            [_memory(a, size) for a, size in zip(addresses[k : k + each], sizes, strict=True)]
             for k in range(0, len(addresses), each)
         ]
         before = [[x.copy() for x in row] for row in rows] if params.seeds > 1 else rows
-        self._launch(params, params.seed, rows, fresh)
+        self._launch(info, params, params.seed, rows, fresh)
         for seed in range(params.seed + 1, params.seed + params.seeds):
             again = [[x.copy() for x in row] for row in before]
-            self._launch(params, seed, again, fresh)
+            self._launch(info, params, seed, again, fresh)
             self._compare(rows, again, params.seed, seed)
         _races.emulated(())
         return True
@@ -85,11 +86,11 @@ class Emulation:
             f" {seed}, the first time at {at}"
         )
 
-    def _launch(self, params, seed, rows, fresh):
+    def _launch(self, info, params, seed, rows, fresh):
         options = {"written": not fresh, "unwritten_ok": not params.detect_uninitialized}
-        n = self.info["operands"]
+        n = info["operands"]
         try:
-            printed = self.run.run_rows(self.text, self.info, rows, n, seed, **options)
+            printed = self.run.run_rows(self.text, info, rows, n, seed, **options)
         except self.run.BuildError as e:
             raise self._refused(str(e)) from None
         except self.run.HostError as e:

@@ -1,6 +1,6 @@
 """What the extension calls in Python, registered once when the package is imported."""
 
-from . import _clipped, _core, _frameworks, _introspect, _types
+from . import _clipped, _core, _frameworks, _introspect, _sizes, _types
 from ._jnp import index, members, refs
 from ._names import later
 
@@ -17,6 +17,7 @@ def register():
         pickle=_introspect.reduce,
         races=later("_races", "finish"),
         ref_transforms=_types.ref_transforms,
+        size=_sizes.of_number,
         spills=later("_spills", "by_line"),
         tidy=later("_notebook", "tidy"),
         timeline=later("_timeline", "finish"),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from . import _core, _introspect, _profile, _trace, tree
+from . import _core, _introspect, _profile, _sizes, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._flags import enable_poison_buffers
@@ -56,9 +56,32 @@ def _checked(x, what):
         raise ValueError(
             f"{what} has shape {x.shape}; every extent must be at least 1 and less than 2**31"
         )
-    if x.size > 2**46:
+    if not _sizes.is_open(x.shape) and x.size > 2**46:
         raise ValueError(f"{what} has shape {x.shape}, {x.size} elements; at most 2**46")
     return x
+
+
+def _open_bits(shape):
+    """The dimensions of an operand that calls may differ in, a bit each."""
+    return sum(1 << d for d, x in enumerate(shape or ()) if isinstance(x, _sizes.Dim))
+
+
+def _read_in_shapes(in_shapes, who):
+    """Tuples of ints, sizes and None (as the array has it), or None for whole shapes."""
+    if not isinstance(in_shapes, (tuple, list)):
+        raise TypeError(f"{who}: in_shapes must be a tuple of shapes, got {show(in_shapes)}")
+    out = []
+    for k, shape in enumerate(in_shapes):
+        ok = shape is None or isinstance(shape, (tuple, list))
+        for d in shape or () if ok else ():
+            ok = ok and (d is None or isinstance(d, (int, _sizes.Dim)))
+        if not ok:
+            raise TypeError(
+                f"{who}: in_shapes[{k}] must be None or a tuple of ints, plgpu.dim and None, got"
+                f" {show(shape)}"
+            )
+        out.append(None if shape is None else tuple(shape))
+    return tuple(out)
 
 
 class Definition:
@@ -67,6 +90,7 @@ class Definition:
     who = "kernel"
     aliases: dict[int, int] = {}  # operand leaf: the output leaf that starts as its copy
     levels: tuple = ()  # of vmap, outermost first: (in_axes, out_axes)
+    in_shapes: tuple | None = None  # of operand leaves: shapes with sizes (plgpu.dim), or None
     devices: tuple = ()  # axes of the mesh of devices: (name, size)
 
     def __init__(self, body, out_type, scratch, params, mesh, interpret, debug):
@@ -136,6 +160,8 @@ class Definition:
         if not self.simple_outputs or self.params.profile_space:
             options["outputs"] = "tuple"
             options["unflatten"] = self.unflatten
+        if self.in_shapes:
+            options["open"] = tuple(map(_open_bits, self.in_shapes))
         structured = _Structured(self)
         if structure is None:
             options["structured"] = structured
@@ -166,7 +192,53 @@ class Definition:
         """``[(shape, dtype), ...]`` of the outputs for such operands."""
         batch = Batch(self, structure, specs)
         self.check_operands(batch.in_shapes)
-        return [(tuple(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        known = {}
+        for shape, (given, _) in zip(self.in_shapes or (), specs):
+            for x, n in zip(shape or (), given):
+                if isinstance(x, _sizes.Dim) and x.how == "symbol":
+                    known.setdefault(x, n)
+        value = lambda d: d.value(known) if isinstance(d, _sizes.Dim) else d  # noqa: E731
+        return [(tuple(map(value, s)), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+
+    def _opened(self, specs):
+        """Specs of operands with the sizes that `in_shapes` names."""
+        if not self.in_shapes:
+            return specs
+        if len(self.in_shapes) != len(specs):
+            raise TypeError(
+                f"{self.who} {self.name}: in_shapes has {len(self.in_shapes)} shapes, and the call"
+                f" {len(specs)} arrays"
+            )
+        out = []
+        for k, (shape, (given, dtype)) in enumerate(zip(self.in_shapes, specs)):
+            want = given if shape is None else shape
+            fits = len(want) == len(given) and all(
+                w == g for w, g in zip(want, given) if isinstance(w, int)
+            )
+            if not fits:
+                raise ValueError(
+                    f"{self.who} {self.name}: argument {k} has shape {tuple(given)}, and"
+                    f" in_shapes[{k}] is {want}"
+                )
+            out.append((tuple(g if w is None else w for w, g in zip(want, given)), dtype))
+        return out
+
+    def _refuse_open(self, batch):
+        """NotImplementedError where sizes (plgpu.dim) do not go with other things."""
+        scratch = any(
+            isinstance(x, MemoryRef) and x.memory_space is GMEM for x in tree.leaves(self.scratch)
+        )
+        for what, found in (
+            ("vmap", batch.sizes),
+            ("a mesh of devices", self.devices),
+            ("profile_space", self.params.profile_space),
+            ("GMEM scratch", scratch),
+        ):
+            if found:
+                raise NotImplementedError(
+                    f"{self.who} {self.name}: sizes that are known at run time only (plgpu.dim)"
+                    f" together with {what}; use static shapes"
+                )
 
     def unflatten(self, arrays):
         """Nested outputs from flat ones."""
@@ -183,11 +255,15 @@ class Definition:
         n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):
             _checked(ShapeDtypeStruct(shape, dtype), f"{self.who} {self.name}: argument {k}")
+        specs = self._opened(specs)
         batch = Batch(self, structure or (None, None, (tree.LEAF,) * n), specs)
         self.check_operands(batch.in_shapes)
+        is_open = any(map(_sizes.is_open, (mesh.grid, *(s for s, _ in specs), *batch.out_shapes)))
+        if is_open:
+            self._refuse_open(batch)
         t = _core.Trace(
             self.name,
-            (*batch.sizes, *mesh.grid),
+            (*batch.sizes, *_sizes.most_of(mesh.grid)),
             mesh.cluster,
             mesh.num_threads or 1,
             approx_math=self.params.approx_math,
@@ -211,14 +287,16 @@ class Definition:
             arg_names = [next(names, None) for _ in range(n)]
             if structure is not None:
                 arg_names = leaf_names(structure[2], arg_names)
-            refs = [t.operand(s, d, name) for (s, d), name in zip(specs, arg_names)]
+            refs = [t.operand(_sizes.most_of(s), d, name) for (s, d), name in zip(specs, arg_names)]
             outs_of = self.out_structure[2]
             out_names = leaf_names(outs_of, [next(names, "out") for _ in outs_of])
             begins_as = {o: i for i, o in self.aliases.items()}
             outs = [
-                t.output(shape, o.dtype, name, alias=begins_as.get(k, -1))
+                t.output(_sizes.most_of(shape), o.dtype, name, alias=begins_as.get(k, -1))
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
+            if is_open:
+                e.sizes = self._number_sizes(t, [s for s, _ in specs], batch.out_shapes)
             e.rounds = Rounds(e)
             if self.params.profile_space:
                 t.output(_profile.shape(self, batch.sizes), np.int32, "traces")
@@ -243,10 +321,22 @@ class Definition:
                 t.abort()
         if self.debug:
             print(graph.text())
-        specs = [(s, o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        specs = [(_sizes.most_of(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
         if self.params.profile_space:
             specs.append((_profile.shape(self, batch.sizes), np.int32))
         return graph, specs, n_scratch
+
+    def _number_sizes(self, t, operands, outputs):
+        """The sizes of a trace: those of arguments and of the grid are in its graph then."""
+        table = _sizes.Table(t)
+        for k, shape in enumerate(operands):
+            table.bind(k, shape)
+        for k, shape in enumerate((*operands, *outputs)):
+            if _sizes.is_open(shape):
+                t.extents(k, table.numbers_of(shape))
+        if _sizes.is_open(self.mesh.grid):
+            t.grid_sizes(table.numbers_of(self.mesh.grid))
+        return table
 
     def _gmem_scratch(self, t, batch):
         """The scratch types, with refs in place of those in GMEM, and the number of these. Each is
@@ -518,6 +608,9 @@ def kernel(
         The names may be omitted.
     cluster, cluster_names: the number of blocks of a cluster along each axis, at most 3 axes.
     num_threads, thread_name: the number of Pallas threads (warpgroups of 128 lanes) of a block.
+    in_shapes: for each array argument its shape, as a tuple of ints, :func:`dim` and None (as the
+        array has it), or None for all of it. Calls whose arrays differ only in sizes of
+        :func:`dim` share one program; ``out_type`` and ``grid`` may use those sizes, too.
     compiler_params: a :class:`CompilerParams`.
     interpret: True or an :class:`InterpretParams` to run on the CPU interpreter.
     debug: print the traced graph.
@@ -527,9 +620,10 @@ def kernel(
     ``out=`` passes preallocated outputs. ``.lower(*args)`` returns the generated code. TypeError,
     ValueError for invalid arguments.
     """
+    in_shapes = mesh_kwargs.pop("in_shapes", None)
     if not mesh_kwargs.keys() <= {"kernel_name"}:
         names = [*inspect.signature(kernel).parameters][:-1]
-        check_keywords("kernel", [*names, "kernel_name"], mesh_kwargs)
+        check_keywords("kernel", [*names, "in_shapes", "kernel_name"], mesh_kwargs)
     outs = _either(out_type, out_shape, "out_type", "out_shape")
     scratch = _either(scratch_types, scratch_shapes, "scratch_types", "scratch_shapes")
     mesh = Mesh(
@@ -544,6 +638,8 @@ def kernel(
 
     def wrap(f):
         definition = Definition(f, outs, scratch, compiler_params, mesh, interpret, debug)
+        if in_shapes is not None:
+            definition.in_shapes = _read_in_shapes(in_shapes, "kernel")
         return definition.with_closure() or definition.make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)

@@ -44,10 +44,12 @@ class Env:
         "scopes",
         "blocks",
         "poisons",
+        "sizes",
     )
 
     def __init__(self, mesh, leading=0, devices=()):
         self.axes = {}
+        self.sizes = None  # those of a call: a _sizes.Table
         self.leading, self.programs, self.poisons = leading, None, None
         for k, (name, size) in enumerate(zip(mesh.grid_names, mesh.grid)):
             self.axes[name] = ("grid", leading + k, size)

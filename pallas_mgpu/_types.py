@@ -135,6 +135,11 @@ def _shape(shape, what):
     return dims
 
 
+def _is_dim(x):
+    """Is it a size that is known when a kernel is called, of plgpu.dim?"""
+    return hasattr(type(x), "_plgpu_traced")
+
+
 class ShapeDtypeStruct(_Frozen):
     """Shape and dtype of an array, for example of a kernel's result.
 
@@ -148,9 +153,12 @@ class ShapeDtypeStruct(_Frozen):
     def __init__(self, shape, dtype, layout=None):
         if dtype is None:
             raise ValueError("ShapeDtypeStruct: dtype must be given")
-        self._set(
-            shape=_shape(shape, "ShapeDtypeStruct"), dtype=_core.as_dtype(dtype), layout=layout
-        )
+        if isinstance(shape, (tuple, list)):  # sizes of plgpu.dim may be among the extents
+            fixed = iter(_shape([d for d in shape if not _is_dim(d)], "ShapeDtypeStruct"))
+            shape = tuple(d if _is_dim(d) else next(fixed) for d in shape)
+        else:
+            shape = _shape(shape, "ShapeDtypeStruct")
+        self._set(shape=shape, dtype=_core.as_dtype(dtype), layout=layout)
 
     def __setattr__(self, name, value):
         raise RuntimeError("ShapeDtypeStruct cannot be changed; make a new one")
@@ -1413,14 +1421,16 @@ class Mesh(_Frozen):
         kernel_name=None,
     ):
         def axes(sizes, what):
-            sizes = (sizes,) if isinstance(sizes, int) else sizes
+            sizes = (sizes,) if isinstance(sizes, int) or _is_dim(sizes) else sizes
             try:
-                out = tuple(int(s.__index__()) for s in sizes)
+                out = tuple(
+                    s if what == "grid" and _is_dim(s) else int(s.__index__()) for s in sizes
+                )
             except (TypeError, AttributeError):
                 raise TypeError(
                     f"Mesh: {what} must be a tuple of ints, got {show(sizes)}"
                 ) from None
-            if min(out, default=1) < 1:
+            if min((s for s in out if isinstance(s, int)), default=1) < 1:
                 raise ValueError(f"Mesh: {what} must be positive, got {out}")
             return out
 

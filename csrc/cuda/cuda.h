@@ -2,6 +2,7 @@
 #ifndef PM_CUDA_H
 #define PM_CUDA_H
 
+#include "../ir/sizes.h"
 #include "../passes/passes.h"
 
 /* COUNTERS: pointer to n_counters + 1 words of u32, zero when the launch begins; the kernel leaves
@@ -10,6 +11,7 @@
  * when it begins; not zero after it: it stopped, and the next words are a site, a value, a block,
  * x, y and z, and a thread of it.
  * WATCH: a pm_watch_arg, of the waits for other devices.
+ * SIZE: i32, the size of the call whose number is `param`.
  * PEERS, in kernels for a mesh of devices: u64 rank; for each of `peers`, the address of that
  * argument (-1: of the counters) on each device, as this one reaches it; then for each the address
  * at which a store goes to all devices, 0: there is none. Then the tensor maps of a TENSOR_MAP that
@@ -20,7 +22,8 @@ typedef enum pm_arg_kind {
   PM_ARG_COUNTERS,
   PM_ARG_SANITIZER,
   PM_ARG_WATCH,
-  PM_ARG_PEERS
+  PM_ARG_PEERS,
+  PM_ARG_SIZE
 } pm_arg_kind;
 enum { PM_SANITIZER_WORDS = 8, PM_SANITIZE_SECONDS = 5 }; /* the latter: sanitize.cuh */
 
@@ -42,18 +45,32 @@ typedef struct pm_program_site {
 /* Of a failed check: `value` is the index. */
 void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n);
 
+/* The grid of a launch whose axes may be sizes of the call. */
+typedef struct pm_launch_grid {
+  uint32_t n, cluster[3];
+  int64_t axis[PM_MAX_RANK];  /* in the user's order */
+  uint32_t size[PM_MAX_RANK]; /* number of the size that an axis is, 0: static */
+  bool open;                  /* some axis is */
+  bool shares;                /* one row of clusters */
+} pm_launch_grid;
+/* Blocks along x, y and z; sizes: their values. */
+pm_code pm_launch_blocks(const pm_launch_grid *g, const char *name, const int64_t *sizes,
+                         uint32_t *blocks, pm_err *err);
+
 typedef struct pm_program {
   const char *text; /* CUDA C++, self-contained, with #line */
   size_t size;
   const char *entry; /* extern "C" name */
   uint32_t grid[3], cluster[3], block;
-  bool shares_grid;    /* any number of clusters will do, of which grid says the most; they lie
-                        * along x */
-  uint32_t smem_bytes; /* dynamic */
+  pm_launch_grid launch; /* open: `grid` is the most that it can be */
+  bool shares_grid;      /* any number of clusters will do, of which grid says the most; they lie
+                          * along x */
+  uint32_t smem_bytes;   /* dynamic */
   bool pdl;
   const pm_target *target;
   uint32_t n_counters;
   bool meets_blocks; /* blocks of the launch wait for each other */
+  uint32_t n_sizes;  /* values that a launch takes, with number 0; 0: none */
   uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
     uint8_t kind;  /* pm_arg_kind */

@@ -158,7 +158,8 @@ static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
   if (a->param != b->param || a->dtype != b->dtype || a->rank != b->rank) return false;
   if (a->swizzle != b->swizzle || a->of != b->of) return false;
   for (int d = 0; d < a->rank; d++) {
-    if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d])
+    if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d] ||
+        a->extent[d] != b->extent[d])
       return false;
   }
   return true;
@@ -322,8 +323,9 @@ static const char *in_bounds(pm_gen *e, const pm_view *v) {
   pm_text_init(&t, e->arena);
   for (int d = 0; d < v->base_rank && !v->reshaped; d++) {
     if (dim_in_bounds(e, v, d)) continue;
-    pm_putf(&t, "%s(u32)(%s) < %lldu", t.n ? " && " : "", base_index(e, v, d),
-            (long long)v->base_shape[d]);
+    const char *limit = v->base_extent[d] ? pm_str(e, "(u32)%s", pm_size_text(e, v->base_extent[d]))
+                                          : pm_str(e, "%lldu", (long long)v->base_shape[d]);
+    pm_putf(&t, "%s(u32)(%s) < %s", t.n ? " && " : "", base_index(e, v, d), limit);
   }
   return t.n ? t.at : NULL;
 }
@@ -346,7 +348,9 @@ static bool chunk_fits(pm_gen *e, const pm_view *v, int64_t n) {
       start = pm_gcd(start, pm_divisor(e->g, v->start_term[k].val) * v->start_term[k].mul);
     }
   }
-  return v->base_shape[b] % n == 0 && start % n == 0;
+  const uint32_t extent = v->base_extent[b];
+  const int64_t all = extent ? e->g->sizes.at[extent].multiple : v->base_shape[b];
+  return all % n == 0 && start % n == 0;
 }
 
 static const char *chunk_address(pm_gen *e, const pm_view *v) {

@@ -268,6 +268,32 @@ pm_code pm_cuda_CONST(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_MULTIPLE_OF(pm_gen *e, pm_opid op) { return leave(e, arg(e, op, 0)); }
 
+const char *pm_size_text(pm_gen *e, uint32_t size) {
+  if (!e->size_name[size]) {
+    const char *name = e->g->strings.at[e->g->sizes.at[size].name];
+    e->size_name[size] = pm_unique(e, *name ? pm_identifier(e, name) : "size");
+  }
+  return e->size_name[size];
+}
+
+/* As many times `scale` as points lie along axes `from` up to `to` of the grid; one operand. */
+static const char *grid_points(pm_gen *e, uint32_t from, uint32_t to, int64_t scale) {
+  const pm_graph *g = e->g;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (uint32_t k = from; k < to; k++) {
+    if (g->grid_sizes[k]) pm_putf(&t, " * %s", pm_size_text(e, g->grid_sizes[k]));
+    else scale *= g->grid[k];
+  }
+  return t.n ? pm_str(e, "(%lld%s)", (long long)scale, t.at) : pm_str(e, "%lld", (long long)scale);
+}
+
+pm_code pm_cuda_SIZE(pm_gen *e, pm_opid op) {
+  const char *name = pm_size_text(e, (uint32_t)*pm_attr(e->g, op, PM_ATTR_N));
+  pm_bind(e, pm_get(e->g, op)->out, name, PM_FORM_SCALAR);
+  return PM_OK;
+}
+
 /* The last axis of a grid is x, the one before y, all others share z, row-major. */
 const char *pm_cluster_index(pm_gen *e, uint32_t d) {
   return pm_str(e, "cluster_index_%c()", "xyz"[e->g->n_cluster - 1 - d]);
@@ -279,19 +305,16 @@ const char *pm_grid_index(pm_gen *e, uint32_t d) {
   const pm_graph *g = e->g;
   const uint32_t from_last = g->n_grid - 1 - d, axis = from_last < 2 ? from_last : 2;
   if (e->program->shares_grid) { /* its clusters lie along x */
-    int64_t below = 1;
-    for (uint32_t k = d + 1; k < g->n_grid; k++) below *= g->grid[k];
-    return pm_str(e, "blockIdx.x / %lld %% %lld", (long long)(below * e->program->cluster[0]),
-                  (long long)g->grid[d]);
+    const char *below = grid_points(e, d + 1, g->n_grid, e->program->cluster[0]);
+    return pm_str(e, "blockIdx.x / %s %% %s", below, grid_points(e, d, d + 1, 1));
   }
   const uint32_t cluster = e->program->cluster[axis];
   const char *block = pm_str(e, "blockIdx.%c", letter[axis]);
   if (cluster > 1) block = pm_str(e, "%s / %u", block, cluster);
   if (from_last < 2 || g->n_grid == 3) return block;
-  int64_t below = 1;
-  for (uint32_t k = d + 1; k + 2 < g->n_grid; k++) below *= g->grid[k];
-  if (below > 1) block = pm_str(e, "%s / %lld", block, (long long)below);
-  return d ? pm_str(e, "%s %% %lld", block, (long long)g->grid[d]) : block;
+  const char *below = grid_points(e, d + 1, g->n_grid - 2, 1);
+  if (strcmp(below, "1")) block = pm_str(e, "%s / %s", block, below);
+  return d ? pm_str(e, "%s %% %s", block, grid_points(e, d, d + 1, 1)) : block;
 }
 
 pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
@@ -315,9 +338,8 @@ pm_code pm_cuda_FIRST_TILE(pm_gen *e, pm_opid op) {
     return leave(e, cluster > 1 ? pm_str(e, "(i32)(blockIdx.x / %u)", cluster) : "(i32)blockIdx.x");
   pm_text_init(&t, e->arena);
   for (uint32_t d = 0; d < g->n_grid; d++) {
-    int64_t below = 1;
-    for (uint32_t k = d + 1; k < g->n_grid; k++) below *= g->grid[k];
-    pm_putf(&t, "%s(%s) * %lld", d ? " + " : "", pm_grid_index(e, d), (long long)below);
+    pm_putf(&t, "%s(%s) * %s", d ? " + " : "", pm_grid_index(e, d),
+            grid_points(e, d + 1, g->n_grid, 1));
   }
   return leave(e, g->n_grid ? pm_str(e, "(i32)(%s)", t.at) : "0");
 }

@@ -591,6 +591,7 @@ static pm_code rows_of(pm_gen *e, pm_opid op, pm_val smem, pm_val gmem, pm_val n
                            .rank = 2,
                            .swizzle = s->swizzle,
                            .dim = {(uint64_t)g->base_shape[1], (uint64_t)g->base_shape[0]},
+                           .extent = {g->base_extent[1], g->base_extent[0]},
                            .stride = {(uint64_t)bits / 8, (uint64_t)(g->base_stride[0] * bits / 8)},
                            .box = {(uint32_t)r->chunk, 1}};
   r->numbers = numbers;

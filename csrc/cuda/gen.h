@@ -104,9 +104,10 @@ struct pm_gen {
     bool narrow;                   /* it would need stores of less than 32 bits */
   } async;
   bool *param_used;
-  bool in_mesh;          /* the parameter `peers` is used */
-  PM_VEC(int32_t) peers; /* arguments on other devices; -1: counters */
-  const char *multimem;  /* while a MULTIMEM_REDUCE is printed: what the switch does */
+  const char *size_name[PM_MAX_SIZES]; /* of sizes of the call that the program uses, else NULL */
+  bool in_mesh;                        /* the parameter `peers` is used */
+  PM_VEC(int32_t) peers;               /* arguments on other devices; -1: counters */
+  const char *multimem; /* while a MULTIMEM_REDUCE is printed: what the switch does */
 };
 
 #define PM_TRY(x)            \
@@ -249,6 +250,7 @@ void pm_take_result(pm_gen *e, pm_opid op, const pm_view *view);
 
 /* Address of one barrier (emit_async.c). */
 pm_code pm_barrier_address(pm_gen *e, pm_opid op, pm_val ref, const char **address);
+const char *pm_size_text(pm_gen *e, uint32_t size); /* the parameter that has a size of the call */
 const char *pm_map_name(pm_gen *e, const pm_tensor_map *m); /* that of an equal one, if there is */
 
 /* ---- tensor memory (emit_tcgen05.c) ------------------------------------------------------ */

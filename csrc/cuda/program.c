@@ -144,30 +144,29 @@ static void print_used(catalogue *c, const char *text, size_t size) {
 /* ---- launch ------------------------------------------------------------------------------ */
 
 /* CUDA counts at most so many blocks along x, y and z. */
-static pm_code check_grid(pm_gen *e) {
+pm_code pm_launch_blocks(const pm_launch_grid *g, const char *name, const int64_t *sizes,
+                         uint32_t *blocks, pm_err *err) {
   static const int64_t most[3] = {INT32_MAX, 65535, 65535};
-  const pm_graph *g = e->g;
   int64_t n[3] = {1, 1, 1};
-  for (uint32_t k = 0; k < g->n_grid; k++) {
-    int64_t *axis = &n[pm_min(g->n_grid - 1 - k, 2)];
-    *axis = pm_min(*axis * g->grid[k], INT32_MAX + 1LL);
+  for (uint32_t k = 0; k < g->n; k++) {
+    int64_t *axis = &n[g->shares ? 0 : pm_min(g->n - 1 - k, 2)];
+    const int64_t points = g->size[k] ? sizes[g->size[k]] : g->axis[k];
+    *axis = pm_min(*axis * points, INT32_MAX + 1LL);
   }
-  if (e->program->shares_grid) {
-    if (pm_grid_size(g) <= MOST_TILES / (int64_t)e->program->cluster[0]) return PM_OK;
-    return pm_fail(e->err, PM_E_VALUE,
+  if (g->shares && n[0] > MOST_TILES / (int64_t)g->cluster[0])
+    return pm_fail(err, PM_E_VALUE,
                    "kernel %s: dynamic_scheduling_loop hands out at most %d points, the grid has "
                    "%lld",
-                   g->name ? g->name : "", MOST_TILES / (int)e->program->cluster[0],
-                   (long long)pm_grid_size(g));
-  }
+                   name, MOST_TILES / (int)g->cluster[0], (long long)n[0]);
   for (int d = 0; d < 3; d++) {
-    n[d] *= e->program->cluster[d];
+    n[d] *= g->cluster[d];
+    blocks[d] = (uint32_t)n[d];
     if (n[d] <= most[d]) continue;
-    return pm_fail(e->err, PM_E_VALUE,
+    return pm_fail(err, PM_E_VALUE,
                    "kernel %s: its grid has %lld blocks along CUDA's %c, which is %s; at most %lld "
                    "are possible there. Only the last axis may be larger: put it last, or fold "
                    "axes into it",
-                   g->name ? g->name : "", (long long)n[d], "xyz"[d],
+                   name, (long long)n[d], "xyz"[d],
                    d == 0   ? "its last axis"
                    : d == 1 ? "its last axis but one"
                             : "the product of its other axes",
@@ -176,24 +175,32 @@ static pm_code check_grid(pm_gen *e) {
   return PM_OK;
 }
 
+static pm_code set_grid(pm_gen *e) {
+  const pm_graph *g = e->g;
+  pm_program *p = e->program;
+  pm_launch_grid *l = &p->launch;
+  int64_t one[PM_MAX_SIZES];
+  p->shares_grid = pm_shares_grid(g);
+  *l = (pm_launch_grid){.n = g->n_grid, .shares = p->shares_grid};
+  for (uint32_t k = 0; k < g->n_grid; k++) {
+    l->axis[k] = g->grid[k];
+    l->size[k] = g->grid_sizes[k];
+    l->open |= g->grid_sizes[k] != 0;
+  }
+  memcpy(l->cluster, p->cluster, sizeof l->cluster);
+  for (uint32_t k = 0; k < PM_MAX_SIZES; k++) one[k] = 1; /* those of a call are checked there */
+  return pm_launch_blocks(l, g->name ? g->name : "", one, p->grid, e->err);
+}
+
 static pm_code set_geometry(pm_gen *e) {
   const pm_graph *g = e->g;
   pm_program *p = e->program;
-  for (int k = 0; k < 3; k++) p->grid[k] = p->cluster[k] = 1;
+  for (int k = 0; k < 3; k++) p->cluster[k] = 1;
   for (uint32_t k = 0; k < g->n_cluster; k++) {
     p->cluster[g->n_cluster - 1 - k] = (uint32_t)g->cluster[k];
   }
-  p->shares_grid = pm_shares_grid(g);
-  PM_TRY(check_grid(e));
-  for (uint32_t k = 0; k < g->n_grid; k++) {
-    const uint32_t from_last = g->n_grid - 1 - k;
-    p->grid[from_last < 2 ? from_last : 2] *= (uint32_t)g->grid[k];
-  }
-  if (p->shares_grid) {
-    p->grid[0] = (uint32_t)pm_grid_size(g);
-    p->grid[1] = p->grid[2] = 1;
-  }
-  for (int k = 0; k < 3; k++) p->grid[k] *= p->cluster[k];
+  PM_TRY(set_grid(e));
+  p->n_sizes = g->sizes.n;
   p->block = 128 * g->n_threads;
   p->smem_bytes = (uint32_t)g->smem_bytes;
   if (pm_has_tmem(e)) {
@@ -382,6 +389,11 @@ static pm_code print_counters_done(pm_gen *e, bool in_warps) {
             all, threads);
     return PM_OK;
   }
+  if (p->launch.open) {
+    pm_line(e, "%s %s(counters, %u, gridDim.x * gridDim.y * gridDim.z * %u);", who, done,
+            e->n_counters, e->g->n_threads);
+    return PM_OK;
+  }
   if (callers > UINT32_MAX) {
     return pm_fail(
         e->err, PM_E_NOT_IMPLEMENTED,
@@ -464,7 +476,7 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   const pm_graph *g = e->g;
   pm_program *p = e->program;
   const char *sep = "\n    ";
-  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 3);
+  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + g->sizes.n + 3);
   p->n_counters = e->n_counters;
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
@@ -481,6 +493,12 @@ static void print_parameters(pm_gen *e, pm_text *out) {
             pm_cpp_type(pm_typeof(g, v)->dtype), e->slot[v].text);
     pm_putf(out, " /* %s */", pm_type_text(e->arena, pm_typeof(g, v)));
     add_arg(e, PM_ARG_POINTER, (int32_t)k, 0);
+    sep = ",\n    ";
+  }
+  for (uint32_t k = 1; k < g->sizes.n; k++) {
+    if (!e->size_name[k]) continue;
+    pm_putf(out, "%sconst i32 %s", sep, e->size_name[k]);
+    add_arg(e, PM_ARG_SIZE, (int32_t)k, 0);
     sep = ",\n    ";
   }
   if (e->n_counters) {

@@ -50,15 +50,20 @@ static void stop_if(pm_gen *e, const char *condition) {
 
 /* ---- indices ------------------------------------------------------------------------------- */
 
-static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, const char *mask,
-                        pm_program_site s) {
+/* extent: the size of the call that the limit is above its least by, 0: there is none */
+static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, uint32_t extent,
+                        const char *mask, pm_program_site s) {
+  const pm_size *open = extent ? &e->g->sizes.at[extent] : NULL;
+  const char *most = pm_str(e, "%lld", (long long)limit);
   int64_t lo, hi;
   pm_scalar constant;
   if (pm_range(e->g, index, &lo, &hi) && lo >= 0 && hi <= limit) return;
   if (pm_constant(e->g, index, &constant) && constant.i >= 0 && constant.i <= limit) return;
+  if (open)
+    most = pm_str(e, "%s - %lld", pm_size_text(e, extent), (long long)(open->least - limit));
   pm_place(e, op);
-  pm_line(e, "if (%s%sindex_outside(%s, %lld, %uu, sanitizer)) %s", mask, *mask ? " && " : "",
-          pm_scalar_of(e, index), (long long)limit, add_site(e, op, s), leave(e));
+  pm_line(e, "if (%s%sindex_outside(%s, %s, %uu, sanitizer)) %s", mask, *mask ? " && " : "",
+          pm_scalar_of(e, index), most, add_site(e, op, s), leave(e));
 }
 
 static const char *shape_text(pm_gen *e, const pm_type *t) {
@@ -87,7 +92,9 @@ static void check_starts(pm_gen *e, pm_opid op, pm_opid view_op, pm_val view, co
                                .dim = d,
                                .size = dropped ? 0 : span,
                                .of_view = of != pm_view_base(g, view)};
-    check_index(e, op, pm_in(g, view_op, next++), t->dim[d] - span, mask, s);
+    const uint32_t extent = pm_whole_extent(g, of, d);
+    const int64_t size = extent ? g->sizes.at[extent].least : t->dim[d];
+    check_index(e, op, pm_in(g, view_op, next++), size - span, extent, mask, s);
   }
 }
 
@@ -102,12 +109,12 @@ static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask, boo
       const uint32_t axis = (uint32_t)*pm_attr(g, def, PM_ATTR_DIM);
       const pm_program_site s = {
           .ref = ref_name(e, view), .shape = "", .dim = axis, .blocks = (uint32_t)g->cluster[axis]};
-      check_index(e, op, pm_in(g, def, 1), g->cluster[axis] - 1, mask, s);
+      check_index(e, op, pm_in(g, def, 1), g->cluster[axis] - 1, 0, mask, s);
     }
     if (pm_get(g, def)->code == PM_OP_DEVICE_REF) {
       const uint32_t n = (uint32_t)pm_n_devices(g);
       const pm_program_site s = {.ref = ref_name(e, view), .shape = "", .devices = n};
-      check_index(e, op, pm_in(g, def, 1), (int64_t)n - 1, mask, s);
+      check_index(e, op, pm_in(g, def, 1), (int64_t)n - 1, 0, mask, s);
     }
     v = pm_in(g, def, 0);
   }
@@ -153,13 +160,17 @@ const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *
     int64_t lo, hi;
     if (dims[d] >= 0) continue;
     const pm_val index = pm_in(g, op, pm_n_beside(pm_atomic_of(g, op)) + (uint32_t)(-1 - dims[d]));
-    if (pm_range(g, index, &lo, &hi) && lo >= 0 && hi < type->dim[d]) continue;
+    const uint32_t extent = pm_whole_extent(g, view, d);
+    const int64_t least = extent ? g->sizes.at[extent].least : type->dim[d];
+    const char *most = extent ? pm_str(e, "%s - 1", pm_size_text(e, extent))
+                              : pm_str(e, "%lld", (long long)type->dim[d] - 1);
+    if (pm_range(g, index, &lo, &hi) && lo >= 0 && hi < least) continue;
     const pm_program_site s = {.ref = ref_name(e, view),
                                .shape = shape_text(e, type),
                                .dim = d,
                                .of_view = view != pm_view_base(g, view)};
-    pm_putf(&t, "%s!index_outside(%s, %lld, %uu, sanitizer)", t.n ? " && " : "",
-            pm_at(e, index, reg), (long long)type->dim[d] - 1, add_site(e, op, s));
+    pm_putf(&t, "%s!index_outside(%s, %s, %uu, sanitizer)", t.n ? " && " : "", pm_at(e, index, reg),
+            most, add_site(e, op, s));
   }
   return t.n ? t.at : condition;
 }

@@ -381,6 +381,14 @@ void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h) {
   c->slot[v] = new_constant(c, t->dtype, pm_type_size(t), (pm_scalar){0}, t->dim[dim], inner);
 }
 
+/* The graph is bound to one call: sizes.h */
+void pm_vm_encode_size(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  const pm_val v = pm_get(c->g, op)->out;
+  const int64_t n = c->g->sizes.at[*pm_attr(c->g, op, PM_ATTR_N)].least;
+  c->slot[v] = new_constant(c, pm_typeof(c->g, v)->dtype, 1, (pm_scalar){.i = n}, 0, 0);
+}
+
 void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h) {
   pm_val v = pm_get(c->g, op)->out;
   uint32_t slot = define(c, v);

@@ -433,6 +433,7 @@ static step exec_next_tile(pm_machine *m, thread *t, const instr *i) {
 
 const handler pm_vm_CONST = {pm_vm_encode_const, NULL, {0}};
 const handler pm_vm_IOTA = {pm_vm_encode_iota, NULL, {0}};
+const handler pm_vm_SIZE = {pm_vm_encode_size, NULL, {0}};
 const handler pm_vm_AXIS = {pm_vm_encode_axis, exec_axis, {0}};
 const handler pm_vm_CONVERT = {
     pm_vm_encode_plain, exec_convert, {.poison = pm_poison_rule_convert}};

@@ -866,6 +866,7 @@ void pm_vm_encode_rows_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h); /* fails */
 void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_size(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_multiple(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h); /* BROADCAST, SLICE ... */

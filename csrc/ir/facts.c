@@ -111,6 +111,10 @@ static int64_t divisor_axis(facts *f, const pm_op *o) {
   return pm_range(f->g, o->out, &lo, &hi) && !lo && !hi ? 0 : 1;
 }
 
+static int64_t divisor_size(facts *f, const pm_op *o) {
+  return f->g->sizes.at[f->g->attrs.at[o->attr]].multiple;
+}
+
 static int64_t divisor_operand(facts *f, const pm_op *o) { return divisor_in(f, o, 0); }
 
 static int64_t divisor_promise(facts *f, const pm_op *o) {
@@ -294,6 +298,12 @@ static span range_axis(facts *f, const pm_op *o, span all) {
   if (axis == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
   if (axis == PM_AXIS_DEVICE && dim < g->n_mesh) return (span){0, g->mesh[dim] - 1};
   return all;
+}
+
+static span range_size(facts *f, const pm_op *o, span all) {
+  const pm_size *s = &f->g->sizes.at[f->g->attrs.at[o->attr]];
+  (void)all;
+  return (span){s->least, s->most};
 }
 
 static span range_iota(facts *f, const pm_op *o, span all) {

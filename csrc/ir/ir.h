@@ -188,6 +188,13 @@ typedef struct pm_block {
   pm_opid parent; /* 0: the kernel's body */
 } pm_block;
 
+/* See sizes.h. Sizes of a call are numbered from 1; 0: known now. */
+typedef struct pm_size {
+  int64_t how, a, b; /* PM_SIZE_; EXTENT: argument and dimension; NUMBER: a; else two sizes */
+  int64_t least, most, multiple;
+  uint32_t name; /* interned text, 0: none */
+} pm_size;
+
 typedef struct pm_graph {
   pm_arena *arena;
   const char *name;
@@ -199,7 +206,10 @@ typedef struct pm_graph {
   uint32_t n_inout;               /* outputs that alias operands (recorded in alias[]) */
   int32_t *alias;                 /* per output: operand index or -1 */
   const int64_t *
-      *strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
+      *strides;          /* per operand those of its array, in elements, NULL: row-major; or NULL */
+  PM_VEC(pm_size) sizes; /* that are known when it is called; index 0 is none, empty: none */
+  PM_VEC(uint32_t) extents; /* PM_MAX_RANK for each kernel argument: its extents that are sizes */
+  uint32_t grid_sizes[PM_MAX_RANK]; /* axes of the grid that are sizes; grid has the most */
   bool approx_math, no_auto_barriers;
   int64_t reduction_scratch; /* most bytes that a REDUCE of one Pallas thread may take at a time */
   /* The profiler: words of SMEM for each trace, 0: off; a trace for each warp, else for each Pallas
@@ -343,6 +353,11 @@ static inline bool pm_only_moves(int code) {
     case PM_LAY_TRANSPOSE: return true;
     default: return false;
   }
+}
+static inline uint32_t pm_n_sizes(const pm_graph *g) { return g->sizes.n ? g->sizes.n - 1 : 0; }
+/* The size that is extent d of argument k, 0: it is known now. */
+static inline uint32_t pm_extent_of(const pm_graph *g, uint32_t k, uint32_t d) {
+  return k * PM_MAX_RANK + d < g->extents.n ? g->extents.at[k * PM_MAX_RANK + d] : 0;
 }
 static inline bool pm_is_loop(int code) { return code == PM_OP_FOR || code == PM_OP_WHILE; }
 static inline bool pm_is_branch(int code) { return code == PM_OP_IF || code == PM_OP_SWITCH; }

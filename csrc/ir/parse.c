@@ -13,6 +13,7 @@
 
 #include "layout.h"
 #include "rules.h"
+#include "sizes.h"
 
 enum { MAX_NESTING = 64, MAX_LABEL = 4096 };
 
@@ -709,6 +710,17 @@ static pm_code read_strides(parser *p, const pm_type *t, const int64_t **out) {
   return expect(p, ']');
 }
 
+static pm_code read_extents(parser *p, uint32_t argument, const pm_type *t) {
+  uint32_t size[PM_MAX_RANK];
+  if (!eat_word(p, "extents")) return PM_OK;
+  for (int d = 0; d < t->rank; d++) {
+    TRY(expect(p, d ? ',' : '['));
+    TRY(read_small(p, PM_MAX_SIZES, &size[d]));
+  }
+  if (pm_set_extents(p->g, argument, size, p->err)) return p->err->code;
+  return expect(p, ']');
+}
+
 static pm_code parse_args(parser *p, pm_blk block) {
   uint32_t n = 0;
   bool strided = false;
@@ -730,6 +742,7 @@ static pm_code parse_args(parser *p, pm_blk block) {
       TRY(read_strides(p, &t, &strides));
       pm_vec_push(p->g->arena, &p->strides, strides);
       if (strides) strided = true;
+      TRY(read_extents(p, n, &t));
     }
     n++;
   } while (eat(p, ','));
@@ -791,12 +804,36 @@ static pm_code read_profile(parser *p) {
   return read_int(p, &g->profile_offset);
 }
 
+static pm_code read_size(parser *p) {
+  pm_size s = {0};
+  const char *name;
+  TRY(read_string(p, &name));
+  TRY(read_enum(p, PM_ENUM_SIZE, &s.how));
+  int64_t *const number[] = {&s.a, &s.b, &s.least, &s.most, &s.multiple};
+  for (size_t k = 0; k < PM_COUNT(number); k++) TRY(read_int(p, number[k]));
+  s.name = pm_intern(p->g, name);
+  return pm_add_size(p->g, &s, p->err) ? PM_OK : p->err->code;
+}
+
+static pm_code read_grid_sizes(parser *p) {
+  int64_t size[PM_MAX_RANK];
+  uint32_t n;
+  TRY(read_sizes(p, size, PM_MAX_RANK, &n));
+  for (uint32_t k = 0; k < n; k++) {
+    if (size[k] < 0 || size[k] > pm_n_sizes(p->g)) FAIL(p, p->at, "there is no such size");
+    p->g->grid_sizes[k] = (uint32_t)size[k];
+  }
+  return PM_OK;
+}
+
 static pm_code read_clause(parser *p) {
   pm_graph *g = p->g;
   slice word = read_word(p);
   if (is_text(word, "grid")) return read_sizes(p, g->grid, PM_MAX_RANK, &g->n_grid);
   if (is_text(word, "cluster")) return read_sizes(p, g->cluster, 3, &g->n_cluster);
   if (is_text(word, "mesh")) return read_sizes(p, g->mesh, PM_MAX_RANK, &g->n_mesh);
+  if (is_text(word, "size")) return read_size(p);
+  if (is_text(word, "grid_sizes")) return read_grid_sizes(p);
   if (is_text(word, "threads")) return read_small(p, 1024, &g->n_threads);
   if (is_text(word, "smem")) return read_int(p, &g->smem_bytes);
   if (is_text(word, "tmem")) return read_int(p, &g->tmem_columns);
@@ -811,7 +848,8 @@ static pm_code read_clause(parser *p) {
   if (is_text(word, "no_auto_barriers")) return g->no_auto_barriers = true, PM_OK;
   if (is_text(word, "reduction_scratch")) return read_int(p, &g->reduction_scratch);
   FAIL(p, word.at,
-       "expected grid, cluster, mesh, threads, approx_math, no_auto_barriers, reduction_scratch, "
+       "expected grid, cluster, mesh, size, grid_sizes, threads, approx_math, no_auto_barriers, "
+       "reduction_scratch, "
        "profile, smem, tmem, scratch, target, stage or '{'");
 }
 

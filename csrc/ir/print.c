@@ -233,6 +233,17 @@ static void put_strides(printer *p, uint32_t index) {
   pm_put(p->out, "]");
 }
 
+/* " extents [1, 0]" behind an argument whose extents are known at run time only */
+static void put_extents(printer *p, uint32_t index) {
+  const pm_graph *g = p->g;
+  const int rank = pm_typeof(g, g->blocks.at[1].arg + index)->rank;
+  bool any = false;
+  for (int d = 0; d < rank; d++) any |= pm_extent_of(g, index, (uint32_t)d) != 0;
+  for (int d = 0; any && d < rank; d++)
+    pm_putf(p->out, "%s%u", d ? ", " : " extents [", pm_extent_of(g, index, (uint32_t)d));
+  if (any) pm_put(p->out, "]");
+}
+
 static void put_args(printer *p, pm_blk block, int indent) {
   const pm_block *b = &p->g->blocks.at[block];
   if (!b->n_args) return;
@@ -244,6 +255,7 @@ static void put_args(printer *p, pm_blk block, int indent) {
     pm_put(p->out, ": ");
     put_type(p, b->arg + k);
     if (block == 1) put_strides(p, k);
+    if (block == 1) put_extents(p, k);
   }
   pm_put(p->out, "\n");
 }
@@ -261,6 +273,23 @@ static void put_sizes(pm_text *out, const char *word, const int64_t *size, uint3
   pm_put(out, "]");
 }
 
+/* size "M" extent 0 0 1 65536 8: how, of what, least, most, multiple */
+static void put_sizes_of_call(printer *p) {
+  const pm_graph *g = p->g;
+  bool open = false;
+  for (uint32_t k = 1; k < g->sizes.n; k++) {
+    const pm_size *s = &g->sizes.at[k];
+    pm_put(p->out, " size ");
+    put_string(p->out, g->strings.at[s->name]);
+    pm_putf(p->out, " %s %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64,
+            pm_enum_text(PM_ENUM_SIZE, s->how), s->a, s->b, s->least, s->most, s->multiple);
+  }
+  for (uint32_t k = 0; k < g->n_grid; k++) open |= g->grid_sizes[k] != 0;
+  for (uint32_t k = 0; open && k < g->n_grid; k++)
+    pm_putf(p->out, "%s%u", k ? ", " : " grid_sizes [", g->grid_sizes[k]);
+  if (open) pm_put(p->out, "]");
+}
+
 static void put_head(printer *p) {
   static const char *const stages[] = {"traced", "laid_out", "planned", "synced"};
   const pm_graph *g = p->g;
@@ -269,6 +298,7 @@ static void put_head(printer *p) {
   put_sizes(p->out, "grid", g->grid, g->n_grid);
   put_sizes(p->out, "cluster", g->cluster, g->n_cluster);
   if (g->n_mesh) put_sizes(p->out, "mesh", g->mesh, g->n_mesh);
+  put_sizes_of_call(p);
   pm_putf(p->out, " threads %u", g->n_threads);
   if (g->approx_math) pm_put(p->out, " approx_math");
   if (g->no_auto_barriers) pm_put(p->out, " no_auto_barriers");

@@ -539,6 +539,15 @@ static pm_code pm_type_axis(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+static pm_code pm_type_size_of_call(const pm_typing *t, pm_type *out) {
+  pm_code rc = pm_type_axis(t, out);
+  int64_t n = word(t, PM_ATTR_N);
+  if (!rc && (n < 1 || n > pm_n_sizes(t->g))) {
+    FAIL(VALUE, "%s: number %" PRId64 ", the graph has %u", name(t), n, pm_n_sizes(t->g));
+  }
+  return rc;
+}
+
 static pm_code pm_type_counter(const pm_typing *t, pm_type *out) {
   pm_code rc = pm_type_axis(t, out);
   int64_t n = word(t, PM_ATTR_N);

@@ -79,6 +79,15 @@ static void row_major(const pm_type *t, pm_view *v) {
   }
 }
 
+static void open_extents(const pm_graph *g, uint32_t argument, pm_view *v) {
+  for (uint32_t k = 0; k < v->rank; k++) {
+    const uint32_t size = pm_extent_of(g, argument, k);
+    if (!size) continue;
+    v->dim[k].extent = v->base_extent[k] = size;
+    v->base_shape[k] = g->sizes.at[size].least;
+  }
+}
+
 static void take_strides(const int64_t *stride, pm_view *v) {
   for (uint32_t k = 0; k < v->rank; k++) v->dim[k].inner = v->base_stride[k] = stride[k];
 }
@@ -121,6 +130,7 @@ static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_vie
                      "a ref that a loop or a branch carries is not available; use it from outside");
     }
     v->param = (int32_t)val->index;
+    open_extents(g, val->index, v);
     if (g->strides && val->index < g->n_operands && g->strides[val->index])
       take_strides(g->strides[val->index], v);
     return PM_OK;
@@ -231,6 +241,7 @@ static pm_code apply_index(const pm_graph *g, pm_opid op, pm_view *v, pm_err *er
                      "more than %d dynamic starts in one chain of slices", PM_MAX_TERMS);
     }
     if (sizes[k] == PM_DROPPED) continue;
+    if (val || start || sizes[k] != d.size || stride != 1) d.extent = 0;
     d.size = sizes[k];
     d.inner *= stride;
     d.step *= stride;
@@ -350,7 +361,7 @@ static bool may_rebase(const pm_graph *g, const pm_view *v, bool *stays) {
   return true;
 }
 
-static void rebase(pm_view *v, const bool *stays) {
+static void rebase(const pm_graph *g, pm_view *v, const bool *stays) {
   uint8_t axis[PM_MAX_RANK];
   uint32_t n = 0, terms = 0;
   for (uint32_t d = 0; d < v->base_rank; d++) {
@@ -361,6 +372,7 @@ static void rebase(pm_view *v, const bool *stays) {
     }
     v->base_shape[n] = v->base_shape[d];
     v->base_stride[n] = v->base_stride[d];
+    v->base_extent[n] = v->base_extent[d];
     v->start[n++] = v->start[d];
   }
   for (uint32_t k = 0; k < v->n_start_terms; k++) {
@@ -372,10 +384,12 @@ static void rebase(pm_view *v, const bool *stays) {
   v->n_start_terms = terms;
   int64_t stride = 1;
   for (uint32_t k = v->rank; k-- > 0;) {
+    const uint32_t extent = v->dim[k].extent;
     if (v->dim[k].size > 1) stride = v->dim[k].inner;
+    v->base_extent[n + k] = extent;
     v->dim[k].base_dim = (int8_t)(n + k);
     v->dim[k].step = 1;
-    v->base_shape[n + k] = v->dim[k].size;
+    v->base_shape[n + k] = extent ? g->sizes.at[extent].least : v->dim[k].size;
     v->base_stride[n + k] = stride;
     v->start[n + k] = 0;
     stride *= v->dim[k].size;
@@ -388,6 +402,18 @@ static uint32_t count(const bool *set, uint32_t n) {
   uint32_t k = 0;
   while (n-- > 0) k += set[n];
   return k;
+}
+
+/* Dimensions that are merged or split have static sizes. */
+static pm_code check_whole(const pm_view *v, uint32_t from, uint32_t to, pm_err *err) {
+  for (uint32_t k = from; k < to; k++) {
+    if (!v->dim[k].extent) continue;
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "reshape: dimension %u has a size that is known at run time only (plgpu.dim) "
+                   "and cannot be merged or split; slice it first, or give the argument that shape",
+                   k);
+  }
+  return PM_OK;
 }
 
 static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *err) {
@@ -421,6 +447,7 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
       continue;
     }
     pm_view_dim whole;
+    if (check_whole(v, i0, i, err)) return err->code;
     if (fold(v->dim, i0, i - i0, &whole, err) ||
         unfold(&whole, &to->dim[j0], j - j0, &out[j0], err))
       return err->code;
@@ -428,7 +455,7 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
   }
   memcpy(v->dim, out, sizeof out[0] * to->rank);
   v->rank = to->rank;
-  if (base) rebase(v, stays);
+  if (base) rebase(g, v, stays);
   return PM_OK;
 }
 

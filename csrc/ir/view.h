@@ -37,7 +37,8 @@ typedef struct pm_view_dim {
   int64_t outer, inner; /* strides in elements */
   int64_t given;        /* the user's tile along it, 0: not tiled; errors speak of it */
   int64_t step;         /* index units of base_dim from one element to the next */
-  int8_t base_dim;      /* the dimension of the base it runs along, -1: several (a reshape) */
+  uint32_t extent; /* sizes.h: it is whole, and has this size at run time; `size` is the most */
+  int8_t base_dim; /* the dimension of the base it runs along, -1: several (a reshape) */
 } pm_view_dim;
 
 typedef struct pm_view {
@@ -67,6 +68,7 @@ typedef struct pm_view {
   bool reshaped, shifted;
   uint8_t base_rank;
   int64_t base_shape[PM_MAX_RANK], base_stride[PM_MAX_RANK], start[PM_MAX_RANK];
+  uint32_t base_extent[PM_MAX_RANK]; /* sizes.h: base_shape is the least it may be; 0: it is that */
   uint32_t n_start_terms;
   /* Of these arrays as many elements are set as the n_ above say. */
   struct {

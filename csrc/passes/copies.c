@@ -41,6 +41,7 @@ typedef struct digit {
 /* A dimension of the tensor, or several merged ones. */
 typedef struct axis {
   int64_t size, stride, start;
+  uint32_t extent; /* its size is this one of the call, and `size` the least: sizes.h; 0: static */
   uint32_t n_terms;
   pm_term term[MAX_COORD_TERMS]; /* start += val * mul */
   int64_t cut;                   /* the map splits it into {cut, size / cut}; 0: not split */
@@ -76,6 +77,7 @@ static const char *make_axes(trial *t) {
     t->axis[d] = (axis){.size = v->base_shape[d],
                         .stride = v->base_stride[d],
                         .start = v->start[d],
+                        .extent = v->base_extent[d],
                         .inner = -1,
                         .outer = -1};
   }
@@ -146,6 +148,7 @@ static void merge_pair(trial *t, int i, int j) {
                      (n_fast == 1 ? df->size == fast->size : !n_fast && fast->size == 1);
   const bool index = !n_slow && !n_fast && start_inside(t, fast);
   const int64_t n = fast->size;
+  if (slow->extent || fast->extent) return;
   if ((!whole && !index) || n_slow > 1 || slow->n_terms + fast->n_terms > MAX_COORD_TERMS) return;
   if (slow->size > INT32_MAX / fast->size || slow->stride != fast->stride * n) return;
   if (ds && df && (ds->smem != df->smem * df->size || ds->step != 1)) return;
@@ -173,7 +176,7 @@ static void merge_axes(trial *t) {
 
 /* Does the map, with the axis split at c, clip exactly where the tensor ends? */
 static bool may_cut_axis(const trial *t, const axis *a, int64_t c) {
-  if (!t->may_cut || a->cut || a->size % c || a->start % c) return false;
+  if (!t->may_cut || a->cut || a->extent || a->size % c || a->start % c) return false;
   for (uint32_t k = 0; k < a->n_terms; k++) {
     if (pm_divisor(t->g, a->term[k].val) * a->term[k].mul % c) return false;
   }
@@ -253,18 +256,19 @@ static const char *cut_digits(trial *t) {
 /* ---- the map -----------------------------------------------------------------------------------
  */
 
-static const char *add_map_dim(const trial *t, pm_copy_plan *p, int64_t dim, int64_t stride,
-                               int64_t box) {
+static const char *add_map_dim(const trial *t, pm_copy_plan *p, int64_t dim, uint32_t extent,
+                               int64_t stride, int64_t box) {
   pm_tensor_map *m = &p->map;
   int64_t pitch = stride * t->bytes;
   if (m->rank == PM_TMA_RANK) return "the tensor map would have more than 5 dimensions";
   if (dim > INT32_MAX) return "a dimension of the GMEM array is too large";
   if (m->rank) {
-    if (dim == 1) pitch = pm_round_up(pitch, 16);
+    if (dim == 1 && !extent) pitch = pm_round_up(pitch, 16);
     if (pitch % 16) return "rows of the GMEM array are not a multiple of 16 bytes";
     if (pitch >= (int64_t)1 << 40) return "a stride of the GMEM array is too large";
   }
   m->dim[m->rank] = (uint64_t)dim;
+  m->extent[m->rank] = extent;
   m->stride[m->rank] = (uint64_t)pitch;
   m->box[m->rank++] = (uint32_t)box;
   return NULL;
@@ -314,10 +318,10 @@ static const char *make_box(trial *t, pm_copy_plan *p, int *n_box) {
     const axis *a = &t->axis[d->axis];
     const int64_t cut = a->cut ? a->cut : 1;
     if (k == a->inner) {
-      why = add_map_dim(t, p, a->cut ? a->cut : a->size, a->stride, d->size);
+      why = add_map_dim(t, p, a->cut ? a->cut : a->size, a->extent, a->stride, d->size);
       if (!why && !a->cut) why = set_coord(&p->coord[k], a, 1);
     } else {
-      why = add_map_dim(t, p, a->size / cut, a->stride * cut, d->size);
+      why = add_map_dim(t, p, a->size / cut, a->extent, a->stride * cut, d->size);
       if (!why) why = set_coord(&p->coord[k], a, cut);
     }
   }
@@ -331,8 +335,8 @@ static const char *add_unit_axes(trial *t, pm_copy_plan *p) {
     int count;
     only_digit(t, i, &count);
     if (a->gone || a->inner >= 0) continue;
-    if (a->size == 1 && !count && !a->start && !a->n_terms) continue;
-    const char *why = add_map_dim(t, p, a->size, a->stride, 1);
+    if (a->size == 1 && !a->extent && !count && !a->start && !a->n_terms) continue;
+    const char *why = add_map_dim(t, p, a->size, a->extent, a->stride, 1);
     a->inner = p->map.rank - 1;
     if (!why) why = set_coord(&p->coord[a->inner], a, 1);
     if (why) return why;

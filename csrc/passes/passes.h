@@ -137,6 +137,7 @@ typedef struct pm_tensor_map {
   uint8_t of;                                     /* pm_map_of */
   uint64_t dim[PM_TMA_RANK], stride[PM_TMA_RANK]; /* strides in bytes; stride[0] is the element */
   uint32_t box[PM_TMA_RANK];
+  uint32_t extent[PM_TMA_RANK]; /* dim is the least that this size of the call may be; 0: static */
 } pm_tensor_map;
 
 /* A coordinate of a TMA instruction: fixed + sum of val * mul / div (div provably divides). */

@@ -19,6 +19,7 @@ void pmpy_call_end(pmpy_call *c) {
     if (b->keep || b->managed || b->managed_old) pmpy_release(b);
   }
   if (c->many) PyMem_Free(c->many);
+  PyMem_Free(c->own_specs);
   Py_XDECREF(c->out_tuple);
   Py_XDECREF((PyObject *)c->plan);
 }
@@ -149,6 +150,7 @@ int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n
   c->cuda = c->has_array = c->mixed = false;
   c->in_place = true;
   c->has_stream = c->converted = c->recorded = false;
+  c->specs = c->own_specs = NULL;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;
@@ -210,7 +212,13 @@ pmpy_plan *pmpy_call_trace(const pmpy_call *c, bool keep_text) {
 static int make_signature(const pmpy_call *c, pmpy_new_signature *s) {
   int64_t *at = pmpy_signature_begin(s, pmpy_sign_most(c->n_in) + 1);
   if (!at) return -1;
-  for (uint32_t i = 0; i < c->n_in; i++) at = pmpy_sign(at, &c->in[i], false);
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    int64_t *const begin = at;
+    at = pmpy_sign(at, &c->in[i], false);
+    const uint8_t open = i < c->k->n_open ? c->k->open[i] : 0;
+    for (int d = 0; open && d < c->in[i].rank; d++)
+      if (open >> d & 1) begin[1 + d] = -1;
+  }
   *at++ = pmpy.trace_flags | (c->target ? c->target - pm_targets + 1 : 0) << 8;
   pmpy_signature_end(s, at);
   return 0;
@@ -232,6 +240,44 @@ static int find_plan(pmpy_call *c) {
   return c->plan ? 0 : -1;
 }
 
+/* ---- sizes of a call ------------------------------------------------------------------------- */
+
+static const int64_t *shape_of(const void *ctx, uint32_t operand) {
+  return ((const pmpy_call *)ctx)->in[operand].shape;
+}
+
+/* What the plan leaves open: its sizes, and the outputs' extents. 0 or -1 */
+static int find_sizes(pmpy_call *c) {
+  PMPY_ERR(err);
+  const pm_graph *g = c->plan->graph->g;
+  const uint32_t n = c->plan->n_out + c->plan->n_scratch;
+  const pm_shapes shapes = {shape_of, c};
+  c->specs = c->plan->out;
+  if (!g->sizes.n) return 0;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    char name[32];
+    if (!c->in[i].strided || i >= c->k->n_open || !c->k->open[i]) continue;
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: %s is not contiguous in row-major order, as one with dimensions that "
+                 "are known at run time only (plgpu.dim) must be: pass a contiguous copy",
+                 c->name, pmpy_which((int)i, name));
+    return -1;
+  }
+  if (pm_eval_sizes(g, &shapes, c->sizes, &err)) {
+    pmpy_raise(&err);
+    return -1;
+  }
+  c->own_specs = PyMem_Malloc((n + 1) * sizeof *c->own_specs);
+  if (!c->own_specs) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  memcpy(c->own_specs, c->plan->out, n * sizeof *c->own_specs);
+  for (uint32_t i = 0; i < n; i++) pm_bound_shape(g, c->n_in + i, c->sizes, c->own_specs[i].shape);
+  c->specs = c->own_specs;
+  return 0;
+}
+
 /* ---- outputs ------------------------------------------------------------------------------ */
 
 static PyObject *text_of_spec(const pmpy_spec *s) {
@@ -251,7 +297,7 @@ static int check_outputs(const pmpy_call *c) {
   }
   for (uint32_t i = 0; i < c->n_out_given; i++) {
     const pmpy_buffer *b = &c->out[i];
-    const pmpy_spec *s = &c->plan->out[i];
+    const pmpy_spec *s = &c->specs[i];
     if (b->dtype == s->dtype && b->rank == s->rank &&
         !memcmp(b->shape, s->shape, b->rank * sizeof *b->shape))
       continue;
@@ -369,7 +415,8 @@ int pmpy_call_plan(pmpy_call *c, PyObject *k) {
   c->k = (pmpy_kernel *)k;
   if (check_strides(c) < 0) return -1;
   if (c->converted && warn_converted(c) < 0) return -1;
-  return choose_target(c) < 0 || find_plan(c) < 0 || check_outputs(c) < 0 ? -1 : 0;
+  return choose_target(c) < 0 || find_plan(c) < 0 || find_sizes(c) < 0 || check_outputs(c) < 0 ? -1
+                                                                                               : 0;
 }
 
 PyObject *pmpy_call_run(pmpy_call *c, PyObject *k) {

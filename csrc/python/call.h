@@ -36,6 +36,10 @@ typedef struct pmpy_call {
   bool recorded;           /* autograd records operations on an operand */
   bool has_stream;         /* stream= was given */
   void *stream;
+  /* of the plan, once it is found: sizes of this call, and its outputs and GMEM scratch */
+  int64_t sizes[PM_MAX_SIZES];
+  const pmpy_spec *specs;
+  pmpy_spec *own_specs; /* owned, or NULL: those of the plan */
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in

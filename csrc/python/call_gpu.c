@@ -17,10 +17,10 @@ static int check_capture(const pmpy_call *c, int device, void *stream) {
   return -1;
 }
 
-static bool all_empty(const pmpy_plan *p) {
-  for (uint32_t i = 0; i < p->n_out; i++)
-    if (pmpy_bytes(&p->out[i])) return false;
-  return p->n_out > 0;
+static bool all_empty(const pmpy_call *c) {
+  for (uint32_t i = 0; i < c->plan->n_out; i++)
+    if (pmpy_bytes(&c->specs[i])) return false;
+  return c->plan->n_out > 0;
 }
 
 /* Addresses of all parameters if nothing needs staging. */
@@ -43,7 +43,7 @@ static int launch(const pmpy_call *c, pm_kernel *kernel, int device, void *strea
   pm_code code;
   uint64_t ptr[PMPY_MAX_PARAMS];
   if (direct(c, out, ptr)) {
-    Py_BEGIN_ALLOW_THREADS code = pm_kernel_launch(kernel, ptr, stream, &err);
+    Py_BEGIN_ALLOW_THREADS code = pm_kernel_launch(kernel, ptr, c->sizes, stream, &err);
     Py_END_ALLOW_THREADS
   } else {
     pmpy_run r = {.c = c, .on_gpu = true, .device = device, .stream = stream, .kernel = kernel};
@@ -120,7 +120,7 @@ PyObject *pmpy_call_gpu(pmpy_call *c, int device) {
   pm_kernel *kernel = pmpy_plan_kernel(c->plan, device);
   if (!kernel) return NULL;
   if (pmpy_call_outputs(c, stream, made, out) < 0) return NULL;
-  if (all_empty(c->plan) || !launch_around(c, kernel, device, stream, out, made))
+  if (all_empty(c) || !launch_around(c, kernel, device, stream, out, made))
     return pmpy_call_finish(c, made);
   return pmpy_call_drop(c, made);
 }

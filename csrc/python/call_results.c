@@ -17,7 +17,7 @@ int pmpy_call_outputs(const pmpy_call *c, void *stream, PyObject **made, uint64_
       ptr[i] = c->out[i].ptr;
       continue;
     }
-    made[i] = pmpy_result(c->home, &c->plan->out[i], c->cuda, c->device, stream, &ptr[i]);
+    made[i] = pmpy_result(c->home, &c->specs[i], c->cuda, c->device, stream, &ptr[i]);
     if (made[i]) continue;
     while (i) Py_DECREF(made[--i]);
     return -1;

@@ -191,16 +191,17 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
   static const char *const kinds[] = {"tensor_map", "pointer", "counters",
-                                      "sanitizer",  "watch",   "peers"}; /* enum pm_arg_kind */
+                                      "sanitizer",  "watch",   "peers",
+                                      "size"}; /* enum pm_arg_kind */
   return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
 static PyObject *map_info(const pm_program *p, uint32_t k) {
   const pm_tensor_map *m = &p->maps[k];
-  return Py_BuildValue("{s:i,s:i,s:s,s:i,s:N,s:N,s:N}", "param", m->param, "of", m->of, "dtype",
+  return Py_BuildValue("{s:i,s:i,s:s,s:i,s:N,s:N,s:N,s:N}", "param", m->param, "of", m->of, "dtype",
                        pm_dtypes[m->dtype].text, "swizzle", m->swizzle, "dim",
                        u64_tuple(m->dim, m->rank), "stride", u64_tuple(m->stride, m->rank), "box",
-                       u32_tuple(m->box, m->rank));
+                       u32_tuple(m->box, m->rank), "extent", u32_tuple(m->extent, m->rank));
 }
 
 /* What the k-th pointer must be: (dtype, shape, bytes of alignment, operand it shares or -1). */
@@ -218,6 +219,20 @@ static PyObject *params_info(const pm_graph *g, const pm_program *p) {
   PyObject *list = PyList_New(p->n_params);
   for (uint32_t k = 0; list && k < p->n_params; k++) {
     PyObject *item = param_info(g, p, k);
+    if (!item) Py_CLEAR(list);
+    else PyList_SET_ITEM(list, k, item);
+  }
+  return list;
+}
+
+/* Of parameters: numbers of the sizes that their extents are, 0: static. */
+static PyObject *extents_info(const pm_graph *g, const pm_program *p) {
+  PyObject *list = PyList_New(p->n_params);
+  for (uint32_t k = 0; list && k < p->n_params; k++) {
+    const int rank = pm_typeof(g, g->blocks.at[1].arg + k)->rank;
+    PyObject *item = PyTuple_New(rank);
+    for (int d = 0; item && d < rank; d++)
+      PyTuple_SET_ITEM(item, d, PyLong_FromUnsignedLong(pm_extent_of(g, k, (uint32_t)d)));
     if (!item) Py_CLEAR(list);
     else PyList_SET_ITEM(list, k, item);
   }
@@ -281,7 +296,8 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
   return Py_BuildValue(
-      "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N})",
+      "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N,s:I,"
+      "s:N,s:N})",
       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry", p->entry, "grid",
       u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3), "shares_grid",
       p->shares_grid ? Py_True : Py_False, "meets_blocks", p->meets_blocks ? Py_True : Py_False,
@@ -291,7 +307,8 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
       "maps", list_of(p, p->n_maps, map_info), "params", params_info(j.g, p), "given",
       given_info(j.g, p), "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid), "cluster_sizes",
       i64_tuple(j.g->cluster, j.g->n_cluster), "operands", j.g->n_operands, "sites",
-      list_of(p, p->n_sites, site_info));
+      list_of(p, p->n_sites, site_info), "sizes", p->n_sizes, "grid_extents",
+      u32_tuple(j.g->grid_sizes, j.g->n_grid), "extents", extents_info(j.g, p));
 }
 
 /* ---- functions that stand for CUDA source --------------------------------------------------- */

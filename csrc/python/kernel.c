@@ -105,8 +105,24 @@ static int set_container(pmpy_kernel *k, PyObject *o) {
   return o ? -1 : 0;
 }
 
+/* A tuple of ints. */
+static int set_open(pmpy_kernel *k, PyObject *o) {
+  if (!o) return 0;
+  const Py_ssize_t n = PyTuple_Check(o) ? PyTuple_GET_SIZE(o) : -1;
+  k->open = n >= 0 ? PyMem_Calloc((size_t)n + 1, 1) : NULL;
+  if (!k->open) {
+    if (n < 0) PyErr_SetString(PyExc_TypeError, "Kernel: open must be a tuple of ints");
+    else PyErr_NoMemory();
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < n; i++)
+    k->open[i] = (uint8_t)PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(o, i));
+  k->n_open = (uint32_t)n;
+  return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Kernel(name, trace, options). Options: interpret, outputs (single, tuple, list), unflatten,
- * structured, progress; others are ignored. */
+ * structured, progress, open (a tuple of bits of dimensions by operand); others are ignored. */
 static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   static char *names[] = {"name", "trace", "options", NULL};
   PyObject *name, *trace, *options = NULL;
@@ -120,6 +136,10 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   k->trace = Py_NewRef(trace);
   k->options = options ? PyDict_Copy(options) : PyDict_New();
   if (!k->options || set_container(k, option(k->options, "outputs")) < 0) {
+    Py_DECREF(k);
+    return NULL;
+  }
+  if (set_open(k, option(k->options, "open")) < 0) {
     Py_DECREF(k);
     return NULL;
   }
@@ -155,6 +175,7 @@ static void kernel_dealloc(PyObject *self) {
   if (k->weakrefs) PyObject_ClearWeakRefs(self);
   kernel_clear(self);
   pmpy_plans_clear(&k->plans);
+  PyMem_Free(k->open);
   Py_XDECREF(k->name);
   type->tp_free(self);
   Py_DECREF(type);

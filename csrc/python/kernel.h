@@ -16,6 +16,8 @@ typedef struct pmpy_kernel {
   PyObject *unflatten, *structured, *progress; /* borrowed, or NULL */
   pmpy_container container;
   pmpy_plans plans;
+  uint8_t *open; /* owned: of each operand the dimensions that calls may differ in, a bit each */
+  uint32_t n_open;
   bool has_warned; /* of operands that were converted */
 } pmpy_kernel;
 

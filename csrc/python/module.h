@@ -14,19 +14,20 @@
 #include "../runtime/runtime.h"
 
 /* What the core calls in Python: X(ID, keyword of set_hooks). hooks.c */
-#define PMPY_HOOKS(X)                                                             \
-  X(EMULATE, emulate)               /* what runs a program on the CPU */          \
-  X(HTML, html)                     /* _repr_html_ of kernels and lowered ones */ \
-  X(INDEX_ARRAY, index_array)       /* x[idx] of an array that is no slice */     \
-  X(INDEX_REF, index_ref)           /* ref.at[idx] with arrays in idx */          \
-  X(MEMORY_SPACE, memory_space)     /* the enum plgpu.MemorySpace */              \
-  X(OVERHANGING, overhanging)       /* ref.at[idx] that reaches outside */        \
-  X(PICKLE, pickle)                 /* __reduce__ of kernels */                   \
-  X(RACES, races)                   /* what a run with detect_races found */      \
-  X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */   \
-  X(SPILLS, spills)                 /* spills by line, from SASS */               \
-  X(TIDY, tidy)                     /* an error that leaves a kernel */           \
-  X(TIMELINE, timeline)             /* what happened in a run with timeline */    \
+#define PMPY_HOOKS(X)                                                               \
+  X(EMULATE, emulate)               /* what runs a program on the CPU */            \
+  X(HTML, html)                     /* _repr_html_ of kernels and lowered ones */   \
+  X(INDEX_ARRAY, index_array)       /* x[idx] of an array that is no slice */       \
+  X(INDEX_REF, index_ref)           /* ref.at[idx] with arrays in idx */            \
+  X(MEMORY_SPACE, memory_space)     /* the enum plgpu.MemorySpace */                \
+  X(OVERHANGING, overhanging)       /* ref.at[idx] that reaches outside */          \
+  X(PICKLE, pickle)                 /* __reduce__ of kernels */                     \
+  X(RACES, races)                   /* what a run with detect_races found */        \
+  X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */     \
+  X(SIZE, size)                     /* the plgpu.dim with a number in this trace */ \
+  X(SPILLS, spills)                 /* spills by line, from SASS */                 \
+  X(TIDY, tidy)                     /* an error that leaves a kernel */             \
+  X(TIMELINE, timeline)             /* what happened in a run with timeline */      \
   X(TORCH, torch)                   /* a call that torch must see, see torch.c */
 typedef enum pmpy_hook_id {
 #define X(id, name) PMPY_HOOK_##id,

@@ -157,6 +157,17 @@ static PyObject *axis_index(PyObject *module, PyObject *const *args, Py_ssize_t 
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+/* size_value(number) -> Array */
+static PyObject *size_value(PyObject *module, PyObject *number) {
+  (void)module;
+  pm_attr_arg attr = {.id = PM_ATTR_N};
+  pmpy_trace *t = pmpy_begin("dim", NULL);
+  if (!t || pmpy_ints(number, "size_value", &attr.i, 1) != 1) return NULL;
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, PM_OP_SIZE, NULL, 0, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, true) : NULL;
+}
+
 static PyObject *counted(pm_opcode code, PyObject *number) {
   const char *what = pm_ops[code].text;
   pmpy_trace *t = pmpy_begin(what, NULL);
@@ -247,6 +258,7 @@ static PyMethodDef functions[] = {
      "fetch_tile(n, own=None): the next number of counter n of the launch, for broadcast_tile or "
      "shuffle_tile; own, where each cluster has a point of its own."},
     {"next_tile", next_tile, METH_O, "next_tile(n): counter n of the launch, plus one each time."},
+    {"size_value", size_value, METH_O, "size_value(number) -> Array, a size of the call."},
     {"axis_index", (PyCFunction)(void (*)(void))axis_index, METH_FASTCALL,
      "axis_index(kind, dim) -> Array; kind is grid, cluster or thread."},
     {NULL, NULL, 0, NULL}};

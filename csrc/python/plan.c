@@ -19,6 +19,7 @@ typedef struct step {
   pm_text *text; /* for printing */
   pm_cubin *cubin;
   void *const *buffers;
+  const int64_t *sizes; /* of the call, where the graph has some */
   const pm_interp_options *options;
   const pm_target *target; /* to lower for, NULL: any */
   bool strict;
@@ -109,10 +110,48 @@ static pm_code load(void *ctx, pm_err *err) {
   return PM_OK;
 }
 
+typedef struct bind_job {
+  pm_graph *g;
+  const int64_t *sizes;
+  pm_arena *temp;
+  pm_binding *was;
+} bind_job;
+
+static pm_code bind(void *ctx, pm_err *err) {
+  const bind_job *j = ctx;
+  (void)err;
+  pm_bind_sizes(j->g, j->sizes, j->temp, j->was);
+  return PM_OK;
+}
+
+/* For the sizes of the call. */
+static pm_code make_machine(const step *s, pm_err *err) {
+  pmpy_plan *p = s->p;
+  pm_graph *g = p->graph->g;
+  pm_binding was;
+  pm_arena temp;
+  if (!g->sizes.n) return pm_interp_compile(g, &p->machine, err);
+  pm_arena_init(&temp);
+  bind_job job = {g, s->sizes, &temp, &was};
+  pm_code code = pm_protect(bind, &job, err);
+  if (!code) {
+    code = pm_interp_compile(g, &p->machine, err);
+    pm_unbind_sizes(g, &was);
+    memcpy(p->machine_sizes, s->sizes, g->sizes.n * sizeof *s->sizes);
+  }
+  pm_arena_free(&temp);
+  return code;
+}
+
 static pm_code interpret(void *ctx, pm_err *err) {
   step *s = ctx;
   pmpy_plan *p = s->p;
-  if (!p->machine && pm_interp_compile(p->graph->g, &p->machine, err)) return err->code;
+  const uint32_t n = pm_n_sizes(p->graph->g);
+  if (p->machine && n && memcmp(p->machine_sizes + 1, s->sizes + 1, n * sizeof *s->sizes)) {
+    pm_interp_free(p->machine);
+    p->machine = NULL;
+  }
+  if (!p->machine && make_machine(s, err)) return err->code;
   return pm_interp_run(p->machine, s->buffers, s->options, err);
 }
 
@@ -164,9 +203,9 @@ void pmpy_format_number(void *ctx, const char *spec, pm_dtype d, pm_scalar v, ch
   PyGILState_Release(gil);
 }
 
-pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_options *o,
-                            pm_err *err) {
-  step s = {.p = p, .buffers = buffers, .options = o};
+pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const int64_t *sizes,
+                            const pm_interp_options *o, pm_err *err) {
+  step s = {.p = p, .buffers = buffers, .sizes = sizes, .options = o};
   return run_locked(interpret, &s, err);
 }
 

@@ -26,9 +26,10 @@ typedef struct pmpy_plan {
   pm_cubin cubin;
   pm_kernel *kernels[PMPY_MAX_DEVICES];
   pm_machine *machine;
-  PyObject *emulation;      /* runs the program on the CPU; owned, or NULL */
-  pmpy_signature signature; /* of the calls that it is for */
-  _Atomic size_t bytes;     /* of memory, as far as it is known */
+  int64_t machine_sizes[PM_MAX_SIZES]; /* that it was made for */
+  PyObject *emulation;                 /* runs the program on the CPU; owned, or NULL */
+  pmpy_signature signature;            /* of the calls that it is for */
+  _Atomic size_t bytes;                /* of memory, as far as it is known */
   /* plan_cache.c */
   _Atomic uint64_t used;
   struct pmpy_plans *owner; /* NULL: in no table */
@@ -53,8 +54,8 @@ static inline pm_kernel *pmpy_plan_kernel(pmpy_plan *p, int device) {
 /* Interpret on host memory; waits for another run of the same plan. GIL released by the caller. */
 /* For pm_interp_options: the text of a number by Python's own format(). */
 void pmpy_format_number(void *ctx, const char *spec, pm_dtype d, pm_scalar v, char *buf, size_t n);
-pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_options *o,
-                            pm_err *err);
+pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const int64_t *sizes,
+                            const pm_interp_options *o, pm_err *err);
 
 /* ---- plan_cache.c -------------------------------------------------------------------------- */
 

@@ -130,6 +130,17 @@ static int numpy_scalar(PyObject *o, pmpy_arg *out) {
   return rc ? -1 : 1;
 }
 
+PyObject *pmpy_size_value(PyObject *o) {
+  static PyObject *name;
+  if (PMPY_IS_ARRAY(o) || PyLong_Check(o) || PySlice_Check(o) || PyFloat_Check(o)) return NULL;
+  if (!name && !(name = PyUnicode_InternFromString("_plgpu_traced"))) return NULL;
+  PyObject *method = PyObject_GetAttr((PyObject *)Py_TYPE(o), name);
+  if (!method) return PyErr_Clear(), NULL;
+  PyObject *value = PyObject_CallOneArg(method, o);
+  Py_DECREF(method);
+  return value;
+}
+
 int pmpy_arg_from(pmpy_trace *t, PyObject *o, pmpy_arg *out) {
   out->val = 0;
   if (PMPY_IS_ARRAY(o)) {
@@ -173,6 +184,13 @@ int pmpy_arg_from(pmpy_trace *t, PyObject *o, pmpy_arg *out) {
     out->number.f = PyFloat_AS_DOUBLE(o);
     return 1;
   }
+  PyObject *size = pmpy_size_value(o);
+  if (size) {
+    const int rc = pmpy_arg_from(t, size, out);
+    Py_DECREF(size);
+    return rc;
+  }
+  if (PyErr_Occurred()) return -1;
   return 0;
 }
 

@@ -136,8 +136,11 @@ static int pallas_slice(const parser *p, int k, PyObject *o, PyObject *start) {
     goto done;
   }
   p->out->stride[k] = stride;
-  if (PMPY_IS_ARRAY(start)) {
-    rc = traced_start(p, k, start, size);
+  PyObject *value = pmpy_size_value(start);
+  if (!value && PyErr_Occurred()) goto done;
+  if (value || PMPY_IS_ARRAY(start)) {
+    rc = traced_start(p, k, value ? value : start, size);
+    Py_XDECREF(value);
     goto done;
   }
   if (start != Py_None && pmpy_ints(start, "pl.ds: start", &at, 1) != 1) goto done;
@@ -170,6 +173,13 @@ static bool is_array_index(PyObject *o) {
 }
 
 static int one_index(const parser *p, int k, PyObject *o) {
+  PyObject *size = pmpy_size_value(o);
+  if (size) {
+    const int rc = traced_start(p, k, size, PM_DROPPED);
+    Py_DECREF(size);
+    return rc;
+  }
+  if (PyErr_Occurred()) return -1;
   if (PMPY_IS_ARRAY(o)) return traced_start(p, k, o, PM_DROPPED);
   if (PySlice_Check(o)) return python_slice(p, k, o);
   if (PyBool_Check(o)) {
@@ -621,8 +631,18 @@ static PyObject *ref_numpy(PyObject *self, PyObject *args, PyObject *kw) {
 /* ---- attributes ---------------------------------------------------------------------------- */
 
 static PyObject *get_shape(PyObject *self, void *c) {
+  const pmpy_traced *r = self_of(self);
   (void)c;
-  return pmpy_shape_tuple(&self_of(self)->type);
+  PyObject *shape = pmpy_shape_tuple(&r->type);
+  for (int d = 0; shape && r->trace->g && d < r->type.rank; d++) {
+    const uint32_t size = pm_whole_extent(r->trace->g, r->val, (uint32_t)d);
+    PyObject *hook = size ? pmpy_hook(PMPY_HOOK_SIZE) : NULL;
+    if (!size) continue;
+    PyObject *dim = hook ? PyObject_CallFunction(hook, "I", size) : NULL;
+    if (!dim) Py_CLEAR(shape);
+    else Py_SETREF(PyTuple_GET_ITEM(shape, d), dim);
+  }
+  return shape;
 }
 
 static PyObject *get_dtype(PyObject *self, void *c) {

@@ -86,7 +86,7 @@ static pm_code begin_output(pmpy_run *r, uint32_t i, pm_err *err) {
   if (take_memory(r, i, err)) return err->code;
   if (a >= 0 && r->given[a] != r->given[i]) return move_in(r, (uint32_t)a, i, err);
   if (c->out_arg && !is_scratch(r, i)) return r->staged[i] ? move_in(r, i, i, err) : PM_OK;
-  if (!r->on_gpu) fill(&c->plan->out[i - c->n_in], host(r->ptr[i]), r->options->zero_fill);
+  if (!r->on_gpu) fill(&c->specs[i - c->n_in], host(r->ptr[i]), r->options->zero_fill);
   return PM_OK;
 }
 
@@ -145,20 +145,30 @@ static pm_code emulate(const pmpy_run *r, const uint64_t *ptr, uint32_t n, pm_er
   }
   PyObject *params = r->c->k->interpret ? r->c->k->interpret : Py_None;
   PyObject *fresh = r->c->out_arg ? Py_False : Py_True;
-  if (at) done = PyObject_CallFunctionObjArgs(r->emulation, params, at, fresh, NULL);
+  const uint32_t n_sizes = r->c->plan->graph->g->sizes.n;
+  PyObject *sizes = PyTuple_New(n_sizes);
+  for (uint32_t k = 0; sizes && k < n_sizes; k++)
+    PyTuple_SET_ITEM(sizes, k, PyLong_FromLongLong(k ? r->c->sizes[k] : 0));
+  if (at && sizes)
+    done = PyObject_CallFunctionObjArgs(r->emulation, params, at, fresh, sizes, NULL);
   const pm_code code = done ? PM_OK : pm_fail(err, PM_E_RUNTIME, "the emulation failed");
   Py_XDECREF(done);
+  Py_XDECREF(sizes);
   Py_XDECREF(at);
   PyGILState_Release(gil);
   return code;
 }
 
+static pm_code interpret(const pmpy_run *r, const uint64_t *at, pm_err *err) {
+  return pmpy_plan_interpret(r->c->plan, (void *const *)at, r->c->sizes, r->options, err);
+}
+
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err) {
   pm_code code = stage_in(r, err);
   if (!code)
-    code = r->on_gpu      ? pm_kernel_launch(r->kernel, r->ptr, r->stream, err)
+    code = r->on_gpu      ? pm_kernel_launch(r->kernel, r->ptr, r->c->sizes, r->stream, err)
            : r->emulation ? emulate(r, r->ptr, r->n, err)
-                          : pmpy_plan_interpret(r->c->plan, (void *const *)r->ptr, r->options, err);
+                          : interpret(r, r->ptr, err);
   if (!code) code = stage_out(r, err);
   drop_stage(r);
   return code;
@@ -173,8 +183,7 @@ pm_code pmpy_runs_execute(pmpy_run *r, uint32_t n, pm_err *err) {
     memcpy(all + (size_t)d * each, r[d].ptr, each * sizeof *all);
   }
   if (!code)
-    code = r->emulation ? emulate(r, all, n * each, err)
-                        : pmpy_plan_interpret(r->c->plan, (void *const *)all, r->options, err);
+    code = r->emulation ? emulate(r, all, n * each, err) : interpret(r, all, err);
   for (uint32_t d = 0; d < n && !code; d++) code = stage_out(&r[d], err);
   for (uint32_t d = 0; d < n; d++) drop_stage(&r[d]);
   pm_free(all);
@@ -195,9 +204,9 @@ void pmpy_run_describe(pmpy_run *r, const uint64_t *out) {
   }
   for (uint32_t i = 0; i < r->n - c->n_in; i++) {
     r->given[c->n_in + i] = i < c->plan->n_out ? out[i] : 0;
-    r->bytes[c->n_in + i] = pmpy_bytes(&c->plan->out[i]);
+    r->bytes[c->n_in + i] = pmpy_bytes(&c->specs[i]);
     r->there[c->n_in + i] = c->cuda;
-    const uint8_t d = c->plan->out[i].dtype;
+    const uint8_t d = c->specs[i].dtype;
     if (pm_dtypes[d].bits < 8 && !c->cuda) r->small[c->n_in + i] = d;
   }
 }

@@ -322,6 +322,73 @@ static pm_code finish_body(void *ctx, pm_err *err) {
   return pm_verify(g, err);
 }
 
+typedef struct size_job {
+  pm_graph *g;
+  pm_size size;
+  const char *name;
+  uint32_t argument, extent[PM_MAX_RANK];
+  uint32_t number;
+} size_job;
+
+static pm_code size_body(void *ctx, pm_err *err) {
+  size_job *j = ctx;
+  j->size.name = pm_intern(j->g, j->name);
+  j->number = pm_add_size(j->g, &j->size, err);
+  return j->number ? PM_OK : err->code;
+}
+
+/* size(how, a, b, least, most, multiple, name) -> its number */
+static PyObject *trace_size(PyObject *self, PyObject *args) {
+  pmpy_trace *t = (pmpy_trace *)self;
+  size_job j = {.g = t->g};
+  long long a, b, least, most, multiple;
+  const char *how;
+  PMPY_ERR(err);
+  if (!PyArg_ParseTuple(args, "sLLLLLs:size", &how, &a, &b, &least, &most, &multiple, &j.name))
+    return NULL;
+  if (!t->graph) return pmpy_fail(PM_E_RUNTIME, "this trace has ended");
+  while (j.size.how < PM_SIZE_COUNT && strcmp(pm_enum_text(PM_ENUM_SIZE, j.size.how), how))
+    j.size.how++;
+  j.size.a = a, j.size.b = b;
+  j.size.least = least, j.size.most = most, j.size.multiple = multiple;
+  if (pm_protect(size_body, &j, &err)) return pmpy_raise(&err);
+  return PyLong_FromUnsignedLong(j.number);
+}
+
+static pm_code extents_body(void *ctx, pm_err *err) {
+  size_job *j = ctx;
+  return pm_set_extents(j->g, j->argument, j->extent, err);
+}
+
+static int read_numbers(PyObject *o, uint32_t *out) {
+  int64_t n[PM_MAX_RANK];
+  const int count = pmpy_ints(o, "extents", n, PM_MAX_RANK);
+  for (int k = 0; k < count; k++) out[k] = (uint32_t)n[k];
+  return count;
+}
+
+/* extents(argument, numbers): which of its extents are sizes, 0: none */
+static PyObject *trace_extents(PyObject *self, PyObject *args) {
+  pmpy_trace *t = (pmpy_trace *)self;
+  size_job j = {.g = t->g};
+  PyObject *numbers;
+  PMPY_ERR(err);
+  if (!PyArg_ParseTuple(args, "IO:extents", &j.argument, &numbers)) return NULL;
+  if (!t->graph || j.argument >= t->g->blocks.at[1].n_args)
+    return pmpy_fail(PM_E_RUNTIME, "extents: there is no such argument");
+  if (read_numbers(numbers, j.extent) < 0) return NULL;
+  if (pm_protect(extents_body, &j, &err)) return pmpy_raise(&err);
+  Py_RETURN_NONE;
+}
+
+/* grid_sizes(numbers): which axes of the grid are sizes */
+static PyObject *trace_grid_sizes(PyObject *self, PyObject *numbers) {
+  pmpy_trace *t = (pmpy_trace *)self;
+  if (!t->graph) return pmpy_fail(PM_E_RUNTIME, "this trace has ended");
+  if (read_numbers(numbers, t->g->grid_sizes) < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
 static PyObject *trace_finish(PyObject *self, PyObject *none) {
   pmpy_trace *t = (pmpy_trace *)self;
   (void)none;
@@ -352,6 +419,10 @@ static PyMethodDef trace_methods[] = {
      "operand(shape, dtype, name=None) -> Ref"},
     {"output", (PyCFunction)(void (*)(void))trace_output, METH_VARARGS | METH_KEYWORDS,
      "output(shape, dtype, name=None, alias=-1) -> Ref"},
+    {"size", trace_size, METH_VARARGS,
+     "size(how, a, b, least, most, multiple, name) -> number of a size of the call"},
+    {"extents", trace_extents, METH_VARARGS, "extents(argument, numbers of sizes)"},
+    {"grid_sizes", trace_grid_sizes, METH_O, "grid_sizes(numbers of sizes)"},
     {"finish", trace_finish, METH_NOARGS, "End the trace; its Graph, verified."},
     {"abort", trace_abort, METH_NOARGS, "End the trace and drop what it holds."},
     {NULL, NULL, 0, NULL}};

@@ -135,6 +135,9 @@ typedef struct pmpy_arg {
 
 /* 1: done, 0: no operand of an array op (no exception), -1: exception. Nothing is emitted. */
 int pmpy_arg_from(pmpy_trace *t, PyObject *o, pmpy_arg *out);
+/* New: a plgpu.dim, or what is computed from it, as an Array; NULL without an exception for all
+ * else. */
+PyObject *pmpy_size_value(PyObject *o);
 /* The same, where anything else is a TypeError naming `op`. 0 or -1. */
 int pmpy_arg_need(pmpy_trace *t, const char *op, PyObject *o, pmpy_arg *out);
 /* The same where a dtype is asked for: a Python int need fit in that one only. */

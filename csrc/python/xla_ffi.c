@@ -301,7 +301,7 @@ static xla_error *launch(call_kernel *k, const xla_call *c, pm_err *err) {
       return raise(c, err);
     ptr[from] = to;
   }
-  return pm_kernel_launch(loaded, ptr, stream, err) ? raise(c, err) : NULL;
+  return pm_kernel_launch(loaded, ptr, NULL, stream, err) ? raise(c, err) : NULL;
 }
 
 /* ---- handlers ------------------------------------------------------------------------------- */

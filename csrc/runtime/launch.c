@@ -16,6 +16,7 @@ enum { MAX_TABLE = 3000 }; /* words: a kernel has 32,764 bytes of parameters */
 
 typedef struct kept_maps {
   atomic_flag busy;
+  int64_t sizes[PM_MAX_SIZES]; /* of the call before, where maps depend on them */
   struct {
     uint64_t ptr;
     unsigned char map[sizeof(cu_tensor_map)];
@@ -39,9 +40,12 @@ struct pm_kernel {
   const char *name;
   pm_program_site *sites; /* of checks or of watched waits; their text is interned */
   uint32_t n_sites;
-  bool checks;     /* they are of checks */
-  uint32_t watch;  /* else its number for pm_watch_of */
-  kept_maps *kept; /* NULL: it has no maps, or there was no memory */
+  bool checks;      /* they are of checks */
+  uint32_t watch;   /* else its number for pm_watch_of */
+  uint32_t n_sizes; /* values that a launch takes */
+  pm_launch_grid grid;
+  uint32_t most_blocks; /* that a shared grid needs, 0: any number */
+  kept_maps *kept;      /* NULL: it has no maps, or there was no memory */
 };
 
 /* Names outlive their kernels, for messages about failures found later. */
@@ -112,6 +116,7 @@ static kept_maps *keep_none(uint32_t n) {
   kept_maps *kept = n ? pm_malloc(sizeof *kept + n * sizeof kept->at[0]) : NULL;
   if (!kept) return NULL;
   atomic_flag_clear(&kept->busy);
+  memset(kept->sizes, 0, sizeof kept->sizes);
   for (uint32_t i = 0; i < n; i++) kept->at[i].ptr = UINT64_MAX; /* no array lies there */
   return kept;
 }
@@ -151,6 +156,8 @@ static void prepare(pm_kernel *k, const pm_program *p) {
   k->n_devices = p->n_devices;
   k->n_peers = p->n_peers;
   k->multicasts = p->multicasts;
+  k->n_sizes = p->n_sizes;
+  k->grid = p->launch;
   if (p->n_peers) memcpy(k->peers, p->peers, p->n_peers * sizeof *p->peers);
   k->kept = keep_none(k->first_map[p->n_maps]);
   k->name = intern(p->entry);
@@ -205,7 +212,8 @@ static cu_result fit_grid(pm_kernel *k, const pm_program *p) {
                                                           p->smem_bytes);
     n *= k->device->info.sm_count;
   }
-  if (!r && n > 0) k->config.grid[0] = pm_min(p->grid[0], (uint32_t)n * p->cluster[0]);
+  if (!r && n > 0) k->most_blocks = (uint32_t)n * p->cluster[0];
+  if (!r && n > 0 && !k->grid.open) k->config.grid[0] = pm_min(p->grid[0], k->most_blocks);
   return r;
 }
 
@@ -275,22 +283,26 @@ static pm_code encode_failed(const pm_kernel *k, const pm_tensor_map *m, uint64_
       k->name, m->param, pm_dtypes[m->dtype].text, (unsigned long long)ptr, m->swizzle, dims);
 }
 
-static cu_result encode(const pm_tensor_map *m, uint64_t ptr, cu_tensor_map *out) {
+static cu_result encode(const pm_tensor_map *m, uint64_t ptr, const int64_t *sizes,
+                        cu_tensor_map *out) {
   static const uint32_t ones[PM_TMA_RANK] = {1, 1, 1, 1, 1};
+  uint64_t dim[PM_TMA_RANK];
+  for (uint32_t d = 0; d < m->rank; d++)
+    dim[d] = m->extent[d] ? (uint64_t)sizes[m->extent[d]] : m->dim[d];
   int swizzle = m->swizzle == 128 ? 3 : m->swizzle == 64 ? 2 : m->swizzle == 32 ? 1 : 0;
   return pm_cu.cuTensorMapEncodeTiled(out, map_dtype[m->dtype], m->rank, (void *)(uintptr_t)ptr,
-                                      m->dim, m->stride + 1, m->box, ones, CU_MAP_NO_INTERLEAVE,
+                                      dim, m->stride + 1, m->box, ones, CU_MAP_NO_INTERLEAVE,
                                       swizzle, CU_MAP_L2_128B, CU_MAP_OOB_ZEROS);
 }
 
 /* Encoded map number `at`, for memory at `ptr`. */
 static cu_result make_map(const pm_kernel *k, const pm_tensor_map *m, uint32_t at, uint64_t ptr,
-                          kept_maps *kept, cu_tensor_map *map, pm_err *err) {
+                          const int64_t *sizes, kept_maps *kept, cu_tensor_map *map, pm_err *err) {
   if (kept && kept->at[at].ptr == ptr) {
     memcpy(map, kept->at[at].map, sizeof *map);
     return CU_OK;
   }
-  const cu_result r = encode(m, ptr, map);
+  const cu_result r = encode(m, ptr, sizes, map);
   if (r) {
     encode_failed(k, m, ptr, r, err);
   } else if (kept) {
@@ -300,11 +312,19 @@ static cu_result make_map(const pm_kernel *k, const pm_tensor_map *m, uint32_t a
   return r;
 }
 
-static cu_result make_maps(const pm_kernel *k, const uint64_t *pointers, const pm_peers *peers,
-                           cu_tensor_map *maps, pm_err *err) {
+/* What was kept is of these sizes, or gone. */
+static void keep_for(kept_maps *kept, uint32_t n_maps, const int64_t *sizes, uint32_t n) {
+  if (!n || !memcmp(kept->sizes + 1, sizes + 1, (n - 1) * sizeof *sizes)) return;
+  memcpy(kept->sizes, sizes, n * sizeof *sizes);
+  for (uint32_t i = 0; i < n_maps; i++) kept->at[i].ptr = UINT64_MAX;
+}
+
+static cu_result make_maps(const pm_kernel *k, const uint64_t *pointers, const int64_t *sizes,
+                           const pm_peers *peers, cu_tensor_map *maps, pm_err *err) {
   cu_result r = CU_OK;
   kept_maps *kept = k->kept;
   if (kept && atomic_flag_test_and_set_explicit(&kept->busy, memory_order_acquire)) kept = NULL;
+  if (kept) keep_for(kept, k->first_map[k->n_maps], sizes, k->n_sizes);
   for (uint32_t i = 0; i < k->n_maps && !r; i++) {
     const pm_tensor_map *m = &k->maps[i];
     for (uint32_t at = k->first_map[i]; at < k->first_map[i + 1] && !r; at++) {
@@ -312,7 +332,7 @@ static cu_result make_maps(const pm_kernel *k, const uint64_t *pointers, const p
       const uint64_t ptr = m->of == PM_MAP_PEERS ? peers->pointers[device][m->param]
                            : m->of == PM_MAP_ALL ? peers->all[m->param]
                                                  : pointers[m->param];
-      r = make_map(k, m, at, ptr, kept, &maps[at], err);
+      r = make_map(k, m, at, ptr, sizes, kept, &maps[at], err);
     }
   }
   if (kept) atomic_flag_clear_explicit(&kept->busy, memory_order_release);
@@ -386,15 +406,27 @@ static pm_code check_aligned(const pm_kernel *k, const uint64_t *pointers, pm_er
   return PM_OK;
 }
 
+static pm_code set_grid(const pm_kernel *k, const int64_t *sizes, cu_launch_config *c,
+                        pm_err *err) {
+  uint32_t blocks[3];
+  if (pm_launch_blocks(&k->grid, k->name, sizes, blocks, err)) return err->code;
+  if (k->most_blocks) blocks[0] = pm_min(blocks[0], k->most_blocks);
+  for (int d = 0; d < 3; d++) c->grid[d] = blocks[d];
+  return PM_OK;
+}
+
 /* In the device's context. record: for pm_kernel_end_checks, which frees it. */
-static pm_code launch(const pm_kernel *k, const uint64_t *pointers, cu_ptr counters,
-                      const pm_peers *peers, cu_stream stream, uint64_t *record, pm_err *err) {
+static pm_code launch(const pm_kernel *k, const uint64_t *pointers, const int64_t *sizes,
+                      cu_ptr counters, const pm_peers *peers, cu_stream stream, uint64_t *record,
+                      pm_err *err) {
   cu_tensor_map maps[MAX_MAPS];
   uint64_t table[MAX_TABLE];
   void *params[MAX_ARGS];
   pm_watch_arg watch;
+  cu_launch_config config = k->config;
+  if (k->grid.open && set_grid(k, sizes, &config, err)) return err->code;
   pm_module_used(k->module, stream);
-  cu_result r = make_maps(k, pointers, peers, maps, err);
+  cu_result r = make_maps(k, pointers, sizes, peers, maps, err);
   if (r || begin_checks(k, stream, record, err)) return err->code;
   if (peers) {
     fill_table(k, peers, table);
@@ -407,9 +439,9 @@ static pm_code launch(const pm_kernel *k, const uint64_t *pointers, cu_ptr count
                 : a->kind == PM_ARG_SANITIZER ? (void *)record
                 : a->kind == PM_ARG_WATCH     ? (void *)&watch
                 : a->kind == PM_ARG_PEERS     ? (void *)table
-                                              : (void *)(uintptr_t)&pointers[a->param];
+                : a->kind == PM_ARG_SIZE ? (void *)(uintptr_t)&sizes[a->param] /* its low half */
+                                         : (void *)(uintptr_t)&pointers[a->param];
   }
-  cu_launch_config config = k->config;
   config.stream = stream;
   atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
   r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
@@ -424,14 +456,15 @@ pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters,
   return pm_counters_of(k->module->counters, stream, counters, err);
 }
 
-pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err) {
+pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, const int64_t *sizes,
+                         void *stream, pm_err *err) {
   bool pushed;
   cu_ptr counters;
   uint64_t record;
   if (check_aligned(k, pointers, err)) return err->code;
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
   pm_code code = pm_kernel_counters(k, stream, &counters, err);
-  if (!code) code = launch(k, pointers, counters, NULL, stream, &record, err);
+  if (!code) code = launch(k, pointers, sizes, counters, NULL, stream, &record, err);
   pm_leave(pushed);
   return code ? code : pm_kernel_end_checks(k, stream, record, err);
 }
@@ -450,7 +483,7 @@ pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, u
   }
   if (check_aligned(k, pointers, err)) return err->code;
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
-  const pm_code code = launch(k, pointers, counters, peers, stream, record, err);
+  const pm_code code = launch(k, pointers, NULL, counters, peers, stream, record, err);
   pm_leave(pushed);
   return code;
 }

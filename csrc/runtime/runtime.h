@@ -107,9 +107,11 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
 /* Calls no driver: its module is unloaded later, see modules.c. */
 void pm_kernel_free(pm_kernel *k);
 size_t pm_kernel_bytes(const pm_kernel *k); /* on the host, but for the driver's */
-/* pointers: device address per operand and output. Encodes tensor maps on the stack, launches,
+/* pointers: device address per operand and output; sizes: those of the call, NULL where the program
+ * has none. Encodes tensor maps on the stack, launches,
  * returns. */
-pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err);
+pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, const int64_t *sizes,
+                         void *stream, pm_err *err);
 
 /* What a kernel for a mesh is told of its devices, in this device's address space. */
 typedef struct pm_peers {

@@ -225,6 +225,31 @@ def program(lowered):
     return getattr(lowered, "graph", lowered).cuda(line=False, catalogue=False)
 
 
+def for_sizes(info, values):
+    """The facts of a launch for the sizes of a call, by number."""
+    if not info["sizes"]:
+        return info
+
+    def put(shape, extents):
+        return tuple(values[e] if e else n for n, e in zip(shape, extents))
+
+    grid = put(info["grid_sizes"], info["grid_extents"])
+    blocks = [1, 1, 1]
+    for k, n in enumerate(reversed(grid)):
+        blocks[0 if info["shares_grid"] else min(k, 2)] *= n
+    return {
+        **info,
+        "values": values,
+        "grid_sizes": grid,
+        "grid": tuple(n * c for n, c in zip(blocks, info["cluster"])),
+        "maps": [{**m, "dim": put(m["dim"], m["extent"])} for m in info["maps"]],
+        "params": [
+            (dtype, put(shape, extents), *rest)
+            for (dtype, shape, *rest), extents in zip(info["params"], info["extents"])
+        ],
+    }
+
+
 def describe(text, line):
     """The generated line, and the comment above it that names the user's."""
     lines = text.splitlines()
@@ -446,6 +471,8 @@ def arguments(info, places, same, rank, watch):
             elif m.get("of") == 2:
                 bases = [places[0].at[key] | EVERYWHERE]
             keep.append((TensorMap * len(bases))(*[tensor_map(m, b, element) for b in bases]))
+        elif kind == "size":
+            keep.append(ctypes.c_int32(info["values"][param]))
         elif kind == "peers":
             keep.append(table_of_peers(info, places, same, rank))
         elif kind == "watch":

@@ -1,0 +1,300 @@
+"""`dim`: sizes of arrays that a kernel learns when it is called.
+
+A `Dim` is an expression: a symbol, or arithmetic on symbols and ints. It stands in the shapes of
+arguments and outputs and in the grid. Nothing is evaluated in Python when the kernel is called: a
+trace hands the expressions that it uses to the graph (`Table`), and the extension evaluates them,
+once for each call. In a kernel's body a `Dim` becomes an int32 scalar where an array is needed.
+
+`least`, `most` and `multiple` hold for every value: bounds by interval arithmetic, and the divisor
+that promises and factors give."""
+
+import math
+
+from . import _core
+from ._names import show
+from ._trace import env, tracing
+
+MOST = 2**31 - 1
+
+
+def _bounds_of_products(a, b):
+    corners = [x * y for x in (a.least, a.most) for y in (b.least, b.most)]
+    return min(corners), max(corners)
+
+
+def _floordiv(a, b):
+    corners = [x // y for x in (a.least, a.most) for y in (b.least, b.most)]
+    multiple = a.multiple // b.most if b.how == "number" and a.multiple % b.most == 0 else 1
+    return min(corners), max(corners), multiple
+
+
+_RULES = {
+    "add": lambda a, b: (a.least + b.least, a.most + b.most, math.gcd(a.multiple, b.multiple)),
+    "sub": lambda a, b: (a.least - b.most, a.most - b.least, math.gcd(a.multiple, b.multiple)),
+    "mul": lambda a, b: (*_bounds_of_products(a, b), a.multiple * b.multiple),
+    "floordiv": _floordiv,
+    "mod": lambda a, b: (0, b.most - 1, math.gcd(a.multiple, b.multiple)),
+    "min": lambda a, b: (
+        min(a.least, b.least),
+        min(a.most, b.most),
+        math.gcd(a.multiple, b.multiple),
+    ),
+    "max": lambda a, b: (
+        max(a.least, b.least),
+        max(a.most, b.most),
+        math.gcd(a.multiple, b.multiple),
+    ),
+}
+_VALUES = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "min": min,
+    "max": max,
+}
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+
+
+class Dim:
+    """A size that is known when a kernel is called: what :func:`dim` makes, and arithmetic on it.
+
+    ``+ - * // %`` with ints and other sizes give sizes. Together with arrays, in index
+    expressions and as bounds of loops, it is an int32 scalar. Comparisons give a bool where the
+    bounds decide them, else a traced bool; outside of a kernel they raise TypeError then.
+    """
+
+    __slots__ = ("how", "a", "b", "name", "least", "most", "multiple")
+    __array_ufunc__ = None
+
+    def __init__(self, how, a, b, name, least, most, multiple):
+        for k, v in zip(self.__slots__, (how, a, b, name, least, most, multiple)):
+            object.__setattr__(self, k, v)
+
+    def __setattr__(self, name, value):
+        raise AttributeError("a size cannot be changed")
+
+    @property
+    def _key(self):
+        return self.how, self.a, self.b, self.name, self.least, self.most, self.multiple
+
+    def __hash__(self):
+        return hash((Dim, self._key))
+
+    def __repr__(self):
+        if self.how == "symbol":
+            return self.name
+        if self.how == "number":
+            return str(self.a)
+        if self.how in _SIGNS:
+            return f"({self.a!r} {_SIGNS[self.how]} {self.b!r})"
+        return f"{self.how}({self.a!r}, {self.b!r})"
+
+    def symbols(self):
+        """The symbols in it, in order."""
+        if self.how == "symbol":
+            return (self,)
+        if self.how == "number":
+            return ()
+        return tuple(dict.fromkeys((*self.a.symbols(), *self.b.symbols())))
+
+    def value(self, known):
+        """An int, for the values of symbols."""
+        if self.how == "symbol":
+            return known[self]
+        if self.how == "number":
+            return self.a
+        return _VALUES[self.how](self.a.value(known), self.b.value(known))
+
+    def _plgpu_traced(self):
+        return _core.size_value(env("plgpu.dim").sizes.number(self))
+
+    def __bool__(self):
+        return True if self.least > 0 else self != 0
+
+    def __index__(self):
+        raise TypeError(
+            f"{self!r} is a size that is known when the kernel is called (plgpu.dim), and this"
+            " needs an int: use it in shapes, grids, starts, bounds of loops and arithmetic"
+        )
+
+    def _compare(self, other, sign):
+        other = _size(other)
+        if other is None:
+            return NotImplemented
+        if self._key == other._key:
+            return sign in ("==", "<=", ">=")
+        disjoint = self.most < other.least or self.least > other.most
+        same = self.least == self.most == other.least == other.most
+        if sign in ("==", "!=") and (disjoint or same):
+            return same if sign == "==" else disjoint
+        if sign in ("<", ">=") and (self.most < other.least or self.least >= other.most):
+            return (self.most < other.least) == (sign == "<")
+        if sign in (">", "<=") and (self.least > other.most or self.most <= other.least):
+            return (self.least > other.most) == (sign == ">")
+        if not tracing():
+            raise TypeError(
+                f"{self!r} {sign} {other!r} is known when the kernel is called only; give"
+                " plgpu.dim bounds (min=, max=) that decide it, or compare in the kernel"
+            )
+        a, b = self._plgpu_traced(), other._plgpu_traced() if other.how != "number" else other.a
+        return {
+            "==": lambda: a == b,
+            "!=": lambda: a != b,
+            "<": lambda: a < b,
+            "<=": lambda: a <= b,
+            ">": lambda: a > b,
+            ">=": lambda: a >= b,
+        }[sign]()
+
+    def __eq__(self, other):
+        return self._compare(other, "==")
+
+    def __ne__(self, other):
+        return self._compare(other, "!=")
+
+    def __lt__(self, other):
+        return self._compare(other, "<")
+
+    def __le__(self, other):
+        return self._compare(other, "<=")
+
+    def __gt__(self, other):
+        return self._compare(other, ">")
+
+    def __ge__(self, other):
+        return self._compare(other, ">=")
+
+    def __add__(self, other):
+        return combine("add", self, other)
+
+    def __radd__(self, other):
+        return combine("add", other, self)
+
+    def __sub__(self, other):
+        return combine("sub", self, other)
+
+    def __rsub__(self, other):
+        return combine("sub", other, self)
+
+    def __mul__(self, other):
+        return combine("mul", self, other)
+
+    def __rmul__(self, other):
+        return combine("mul", other, self)
+
+    def __floordiv__(self, other):
+        return combine("floordiv", self, other)
+
+    def __mod__(self, other):
+        return combine("mod", self, other)
+
+    def __neg__(self):
+        return combine("sub", 0, self)
+
+
+def _size(x):
+    """A Dim for a Dim or an int; None for all else."""
+    if isinstance(x, Dim):
+        return x
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
+        return None
+    n = x.__index__()
+    return Dim("number", n, 0, "", n, n, abs(n))
+
+
+def combine(how, x, y):
+    """A Dim, or an int where that is all it can be; NotImplemented for what is no size."""
+    a, b = _size(x), _size(y)
+    if a is None or b is None:
+        return NotImplemented
+    if how in ("floordiv", "mod") and b.least < 1:
+        raise ValueError(f"{a!r} {_SIGNS[how]} {b!r}: sizes are divided by positive ones")
+    if (how in ("add", "sub") and b.most == b.least == 0) or (
+        how in ("mul", "floordiv") and b.most == b.least == 1
+    ):
+        return x
+    if how == "mod" and b.how == "number" and a.multiple % b.a == 0:
+        return 0
+    if how == "min" and (a.most <= b.least or b.most <= a.least):
+        return x if a.most <= b.least else y
+    if how == "max" and (a.least >= b.most or b.least >= a.most):
+        return x if a.least >= b.most else y
+    least, most, multiple = _RULES[how](a, b)
+    return least if least == most else Dim(how, a, b, "", least, most, multiple)
+
+
+def minimum(x, y):
+    """The lesser of two ints or sizes."""
+    return combine("min", x, y) if isinstance(x, Dim) or isinstance(y, Dim) else min(x, y)
+
+
+def dim(name, *, min=1, max=MOST, multiple_of=1):
+    """A size that a kernel learns when it is called, so that one program serves all of them.
+
+    It stands in ``in_shapes`` and ``out_type`` of :func:`kernel` and in its grid; sizes of one name
+    are equal. ``min``, ``max`` and ``multiple_of`` are promises about it, which calls check
+    (ValueError) and programs make use of. In the kernel ``ref.shape`` has it, and it can be used as
+    an int32 scalar. TypeError, ValueError for other names and bounds.
+    """
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise TypeError(f"dim: name must be an identifier, got {show(name)}")
+    for what, x in (("min", min), ("max", max), ("multiple_of", multiple_of)):
+        if isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"dim: {what} must be an int, got {show(x)}")
+    if not (1 <= min <= max <= MOST and 1 <= multiple_of <= max):
+        raise ValueError(
+            f"dim: 1 <= min <= max < 2**31 and 1 <= multiple_of <= max are needed, got min={min},"
+            f" max={max}, multiple_of={multiple_of}"
+        )
+    least, most = -(-min // multiple_of) * multiple_of, max // multiple_of * multiple_of
+    return Dim("symbol", 0, 0, name, least, most, multiple_of)
+
+
+def is_open(shape):
+    return any(isinstance(d, Dim) for d in shape)
+
+
+def most_of(shape):
+    """Ints: the most that sizes can be."""
+    return tuple(d.most if isinstance(d, Dim) else d for d in shape)
+
+
+class Table:
+    """The sizes of one graph: a number for each expression, in the order of its parts."""
+
+    def __init__(self, trace):
+        self.trace, self.numbers, self.dims = trace, {}, {}
+
+    def _add(self, x, how, a, b):
+        most = min(x.most, MOST)
+        number = self.trace.size(how, a, b, max(x.least, -MOST), most, x.multiple, x.name)
+        self.numbers[x._key] = number
+        self.dims.setdefault(number, x)
+        return number
+
+    def bind(self, argument, shape):
+        """Symbols among the extents of an argument are read there, unless they are known."""
+        for d, x in enumerate(shape):
+            if isinstance(x, Dim) and x.how == "symbol" and x._key not in self.numbers:
+                self._add(x, "extent", argument, d)
+
+    def number(self, x):
+        if x._key in self.numbers:
+            return self.numbers[x._key]
+        if x.how == "symbol":
+            raise ValueError(
+                f"plgpu.dim: no argument has the size {x.name}; name it in in_shapes= of the kernel"
+            )
+        if x.how == "number":
+            return self._add(x, "number", x.a, 0)
+        return self._add(x, x.how, self.number(x.a), self.number(x.b))
+
+    def numbers_of(self, shape):
+        return tuple(self.number(d) if isinstance(d, Dim) else 0 for d in shape)
+
+
+def of_number(number):
+    """Called by the extension: the size with a number in the current trace."""
+    return env("plgpu.dim").sizes.dims[number]
