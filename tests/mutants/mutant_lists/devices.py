@@ -351,9 +351,9 @@ breaks(
         "p->cluster[k] =",
     ),
     two_axes_of_a_grid_are_one=(
-        "set_geometry",
-        "from_last < 2 ? from_last : 2]",
-        "from_last < 1 ? from_last : 1]",
+        "pm_launch_blocks",
+        "pm_min(g->n - 1 - k, 2)]",
+        "pm_min(g->n - 1 - k, 1)]",
     ),
     aliased_operands_are_constant=(
         "is_written",
@@ -475,7 +475,7 @@ breaks(
     ),
     chunks_overhang=(
         "chunk_fits",
-        "v->base_shape[b] % n == 0 && start % n == 0;",
+        "all % n == 0 && start % n == 0;",
         "start % n == 0;",
     ),
     chunks_are_not_swizzled=(

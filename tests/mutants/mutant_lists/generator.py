@@ -239,7 +239,7 @@ breaks(
         "a->stride[d] != b->stride[d])",
     ),
     plain_copies_know_no_bounds=("in_bounds", "return t.n ? t.at : NULL; }", "return NULL; }"),
-    plain_copies_before_the_start=("in_bounds", '"%s(u32)(%s) < %lldu"', '"%s(%s) < %lld"'),
+    plain_copies_before_the_start=("in_bounds", '"%s(u32)(%s) < %s"', '"%s(%s) < (i32)%s"'),
     plain_loads_leave_garbage_outside=(
         "copy_chunks",
         'if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);',
@@ -701,7 +701,7 @@ breaks(
     ),
     leading_axes_of_a_grid_grow=(
         "pm_grid_index",
-        'return d ? pm_str(e, "%s %% %lld", block, (long long)g->grid[d]) : block;',
+        'return d ? pm_str(e, "%s %% %s", block, grid_points(e, d, d + 1, 1)) : block;',
         "return block;",
     ),
     select_takes_the_other=(
