@@ -46,6 +46,8 @@ def _index_scalar(x, what):
         if x.shape != () or x.dtype.kind not in "iu":
             raise TypeError(f"{what} must be an integer scalar, got {type_text(x)}")
         return x
+    if hasattr(type(x), "_plgpu_traced"):  # a size of plgpu.dim
+        return x._plgpu_traced()
     try:
         return x.__index__()
     except (AttributeError, TypeError):

@@ -223,13 +223,12 @@ class Definition:
             out.append((tuple(g if w is None else w for w, g in zip(want, given)), dtype))
         return out
 
-    def _refuse_open(self, batch):
+    def _refuse_open(self):
         """NotImplementedError where sizes (plgpu.dim) do not go with other things."""
         scratch = any(
             isinstance(x, MemoryRef) and x.memory_space is GMEM for x in tree.leaves(self.scratch)
         )
         for what, found in (
-            ("vmap", batch.sizes),
             ("a mesh of devices", self.devices),
             ("profile_space", self.params.profile_space),
             ("GMEM scratch", scratch),
@@ -255,12 +254,17 @@ class Definition:
         n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):
             _checked(ShapeDtypeStruct(shape, dtype), f"{self.who} {self.name}: argument {k}")
+        if self.levels and self.in_shapes:
+            raise NotImplementedError(
+                f"{self.who} {self.name}: sizes that are known at run time only (plgpu.dim)"
+                " together with vmap; use static shapes"
+            )
         specs = self._opened(specs)
         batch = Batch(self, structure or (None, None, (tree.LEAF,) * n), specs)
         self.check_operands(batch.in_shapes)
         is_open = any(map(_sizes.is_open, (mesh.grid, *(s for s, _ in specs), *batch.out_shapes)))
         if is_open:
-            self._refuse_open(batch)
+            self._refuse_open()
         t = _core.Trace(
             self.name,
             (*batch.sizes, *_sizes.most_of(mesh.grid)),

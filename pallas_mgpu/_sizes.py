@@ -12,7 +12,7 @@ import math
 
 from . import _core
 from ._names import show
-from ._trace import env, tracing
+from ._trace import Array, env, tracing
 
 MOST = 2**31 - 1
 
@@ -198,7 +198,7 @@ def _size(x):
     """A Dim for a Dim or an int; None for all else."""
     if isinstance(x, Dim):
         return x
-    if isinstance(x, bool) or not hasattr(x, "__index__"):
+    if isinstance(x, (bool, Array)) or not hasattr(x, "__index__"):
         return None
     n = x.__index__()
     return Dim("number", n, 0, "", n, n, abs(n))

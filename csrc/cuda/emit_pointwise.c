@@ -289,9 +289,7 @@ static const char *grid_points(pm_gen *e, uint32_t from, uint32_t to, int64_t sc
 }
 
 pm_code pm_cuda_SIZE(pm_gen *e, pm_opid op) {
-  const char *name = pm_size_text(e, (uint32_t)*pm_attr(e->g, op, PM_ATTR_N));
-  pm_bind(e, pm_get(e->g, op)->out, name, PM_FORM_SCALAR);
-  return PM_OK;
+  return leave(e, pm_size_text(e, (uint32_t)*pm_attr(e->g, op, PM_ATTR_N)));
 }
 
 /* The last axis of a grid is x, the one before y, all others share z, row-major. */

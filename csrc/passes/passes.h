@@ -166,7 +166,7 @@ typedef struct pm_box_loop {
 typedef struct pm_copy_plan {
   int engine;      /* PM_ENGINE_TMA, BULK or PLAIN */
   const char *why; /* PLAIN: why no engine can do the copy, for warnings and dumps */
-  bool alone; /* a collective copy that each block does for itself, because no tensor map fits */
+  bool alone;    /* a collective copy that each block does for itself, because no tensor map fits */
   bool promised; /* of one without a barrier: it does not overhang the array */
   pm_view gmem, smem; /* physical views of both sides */
   int64_t bytes; /* that arrive in SMEM (or leave it): all boxes, including out-of-range parts */

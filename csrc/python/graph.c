@@ -190,9 +190,8 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 }
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
-  static const char *const kinds[] = {"tensor_map", "pointer", "counters",
-                                      "sanitizer",  "watch",   "peers",
-                                      "size"}; /* enum pm_arg_kind */
+  static const char *const kinds[] = {"tensor_map", "pointer", "counters", "sanitizer",
+                                      "watch",      "peers",   "size"}; /* enum pm_arg_kind */
   return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
@@ -389,6 +388,9 @@ typedef struct run_job {
 
 static pm_code compile_body(void *ctx, pm_err *err) {
   run_job *j = ctx;
+  if (j->g->sizes.n)
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "this graph has sizes that are known at run time only: call its kernel");
   return pm_interp_compile(j->g, &j->machine, err);
 }
 

@@ -182,8 +182,7 @@ pm_code pmpy_runs_execute(pmpy_run *r, uint32_t n, pm_err *err) {
     code = stage_in(&r[d], err);
     memcpy(all + (size_t)d * each, r[d].ptr, each * sizeof *all);
   }
-  if (!code)
-    code = r->emulation ? emulate(r, all, n * each, err) : interpret(r, all, err);
+  if (!code) code = r->emulation ? emulate(r, all, n * each, err) : interpret(r, all, err);
   for (uint32_t d = 0; d < n && !code; d++) code = stage_out(&r[d], err);
   for (uint32_t d = 0; d < n; d++) drop_stage(&r[d]);
   pm_free(all);

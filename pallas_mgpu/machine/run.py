@@ -461,7 +461,7 @@ def arguments(info, places, same, rank, watch):
     """The kernel's parameters on one device. watch: address of the words by which waits end."""
     keep = []
     for kind, param, index in info["args"]:
-        key = same[param] if param >= 0 else -1
+        key = same[param] if param >= 0 and kind != "size" else -1
         if kind == "tensor_map":
             element = _core.as_dtype(info["params"][param][0]).itemsize
             m = info["maps"][index]

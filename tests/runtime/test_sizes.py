@@ -1,0 +1,286 @@
+"""plgpu.dim: one program for all sizes of an array, on the interpreter and the emulated machine."""
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import numpy as jnp
+
+M = plgpu.dim("M")
+ROWS, K, N = 64, 64, 128
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+F32 = np.float32
+BOTH = pytest.mark.parametrize("interpret", [True, "emulate"])
+
+
+def plans(f):
+    """How many programs a function traces."""
+    before = _core.plan_memory()["plans"]
+    f()
+    return _core.plan_memory()["plans"] - before
+
+
+def product(a, b, o, a_smem, b_smem, o_smem, full):
+    rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
+    plgpu.copy_gmem_to_smem(a.at[rows], a_smem, full)
+    plgpu.copy_gmem_to_smem(b, b_smem, full)
+    plgpu.barrier_wait(full)
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a_smem, b_smem)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    total = pl.run_scoped(multiply, plgpu.ACC((ROWS, N), jnp.float32))
+    o_smem[...] = total.astype(o.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem, o.at[rows])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def make_product(**options):
+    return plgpu.kernel(
+        product,
+        out_type=plgpu.ShapeDtypeStruct((M, N), bfloat16),
+        in_shapes=((M, None), None),
+        grid=(pl.cdiv(M, ROWS),),
+        grid_names=("i",),
+        scratch_types=[
+            plgpu.SMEM((ROWS, K), bfloat16, transforms=TILED),
+            plgpu.SMEM((K, N), bfloat16, transforms=TILED),
+            plgpu.SMEM((ROWS, N), bfloat16, transforms=TILED),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        **options,
+    )
+
+
+@BOTH
+def test_tensor_maps_and_grids_follow_the_array(interpret):
+    """Rows beyond the end read as zeros and are not written, whatever the last call had."""
+    kernel, rng = make_product(interpret=interpret), np.random.default_rng(0)
+    b = rng.standard_normal((K, N)).astype(bfloat16)
+
+    def calls():
+        for m in (300, 1, 64, 65, 127, 300):
+            a = rng.standard_normal((m, K)).astype(bfloat16)
+            room = np.full((m + 70, N), 7, bfloat16)
+            kernel(a, b, out=room[:m])
+            want = a.astype(F32) @ b.astype(F32)
+            np.testing.assert_allclose(room[:m].astype(F32), want, rtol=2e-2, atol=2e-2)
+            assert (room[m:] == 7).all()
+
+    assert plans(calls) == 1
+
+
+def test_checks_of_races_and_memory_that_was_never_written():
+    checks = plgpu.InterpretParams(detect_races=True, detect_uninitialized=True)
+    kernel = make_product(interpret=checks)
+    a = np.ones((70, K), bfloat16)
+    np.testing.assert_array_equal(kernel(a, np.ones((K, N), bfloat16)), K)
+
+
+def scaled(x, o):
+    """Loops, masks and arithmetic: each row times the number of rows below it and including it."""
+    rows = x.shape[0]
+    assert rows == M and isinstance(rows, plgpu.Dim) and x.at[:, 3:5].shape == (rows, 2)
+
+    def step(i, carry):
+        o[i] = x[i] * (rows - i)
+        return carry + 1
+
+    count = lax.fori_loop(0, rows, step, 0)
+
+    @pl.when(count == rows)
+    def _():
+        @pl.when(rows > 5)
+        def _():
+            o[rows - 1] = x[rows - 1] * rows
+
+
+@BOTH
+def test_a_size_is_a_scalar_in_the_body(interpret):
+    kernel = plgpu.kernel(
+        scaled,
+        out_type=plgpu.ShapeDtypeStruct((M, 40), F32),
+        in_shapes=((M, None),),
+        interpret=interpret,
+    )
+    for m in (1, 5, 6, 33):
+        x = np.random.default_rng(m).standard_normal((m, 40)).astype(F32)
+        want = x * np.arange(m, 0, -1, dtype=F32)[:, None]
+        if m > 5:
+            want[-1] = x[-1] * m
+        np.testing.assert_allclose(kernel(x), want, rtol=1e-6)
+
+
+@BOTH
+def test_outputs_and_several_arguments(interpret):
+    """Sizes computed from others; a second argument that has to agree; many axes of the grid."""
+    L = plgpu.dim("L", multiple_of=4)
+
+    def body(x, y, o, p):
+        i, j, k, half = (lax.axis_index(n) for n in "ijkh")
+        row = ((i * 2 + j) * (L // 4) + k) * 2 + half
+        o[row] = x[row] + y[row]
+        p[row // 2] = jnp.full((8,), row // 2, jnp.int32)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=[
+            plgpu.ShapeDtypeStruct((L, 8), F32),
+            plgpu.ShapeDtypeStruct((L // 2, 8), np.int32),
+        ],
+        in_shapes=((L, 8), (L, None)),
+        grid=(1, 2, L // 4, 2),
+        grid_names=tuple("ijkh"),
+        interpret=interpret,
+    )
+    for n in (4, 12, 36):
+        x = np.random.default_rng(n).standard_normal((n, 8)).astype(F32)
+        o, p = kernel(x, -2 * x)
+        np.testing.assert_array_equal(o, -x)
+        np.testing.assert_array_equal(p, np.repeat(np.arange(n // 2)[:, None], 8, 1))
+    with pytest.raises(ValueError, match="dimension 0 of argument 1 is 8, and L is 4"):
+        kernel(np.ones((4, 8), F32), np.ones((8, 8), F32))
+    with pytest.raises(ValueError, match=r"L is 6 \(dimension 0 of argument 0\); multiples of 4"):
+        kernel(np.ones((6, 8), F32), np.ones((6, 8), F32))
+
+
+def copied(x, o, x_smem, full):
+    rows = pl.ds(lax.axis_index("i") * 16, 16)
+    plgpu.copy_gmem_to_smem(x.at[rows], x_smem, full)
+    plgpu.barrier_wait(full)
+    plgpu.copy_smem_to_gmem(x_smem, o.at[rows])
+    plgpu.wait_smem_to_gmem(0)
+
+
+@BOTH
+@pytest.mark.parametrize("width", [16, 17])
+def test_copies_that_the_lanes_do_end_where_the_array_ends(interpret, width):
+    """Rows of 17 elements allow no tensor map."""
+    kernel = plgpu.kernel(
+        copied,
+        out_type=plgpu.ShapeDtypeStruct((M, width), bfloat16),
+        in_shapes=((M, None),),
+        grid=(pl.cdiv(M, 16),),
+        grid_names=("i",),
+        scratch_types=[plgpu.SMEM((16, width), bfloat16), plgpu.Barrier()],
+        interpret=interpret,
+    )
+    for m in (1, 16, 23):
+        x = np.random.default_rng(m).standard_normal((m, width)).astype(bfloat16)
+        room = np.full((m + 16, width), 7, bfloat16)
+        kernel(x, out=room[:m])
+        np.testing.assert_array_equal(room[:m], x)
+        assert (room[m:] == 7).all()
+
+
+@BOTH
+def test_accesses_out_of_bounds_are_found_at_the_size_of_the_call(interpret):
+    def body(x, o):
+        i = lax.axis_index("i") + 5
+        o[...] = x[i]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((8,), F32),
+        in_shapes=((M, None),),
+        grid=(1,),
+        grid_names=("i",),
+        interpret=interpret,
+    )
+    np.testing.assert_array_equal(kernel(np.ones((6, 8), F32)), 1)
+    with pytest.raises(IndexError):
+        kernel(np.ones((5, 8), F32))
+
+
+def test_text_form_round_trips():
+    lowered = make_product().lower(np.zeros((9, K), bfloat16), np.zeros((K, N), bfloat16))
+    for text in (lowered.as_text("traced"), lowered.as_text("graph")):
+        assert "extents [1, 0]" in text and "grid_sizes [" in text
+        assert _core.Graph.parse(text).text() == text
+    assert "M - " not in lowered.as_text("cuda")  # tensor maps alone depend on it
+
+
+def test_every_target_compiles():
+    def body(x, o):
+        i = lax.axis_index("i")
+        o[i] = x[i] * x.shape[0]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((M, 8), F32),
+        in_shapes=((M, None),),
+        grid=(M,),
+        grid_names=("i",),
+    )
+    lowered = kernel.lower(plgpu.ShapeDtypeStruct((3, 8), F32))
+    assert "const i32 M" in lowered.as_text("cuda") and lowered.as_text("ptx")
+
+
+def test_arithmetic_and_what_bounds_decide():
+    S = plgpu.dim("S", min=2, max=100, multiple_of=2)
+    assert repr(pl.cdiv(S, 8) * 3) == "((((S + 8) - 1) // 8) * 3)"
+    assert (S // 2).least == 1 and (S * 3).multiple == 6 and S % 2 == 0 and S + 0 is S
+    assert S > 1 and not S > 100 and S != 101 and S == plgpu.dim("S", min=2, max=100, multiple_of=2)
+    assert (pl.cdiv(S, 8) * 3).value({S: 10}) == 6
+    with pytest.raises(TypeError, match="S < 50 is known when the kernel is called only"):
+        bool(S < 50)
+    with pytest.raises(TypeError, match="S is a size.*this needs an int"):
+        range(S)
+    with pytest.raises(ValueError, match="1 <= min <= max"):
+        plgpu.dim("S", min=0)
+    with pytest.raises(TypeError, match="name must be an identifier"):
+        plgpu.dim("2")
+
+
+def test_what_is_missing_says_so():
+    def nothing(x, o):
+        o[0] = x[0]
+
+    def make(shape, out=None, **options):
+        spec = plgpu.ShapeDtypeStruct(out or (4, 8), F32)
+        return plgpu.kernel(nothing, out_type=spec, in_shapes=(shape,), **options)
+
+    x = np.ones((4, 8), F32)
+    with pytest.raises(NotImplementedError, match="dimension 1 has a size.*Put it first"):
+        make((None, M)).lower(x)
+    with pytest.raises(ValueError, match=r"argument 0 has shape \(4, 8\), and in_shapes\[0\] is"):
+        make((M, 9)).lower(x)
+    with pytest.raises(ValueError, match="no argument has the size L; name it in in_shapes="):
+        make((M, None), (plgpu.dim("L"), 8)).lower(x)
+    with pytest.raises(TypeError, match="in_shapes has 1 shapes, and the call 2 arrays"):
+        make((M, None)).lower(x, x)
+    with pytest.raises(NotImplementedError, match="together with GMEM scratch"):
+        make((M, None), scratch_types=[plgpu.GMEM((8,), F32)]).lower(x)
+    with pytest.raises(NotImplementedError, match="together with vmap"):
+        plgpu.vmap(make((M, None)))(np.ones((2, 4, 8), F32))
+
+    def reshaped(x, o):
+        o[0] = x.reshape(-1)[:8] if x.ndim == 1 else x.reshape(M * 8)[:8]
+
+    with pytest.raises((NotImplementedError, TypeError), match="plgpu.dim"):
+        plgpu.kernel(
+            reshaped, out_type=plgpu.ShapeDtypeStruct((4, 8), F32), in_shapes=((M, None),)
+        ).lower(x)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """One compilation, no synchronisation, a new map for each size."""
+    torch = pytest.importorskip("torch")
+    kernel = make_product()
+    b = torch.randn(K, N, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = []
+        for m in (300, 1, 64, 8191, 65, 300):
+            a = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+            results.append((a, kernel(a, b)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, o in results:
+        torch.testing.assert_close(o, a @ b, rtol=2e-2, atol=2e-2)
