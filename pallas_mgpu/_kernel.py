@@ -160,7 +160,7 @@ class Definition:
         if not self.simple_outputs or self.params.profile_space:
             options["outputs"] = "tuple"
             options["unflatten"] = self.unflatten
-        if self.in_shapes:
+        if self._keeps_open():
             options["open"] = tuple(map(_open_bits, self.in_shapes))
         structured = _Structured(self)
         if structure is None:
@@ -192,13 +192,8 @@ class Definition:
         """``[(shape, dtype), ...]`` of the outputs for such operands."""
         batch = Batch(self, structure, specs)
         self.check_operands(batch.in_shapes)
-        known = {}
-        for shape, (given, _) in zip(self.in_shapes or (), specs):
-            for x, n in zip(shape or (), given):
-                if isinstance(x, _sizes.Dim) and x.how == "symbol":
-                    known.setdefault(x, n)
-        value = lambda d: d.value(known) if isinstance(d, _sizes.Dim) else d  # noqa: E731
-        return [(tuple(map(value, s)), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        known = _sizes.Known(self.in_shapes or (), [s for s, _ in batch.in_shapes])
+        return [(known.of(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
 
     def _opened(self, specs):
         """Specs of operands with the sizes that `in_shapes` names."""
@@ -223,21 +218,14 @@ class Definition:
             out.append((tuple(g if w is None else w for w, g in zip(want, given)), dtype))
         return out
 
-    def _refuse_open(self):
-        """NotImplementedError where sizes (plgpu.dim) do not go with other things."""
-        scratch = any(
-            isinstance(x, MemoryRef) and x.memory_space is GMEM for x in tree.leaves(self.scratch)
-        )
-        for what, found in (
-            ("a mesh of devices", self.devices),
-            ("profile_space", self.params.profile_space),
-            ("GMEM scratch", scratch),
-        ):
-            if found:
-                raise NotImplementedError(
-                    f"{self.who} {self.name}: sizes that are known at run time only (plgpu.dim)"
-                    f" together with {what}; use static shapes"
-                )
+    def _keeps_open(self):
+        """Does one program serve all sizes (plgpu.dim)? Else each call's shapes have their own."""
+        if not self.in_shapes or self.levels or self.devices or self.params.profile_space:
+            return False
+        kinds = (MemoryRef, RefUnion)
+        is_leaf = lambda x: isinstance(x, kinds) or hasattr(x, "memory_space")  # noqa: E731
+        leaves = tree.leaves(self.scratch, is_leaf=is_leaf)
+        return not any(isinstance(x, MemoryRef) and x.memory_space is GMEM for x in leaves)
 
     def unflatten(self, arrays):
         """Nested outputs from flat ones."""
@@ -254,20 +242,19 @@ class Definition:
         n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):
             _checked(ShapeDtypeStruct(shape, dtype), f"{self.who} {self.name}: argument {k}")
-        if self.levels and self.in_shapes:
-            raise NotImplementedError(
-                f"{self.who} {self.name}: sizes that are known at run time only (plgpu.dim)"
-                " together with vmap; use static shapes"
-            )
-        specs = self._opened(specs)
         batch = Batch(self, structure or (None, None, (tree.LEAF,) * n), specs)
+        grid, known = mesh.grid, None
+        opened = self._opened(batch.in_shapes)
+        if self._keeps_open():
+            specs = batch.in_shapes = opened
+        elif self.in_shapes:
+            known = _sizes.Known(self.in_shapes, [s for s, _ in batch.in_shapes])
+            grid, batch.out_shapes = known.of(grid), [known.of(s) for s in batch.out_shapes]
         self.check_operands(batch.in_shapes)
-        is_open = any(map(_sizes.is_open, (mesh.grid, *(s for s, _ in specs), *batch.out_shapes)))
-        if is_open:
-            self._refuse_open()
+        is_open = any(map(_sizes.is_open, (grid, *(s for s, _ in specs), *batch.out_shapes)))
         t = _core.Trace(
             self.name,
-            (*batch.sizes, *_sizes.most_of(mesh.grid)),
+            (*batch.sizes, *_sizes.most_of(grid)),
             mesh.cluster,
             mesh.num_threads or 1,
             approx_math=self.params.approx_math,
@@ -281,7 +268,7 @@ class Definition:
         t.enter()
         e = _trace.Env(mesh, len(batch.sizes), self.devices)
         if self.devices:
-            e.blocks = (*batch.sizes, *mesh.grid), tuple(mesh.cluster)
+            e.blocks = (*batch.sizes, *grid), tuple(mesh.cluster)
         e.scopes = _profile.scopes(self)
         tracked = getattr(self.interpret, "detect_uninitialized", False)
         e.poisons = "block" if enable_poison_buffers.value and not tracked else None
@@ -299,12 +286,13 @@ class Definition:
                 t.output(_sizes.most_of(shape), o.dtype, name, alias=begins_as.get(k, -1))
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
+            e.grid, e.sizes = grid, known
             if is_open:
                 e.sizes = self._number_sizes(t, [s for s, _ in specs], batch.out_shapes)
             e.rounds = Rounds(e)
             if self.params.profile_space:
                 t.output(_profile.shape(self, batch.sizes), np.int32, "traces")
-            scratch, n_scratch = self._gmem_scratch(t, batch.sizes)
+            scratch, n_scratch = self._gmem_scratch(t, batch.sizes, grid)
             refs = batch.views(refs, batch.in_axes)
             outs = batch.views(outs, batch.out_axes)
             for i, o in self.aliases.items():
@@ -342,10 +330,10 @@ class Definition:
             t.grid_sizes(table.numbers_of(self.mesh.grid))
         return table
 
-    def _gmem_scratch(self, t, batch):
+    def _gmem_scratch(self, t, batch, grid):
         """The scratch types, with refs in place of those in GMEM, and the number of these. Each is
         an additional output whose first dimension counts the blocks; a block sees its own part."""
-        sizes, count = (*batch, *self.mesh.grid, *self.mesh.cluster), 0
+        sizes, count = (*batch, *grid, *self.mesh.cluster), 0
 
         def replaced(x):
             nonlocal count
@@ -364,7 +352,7 @@ class Definition:
         scratch = tree.map(replaced, self.scratch, is_leaf=is_leaf)
         if not count:
             return self.scratch, 0
-        block = _trace.block_number((*batch, *self.mesh.grid), self.mesh.cluster)
+        block = _trace.block_number((*batch, *grid), self.mesh.cluster)
         own = lambda x: x.at[block] if isinstance(x, _trace.Ref) else x  # noqa: E731
         return tree.map(own, scratch, is_leaf=is_leaf), count
 

@@ -102,13 +102,15 @@ class Dim:
     def value(self, known):
         """An int, for the values of symbols."""
         if self.how == "symbol":
+            if self not in known:
+                raise ValueError(_unknown(self))
             return known[self]
         if self.how == "number":
             return self.a
         return _VALUES[self.how](self.a.value(known), self.b.value(known))
 
     def _plgpu_traced(self):
-        return _core.size_value(env("plgpu.dim").sizes.number(self))
+        return env("plgpu.dim").sizes.traced(self)
 
     def __bool__(self):
         return True if self.least > 0 else self != 0
@@ -252,6 +254,15 @@ def dim(name, *, min=1, max=MOST, multiple_of=1):
     return Dim("symbol", 0, 0, name, least, most, multiple_of)
 
 
+def _unknown(x):
+    return f"plgpu.dim: no argument has the size {x.name}; name it in in_shapes= of the kernel"
+
+
+def most(x):
+    """The most that an int or a size can be."""
+    return x.most if isinstance(x, Dim) else x
+
+
 def is_open(shape):
     return any(isinstance(d, Dim) for d in shape)
 
@@ -284,15 +295,33 @@ class Table:
         if x._key in self.numbers:
             return self.numbers[x._key]
         if x.how == "symbol":
-            raise ValueError(
-                f"plgpu.dim: no argument has the size {x.name}; name it in in_shapes= of the kernel"
-            )
+            raise ValueError(_unknown(x))
         if x.how == "number":
             return self._add(x, "number", x.a, 0)
         return self._add(x, x.how, self.number(x.a), self.number(x.b))
 
+    def traced(self, x):
+        return _core.size_value(self.number(x))
+
     def numbers_of(self, shape):
         return tuple(self.number(d) if isinstance(d, Dim) else 0 for d in shape)
+
+
+class Known:
+    """Sizes that are the ints of one call, where a trace is for its shapes alone."""
+
+    def __init__(self, shapes, given):
+        self.symbols = {}
+        for shape, ints in zip(shapes, given):
+            for x, n in zip(shape or (), ints):
+                if isinstance(x, Dim) and x.how == "symbol":
+                    self.symbols.setdefault(x, n)
+
+    def of(self, shape):
+        return tuple(d.value(self.symbols) if isinstance(d, Dim) else d for d in shape)
+
+    def traced(self, x):
+        return _core.as_array(x.value(self.symbols), "int32")
 
 
 def of_number(number):

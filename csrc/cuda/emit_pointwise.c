@@ -268,14 +268,6 @@ pm_code pm_cuda_CONST(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_MULTIPLE_OF(pm_gen *e, pm_opid op) { return leave(e, arg(e, op, 0)); }
 
-const char *pm_size_text(pm_gen *e, uint32_t size) {
-  if (!e->size_name[size]) {
-    const char *name = e->g->strings.at[e->g->sizes.at[size].name];
-    e->size_name[size] = pm_unique(e, *name ? pm_identifier(e, name) : "size");
-  }
-  return e->size_name[size];
-}
-
 /* As many times `scale` as points lie along axes `from` up to `to` of the grid; one operand. */
 static const char *grid_points(pm_gen *e, uint32_t from, uint32_t to, int64_t scale) {
   const pm_graph *g = e->g;

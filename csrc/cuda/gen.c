@@ -290,3 +290,10 @@ static pm_layout *rank0_layout(pm_gen *e) {
 const pm_layout *pm_layout_in(pm_gen *e, pm_val v) {
   return pm_value_of(e->g, v)->layout ? pm_value_layout(e->g, v) : rank0_layout(e);
 }
+const char *pm_size_text(pm_gen *e, uint32_t size) {
+  if (!e->size_name[size]) {
+    const char *name = e->g->strings.at[e->g->sizes.at[size].name];
+    e->size_name[size] = pm_unique(e, *name ? pm_identifier(e, name) : "size");
+  }
+  return e->size_name[size];
+}

@@ -205,6 +205,33 @@ def test_text_form_round_trips():
     assert "M - " not in lowered.as_text("cuda")  # tensor maps alone depend on it
 
 
+def test_where_sizes_cannot_stay_open_calls_are_traced_for_their_shapes():
+    """vmap, GMEM scratch: right results, a program for each shape."""
+
+    def body(x, o, scratch):
+        i = lax.axis_index("i")
+        scratch[...] = x[i] * (x.shape[0] + M)
+        o[i] = scratch[...]
+
+    def make(*scratch):
+        inner = body if scratch else lambda x, o: body(x, o, o.at[lax.axis_index("i")])
+        return plgpu.kernel(
+            inner,
+            out_type=plgpu.ShapeDtypeStruct((M, 8), F32),
+            in_shapes=((M, None),),
+            grid=(M,),
+            grid_names=("i",),
+            scratch_types=scratch,
+            interpret=True,
+        )
+
+    x = np.random.default_rng(1).standard_normal((3, 5, 8)).astype(F32)
+    for n in (5, 2):
+        np.testing.assert_allclose(make(plgpu.GMEM((8,), F32))(x[0, :n]), 2 * n * x[0, :n])
+        y = np.ascontiguousarray(x[:, :n])
+        np.testing.assert_allclose(plgpu.vmap(make())(y), 2 * n * y)
+
+
 def test_every_target_compiles():
     def body(x, o):
         i = lax.axis_index("i")
@@ -254,10 +281,6 @@ def test_what_is_missing_says_so():
         make((M, None), (plgpu.dim("L"), 8)).lower(x)
     with pytest.raises(TypeError, match="in_shapes has 1 shapes, and the call 2 arrays"):
         make((M, None)).lower(x, x)
-    with pytest.raises(NotImplementedError, match="together with GMEM scratch"):
-        make((M, None), scratch_types=[plgpu.GMEM((8,), F32)]).lower(x)
-    with pytest.raises(NotImplementedError, match="together with vmap"):
-        plgpu.vmap(make((M, None)))(np.ones((2, 4, 8), F32))
 
     def reshaped(x, o):
         o[0] = x.reshape(-1)[:8] if x.ndim == 1 else x.reshape(M * 8)[:8]
