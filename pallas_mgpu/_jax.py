@@ -182,6 +182,8 @@ def _check(kernel, platform, specs, outs):
 def _lower(ctx, *operands, kernel, structure, platform):
     specs = _specs(ctx.avals_in)
     args = tree.unflatten(structure, [ShapeDtypeStruct(*s) for s in specs])
+    if kernel.definition.in_shapes:
+        kernel = kernel.definition.for_shapes()
     lowered = kernel.lower(*args, target=_gpu_target() if platform == "cuda" else None)
     outs = lowered.outputs
     _check(kernel, platform, specs, outs)

@@ -90,6 +90,7 @@ class Definition:
     who = "kernel"
     aliases: dict[int, int] = {}  # operand leaf: the output leaf that starts as its copy
     levels: tuple = ()  # of vmap, outermost first: (in_axes, out_axes)
+    closed = False  # each call's shapes have a program, although in_shapes has sizes
     in_shapes: tuple | None = None  # of operand leaves: shapes with sizes (plgpu.dim), or None
     devices: tuple = ()  # axes of the mesh of devices: (name, size)
 
@@ -181,6 +182,12 @@ class Definition:
         refs = closed_over(self.body)
         return RefKernel(self, refs) if refs else None
 
+    def for_shapes(self):
+        """The callable whose programs are for the shapes of a call alone."""
+        out = copy.copy(self)
+        out.closed, out.batched = True, {}
+        return out.make()
+
     def mapped(self, in_axes, out_axes):
         """This definition, mapped over one more axis of its arrays."""
         out = copy.copy(self)
@@ -220,7 +227,13 @@ class Definition:
 
     def _keeps_open(self):
         """Does one program serve all sizes (plgpu.dim)? Else each call's shapes have their own."""
-        if not self.in_shapes or self.levels or self.devices or self.params.profile_space:
+        if (
+            self.closed
+            or not self.in_shapes
+            or self.levels
+            or self.devices
+            or self.params.profile_space
+        ):
             return False
         kinds = (MemoryRef, RefUnion)
         is_leaf = lambda x: isinstance(x, kinds) or hasattr(x, "memory_space")  # noqa: E731
@@ -278,12 +291,12 @@ class Definition:
             arg_names = [next(names, None) for _ in range(n)]
             if structure is not None:
                 arg_names = leaf_names(structure[2], arg_names)
-            refs = [t.operand(_sizes.most_of(s), d, name) for (s, d), name in zip(specs, arg_names)]
+            refs = [t.operand(_sizes.type_of(s), d, name) for (s, d), name in zip(specs, arg_names)]
             outs_of = self.out_structure[2]
             out_names = leaf_names(outs_of, [next(names, "out") for _ in outs_of])
             begins_as = {o: i for i, o in self.aliases.items()}
             outs = [
-                t.output(_sizes.most_of(shape), o.dtype, name, alias=begins_as.get(k, -1))
+                t.output(_sizes.type_of(shape), o.dtype, name, alias=begins_as.get(k, -1))
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
             e.grid, e.sizes = grid, known
@@ -313,7 +326,7 @@ class Definition:
                 t.abort()
         if self.debug:
             print(graph.text())
-        specs = [(_sizes.most_of(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        specs = [(_sizes.type_of(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
         if self.params.profile_space:
             specs.append((_profile.shape(self, batch.sizes), np.int32))
         return graph, specs, n_scratch

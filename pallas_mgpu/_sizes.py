@@ -14,7 +14,7 @@ from . import _core
 from ._names import show
 from ._trace import Array, env, tracing
 
-MOST = 2**31 - 1
+MOST = 2**31 - 2
 
 
 def _bounds_of_products(a, b):
@@ -247,7 +247,7 @@ def dim(name, *, min=1, max=MOST, multiple_of=1):
             raise TypeError(f"dim: {what} must be an int, got {show(x)}")
     if not (1 <= min <= max <= MOST and 1 <= multiple_of <= max):
         raise ValueError(
-            f"dim: 1 <= min <= max < 2**31 and 1 <= multiple_of <= max are needed, got min={min},"
+            f"dim: 1 <= min <= max < 2**31 - 1 and 1 <= multiple_of <= max are needed, got min={min},"
             f" max={max}, multiple_of={multiple_of}"
         )
     least, most = -(-min // multiple_of) * multiple_of, max // multiple_of * multiple_of
@@ -267,9 +267,14 @@ def is_open(shape):
     return any(isinstance(d, Dim) for d in shape)
 
 
-def most_of(shape):
+def most_of(grid):
     """Ints: the most that sizes can be."""
-    return tuple(d.most if isinstance(d, Dim) else d for d in shape)
+    return tuple(map(most, grid))
+
+
+def type_of(shape):
+    """The shape that types have for sizes: one more than the most, as csrc/ir/sizes.h says."""
+    return tuple(min(d.most, MOST) + 1 if isinstance(d, Dim) else d for d in shape)
 
 
 class Table:

@@ -33,8 +33,8 @@ pm_code pm_set_extents(pm_graph *g, uint32_t k, const uint32_t *size, pm_err *er
   bool before = false; /* an extent above 1 */
   for (uint32_t d = 0; d < t->rank; d++) {
     if (size[d] > pm_n_sizes(g)) return pm_fail(err, PM_E_VALUE, "there is no size %u", size[d]);
-    if (size[d] && t->dim[d] != g->sizes.at[size[d]].most)
-      return pm_fail(err, PM_E_VALUE, "extent %u is %" PRId64 ", and a size of at most %" PRId64, d,
+    if (size[d] && t->dim[d] != g->sizes.at[size[d]].most + 1)
+      return pm_fail(err, PM_E_VALUE, "extent %u is %" PRId64 ", not one more than %" PRId64, d,
                      t->dim[d], g->sizes.at[size[d]].most);
     if (size[d] && before)
       return pm_fail(err, PM_E_NOT_IMPLEMENTED,

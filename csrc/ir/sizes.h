@@ -2,9 +2,10 @@
  *
  * A graph may leave extents of its arguments and axes of its grid open. Each such size is an
  * expression: an extent of an operand, a number, or a function of sizes before it. While the graph
- * is traced, lowered and generated, the type of an argument has the most that an open extent may
- * be, so that everything that is derived holds for all of them; what needs the size itself (bounds
- * of accesses, tensor maps, the grid, the op SIZE) finds its number in `extents` and `grid_sizes`.
+ * is traced, lowered and generated, the type of an argument has one more than the most that an
+ * open extent may be: what is derived holds for all of them, and no slice of a static size is the
+ * whole. What needs the size itself (bounds of accesses, tensor maps, the grid, the op SIZE) finds
+ * its number in `extents` and `grid_sizes`.
  * Strides stay static: only the first extent above 1 of an argument may be open.
  *
  * A call evaluates all sizes once, in their order. The interpreter runs the graph bound to them:

@@ -213,6 +213,8 @@ class StaticTiles:
 
     def __init__(self, total, clusters, first):
         self.total, self.clusters, self.first = total, clusters, first
+        same = total is clusters  # sizes of the call (plgpu.dim) are compared as they are written
+        self.one_each = same or not isinstance(clusters, plgpu.Dim) and total == clusters
 
     def count(self):
         """How many tiles this cluster has."""
@@ -226,7 +228,7 @@ class StaticTiles:
 
     def produce(self, work, carry, beyond=False):
         """carry = work(tile, carry) for each tile of this cluster. beyond: for one more."""
-        if self.total == self.clusters and not beyond:
+        if self.one_each and not beyond:
             return work(self.first, carry)
         trips = self.count() + 1 if beyond else self.count()
         return lax.fori_loop(0, trips, lambda w, carry: work(self.tile(w), carry), carry)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, nn, pl
+from pallas_mgpu import _core, _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -47,7 +47,8 @@ from ._common import (
     warp_specialized,
 )
 from ._few_rows import FewRowsConfig
-from ._padding import padding_of, with_padding
+from ._open_rows import rows_of
+from ._padding import needs_padding, padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
 from ._tensor_memory import TensorMemoryConfig
@@ -86,7 +87,7 @@ class MatmulConfig(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a kernel computes."""
+    """What a kernel computes. m: rows; a size of the call (plgpu.dim) in kernels for many."""
 
     m: int
     n: int
@@ -121,8 +122,9 @@ class _Plan:
         self.total = self.tiles_m * self.tiles_n  # tiles of clusters
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
         fit = max(sms // self.cluster, 1)
-        self.single = cfg.split > 1 or self.total <= fit  # one tile for each cluster
-        self.clusters = self.total if self.single else fit
+        # one tile for each cluster, whatever m turns out to be
+        self.single = cfg.split > 1 or _sizes.most(self.total) <= fit
+        self.clusters = self.total if self.single else _sizes.minimum(self.total, fit)
         self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split)
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols // cfg.split
@@ -130,7 +132,7 @@ class _Plan:
         self.chunks = self.width // self.chunk
         self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
         # rows of sums that are sent, if there are no more
-        self.sent = min(64, pl.cdiv(m, 8) * 8) if cfg.consumers == 1 else 64
+        self.sent = min(64, pl.cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += cfg.consumers * self.cols * along
         if cfg.split > 1:
@@ -156,13 +158,13 @@ class _KernelPlan(_Plan):
         if self.stages < 1 + bool(cfg.lag):
             found, needed = max(self.stages, 0), 1 + bool(cfg.lag)
             raise ValueError(f"matmul: {found} slots, {cfg} needs {needed} of them")
-        self.group = min(cfg.group, self.tiles_m)
+        self.group = min(cfg.group, _sizes.most(self.tiles_m))
         axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": cfg.split}
         self.axes = {name: size for name, size in axes.items() if size > 1}  # of the cluster
         # more accumulators than an even share of the registers has room for
         wide = self.cols > 128 or x.forms.blocks and self.cols == 128
         self.registers = REGISTERS.get(self.consumers) if wide else None
-        self.by_tma = x.m == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
+        self.by_tma = _sizes.most(x.m) == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
         # Sums are sent in whole rows: fewer, larger packets than pairs of columns.
         self.by_rows = cfg.split > 1 and self.sent * self.width % 512 == 0
         # parts in that layout would need another one beside what goes along rows or columns
@@ -223,14 +225,15 @@ class _Block(WarpSpecialized):
     def origin(self, t):
         """First row and column of this block's part of cluster tile t."""
         p, cfg = self.plan, self.cfg
-        if p.tiles_m == 1:
+        bands = isinstance(p.tiles_m, plgpu.Dim) or p.tiles_m % p.group  # of different heights
+        if _sizes.most(p.tiles_m) == 1:
             row, col = 0, t
-        elif p.group == p.tiles_m:
+        elif not isinstance(p.tiles_m, plgpu.Dim) and p.group == p.tiles_m:
             row, col = t % p.group, t // p.group
         else:
             band, inside = t // (p.group * p.tiles_n), t % (p.group * p.tiles_n)
             height = p.group
-            if p.tiles_m % p.group:
+            if bands:
                 height = jnp.minimum(p.tiles_m - band * p.group, p.group)
             row, col = band * p.group + inside % height, inside // height
         row = (row * cfg.cluster + self.rank("cm")) * p.rows
@@ -441,7 +444,11 @@ def _kernel(x, cfg, sms, interpret):
         _Block(plan, x.named(a, b, *refs) | scratch).run()
 
     out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="matmul")
+    options = {"interpret": interpret, "kernel_name": "matmul"}
+    if isinstance(x.m, plgpu.Dim):
+        a = (None, x.m) if x.ta else (x.m, None)
+        options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None)
+    return warp_specialized(body, plan, out_type, **options)
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -620,12 +627,23 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb):
     return Product(m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation)
 
 
+def _may_leave_open(x, a, b, config):
+    """Is there a form of the kernel for many numbers of rows? Where rows are an outer dimension,
+    and no operand is copied to padded rows first."""
+    return config is None and not (x.ta or x.accumulate or needs_padding(a) or needs_padding(b))
+
+
 def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
+    m = x.m
+    if _may_leave_open(x, a, b, config):
+        kind = x._replace(m=0), a.device, invariant, interpret
+        rows, m = rows_of(kind, x.m)
+        x = x._replace(m=rows)
     if config is None and invariant:
-        config = choose_invariant(x.m, x.n, x.k, sms)
-    config = config or choose(x.m, x.n, x.k, sms, x.ta, x.tb)
-    _check_config(config, x.m, x.ta, x.tb)
+        config = choose_invariant(m, x.n, x.k, sms)
+    config = config or choose(m, x.n, x.k, sms, x.ta, x.tb)
+    _check_config(config, m, x.ta, x.tb)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
         product = _few_rows.kernel(x, config, interpret)

@@ -1,0 +1,47 @@
+"""Which form of a kernel serves a number of rows: one for that number alone, or one for many.
+
+Programs for one number of rows know more, and the first few numbers that a product meets have them:
+models that run with few shapes never leave that form. From then on numbers of rows are served in
+buckets of powers of two, by a program each that takes the rows at run time (plgpu.dim). So a stream
+of arbitrary lengths compiles at most `STATIC` + len(_EDGES) - 1 programs, whatever comes, and the
+decision of `rows_of` is the only place that knows."""
+
+import threading
+
+import pallas_mgpu as plgpu
+from pallas_mgpu._caches import cached
+
+STATIC = 3  # numbers of rows with a program of their own, for each kind of product
+# A bucket ends at an edge: the rows of one or two tiles, then four times as many; the last one has
+# several waves of tiles on any GPU.
+_EDGES = (2, 64, 128, 256, 512, 1024, 2048, 1 << 22)
+TYPICAL = 8192  # rows that the last bucket is tuned for
+
+
+class _Seen:
+    """The numbers of rows that one kind of product has met, the first `STATIC` of them."""
+
+    def __init__(self):
+        self.rows, self.lock = set(), threading.Lock()
+
+    def is_static(self, m):
+        with self.lock:
+            if m not in self.rows and len(self.rows) < STATIC:
+                self.rows.add(m)
+            return m in self.rows
+
+
+@cached
+def _seen(kind):
+    """kind: whatever distinguishes programs but the rows; hashable."""
+    return _Seen()
+
+
+def rows_of(kind, m):
+    """``(rows, m)``: the int m twice, or the size that stands for m's bucket and the int that its
+    program is tuned for. kind: all else that distinguishes programs."""
+    if m <= _EDGES[0] or m > _EDGES[-1] or _seen(kind).is_static(m):
+        return m, m
+    k = next(k for k, edge in enumerate(_EDGES) if m <= edge)
+    rows = plgpu.dim("M", min=_EDGES[k - 1] + 1, max=_EDGES[k])
+    return rows, min(_EDGES[k], TYPICAL)
