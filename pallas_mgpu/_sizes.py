@@ -247,8 +247,8 @@ def dim(name, *, min=1, max=MOST, multiple_of=1):
             raise TypeError(f"dim: {what} must be an int, got {show(x)}")
     if not (1 <= min <= max <= MOST and 1 <= multiple_of <= max):
         raise ValueError(
-            f"dim: 1 <= min <= max < 2**31 - 1 and 1 <= multiple_of <= max are needed, got min={min},"
-            f" max={max}, multiple_of={multiple_of}"
+            f"dim: 1 <= min <= max < 2**31 - 1 and 1 <= multiple_of <= max are needed, got"
+            f" min={min}, max={max}, multiple_of={multiple_of}"
         )
     least, most = -(-min // multiple_of) * multiple_of, max // multiple_of * multiple_of
     return Dim("symbol", 0, 0, name, least, most, multiple_of)
