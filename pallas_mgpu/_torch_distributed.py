@@ -95,35 +95,32 @@ all_reduce = _exchange("all_reduce", "all_reduce")
 all_to_all = _exchange("all_to_all", "all_to_all")
 
 
-def all_gather_matmul(a, b, mesh, axis_name=None, **options):
-    """``all_gather(a) @ b`` (:mod:`pallas_mgpu.ops.distributed_matmul`) with gradients by ``a`` and
-    ``b``. Its gradient by ``a`` is matmul_reduce_scatter; that by ``b`` gathers ``a`` again."""
-    along = {"axis_name": axis_name, "interpret": options.get("interpret")}
+def _product(name, other, gathered):
+    """``a @ b`` with a collective. Its gradient by ``a`` is the product `other` of the gradient and
+    ``b`` transposed; that by ``b`` gathers `gathered` ("a", or "the gradient")."""
+    f = getattr(distributed_matmul, name)
 
-    def gradient(saved, grads):
-        a, b = saved
-        grads = _reachable([g.to(x.dtype) for g, x in zip(grads, a)], mesh)
-        turned = [x.t().contiguous() for x in b]
-        da = _call(distributed_matmul.matmul_reduce_scatter, mesh, [grads, turned], **along)
-        whole = _call(distributed.all_gather, mesh, [a], **along)
-        return da, [product(x, g, transpose_a=True) for x, g in zip(whole, grads)]
+    def call(a, b, mesh, axis_name=None, **options):
+        along = {"axis_name": axis_name, "interpret": options.get("interpret")}
 
-    f, options = distributed_matmul.all_gather_matmul, {"axis_name": axis_name, **options}
-    return _differentiable(f, gradient, [a, b], mesh, options)
+        def gradient(saved, grads):
+            a, b = saved
+            grads = _reachable([g.to(x.dtype) for g, x in zip(grads, a)], mesh)
+            transposed = [x.t().contiguous() for x in b]
+            da = _call(getattr(distributed_matmul, other), mesh, [grads, transposed], **along)
+            whole = _call(distributed.all_gather, mesh, [a if gathered == "a" else grads], **along)
+            pairs = zip(whole, grads) if gathered == "a" else zip(a, whole)
+            return da, [product(x, g, transpose_a=True) for x, g in pairs]
+
+        return _differentiable(f, gradient, [a, b], mesh, {"axis_name": axis_name, **options})
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = (
+        f":func:`pallas_mgpu.ops.distributed_matmul.{name}` with gradients by ``a`` and ``b``: by "
+        f"``a``, {other}; by ``b``, a product for which {gathered} is gathered."
+    )
+    return call
 
 
-def matmul_reduce_scatter(a, b, mesh, axis_name=None, **options):
-    """``reduce_scatter(a @ b)`` (:mod:`pallas_mgpu.ops.distributed_matmul`) with gradients by ``a``
-    and ``b``. Its gradient by ``a`` is all_gather_matmul; that by ``b`` gathers the gradients."""
-    along = {"axis_name": axis_name, "interpret": options.get("interpret")}
-
-    def gradient(saved, grads):
-        a, b = saved
-        grads = _reachable([g.to(x.dtype) for g, x in zip(grads, a)], mesh)
-        turned = [x.t().contiguous() for x in b]
-        da = _call(distributed_matmul.all_gather_matmul, mesh, [grads, turned], **along)
-        whole = _call(distributed.all_gather, mesh, [grads], **along)
-        return da, [product(x, g, transpose_a=True) for x, g in zip(a, whole)]
-
-    f, options = distributed_matmul.matmul_reduce_scatter, {"axis_name": axis_name, **options}
-    return _differentiable(f, gradient, [a, b], mesh, options)
+all_gather_matmul = _product("all_gather_matmul", "matmul_reduce_scatter", "a")
+matmul_reduce_scatter = _product("matmul_reduce_scatter", "all_gather_matmul", "the gradient")
