@@ -27,7 +27,7 @@ pm_code pm_cuda_TRANSPOSE(pm_gen *e, pm_opid op) {
   if (pm_bind_scalar(e, op)) return PM_OK;
   if (!pm_moves_in_registers(e->g, op)) {
     pm_type wide = *pm_typeof(e->g, in);
-    wide.dim[n - 1] = pm_turned_row(&wide);
+    wide.dim[n - 1] = pm_transposed_row(&wide);
     pm_view all = pm_scratch_view(&wide), view = all;
     all.dim[n - 1].size = pm_typeof(e->g, in)->dim[n - 1];
     for (uint32_t k = 0; k < n; k++) view.dim[k] = all.dim[perm[k]];

@@ -372,7 +372,7 @@ static void issue_rows(pm_gen *e, const part *p, const operand *a, const operand
 
 /* ---- registers of products in flight -------------------------------------------------------
  * As long as a product is in flight the tensor cores read A from its registers. ptxas leaves those
- * alone until the wait, but not across the end of a loop: the next turn writes what it likes there.
+ * alone until the wait, but not across the end of a loop: the next iteration may overwrite them.
  */
 
 enum { NONE = -1 }; /* no product with A in registers is in flight */

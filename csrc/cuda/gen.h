@@ -137,7 +137,8 @@ void pm_end(pm_gen *e);
 /* `#pragma unroll` for a loop of n iterations over registers, if there is a loop: all of them, or a
  * few where there are very many. */
 void pm_unroll(pm_gen *e, int64_t n);
-/* `for` over registers, unrolled: the text of its variable. One turn has no loop and "0". */
+/* `for` over registers, unrolled: the text of its variable. A single iteration has no loop and "0".
+ */
 const char *pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step);
 void pm_end_unrolled(pm_gen *e, int64_t n, int64_t step);
 /* comment with the op and its place; then #line, so that the next line is the user's */

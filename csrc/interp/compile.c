@@ -687,14 +687,14 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   mem->bytes = pm_dtypes[from->dtype].bytes;
   mem->n = pm_type_size(to);
   const bool slice = pm_rule_of(g, op) == PM_LAY_SLICE;
-  const bool turn = pm_rule_of(g, op) == PM_LAY_TRANSPOSE;
+  const bool transpose = pm_rule_of(g, op) == PM_LAY_TRANSPOSE;
   const int64_t *list = pm_attr_list(g, op, slice ? PM_ATTR_STARTS : PM_ATTR_DIMS, &n);
   const int64_t *sizes = slice ? pm_attr_list(g, op, PM_ATTR_SIZES, &n) : NULL;
   for (uint32_t d = from->rank, o = to->rank; d-- > 0; s *= from->dim[d]) {
-    for (uint32_t k = 0; turn && k < to->rank; k++) {
+    for (uint32_t k = 0; transpose && k < to->rank; k++) {
       if (list[k] == d) stride[k] = s;
     }
-    if (turn) continue;
+    if (transpose) continue;
     if (!slice) {
       stride[list[d]] = from->dim[d] == 1 ? 0 : s;
       continue;
@@ -703,7 +703,7 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
     if (sizes[d] != PM_DROPPED) stride[--o] = s;
   }
   pm_vm_set_loops(mem, to->rank, to->dim, stride);
-  bool one = !slice && !turn && c->splat[in];
+  bool one = !slice && !transpose && c->splat[in];
   use_outside(c, &mem->base, one ? c->splat[in] : full(c, in));
   if (one) pm_vm_set_loops(mem, 1, &mem->n, (const int64_t[]){0});
   uint32_t slot = define(c, out);

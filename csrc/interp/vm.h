@@ -450,7 +450,7 @@ typedef struct arg {
 /* A device of the mesh: its launch. */
 typedef struct device {
   int64_t begun;                     /* points of the grid */
-  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
+  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and FETCH_TILE */
 } device;
 
 struct pm_machine {

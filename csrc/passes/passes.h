@@ -77,13 +77,13 @@ bool pm_is_fill(const pm_graph *g, pm_opid concat);
  * LAYOUT_CAST: 0 if pm_layout_register_map finds a map (a splat operand too) or shuffles do it
  * (relayout.h), else the array in row-major order, elements as in memory.
  * RESHAPE, SLICE, TRANSPOSE, CONCAT, GATHER, SCATTER: 0, or the operand in row-major order (the
- * result, for a CONCAT). For a TRANSPOSE, rows are pm_turned_row elements apart.
+ * result, for a CONCAT). For a TRANSPOSE, rows are pm_transposed_row elements apart.
  * SCAN: 0, or one element for each warp and run, [warp][run]. REDUCE: see pm_reduce_scratch.
  * WARP_MAP, and ops that tell all lanes a number: one word for each warp. */
 int64_t pm_op_scratch(const pm_graph *g, pm_opid op);
 /* The pitch, in elements, of scratch that is read column by column: an odd multiple of 16 bytes, so
  * that eight rows are in different banks. */
-int64_t pm_turned_row(const pm_type *t);
+int64_t pm_transposed_row(const pm_type *t);
 /* The pitch, in elements, of the scratch of a LAYOUT_CAST: if all rows started in the same bank,
  * lanes would wait for each other. */
 int64_t pm_exchange_row(const pm_type *t);

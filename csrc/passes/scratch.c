@@ -11,10 +11,10 @@ enum { WORDS = 16 }; /* bytes: one word for each warp */
 
 int64_t pm_exchange_row(const pm_type *t) {
   const int64_t row = t->dim[t->rank - 1];
-  return t->rank > 1 && row * pm_dtypes[t->dtype].bytes % 128 == 0 ? pm_turned_row(t) : row;
+  return t->rank > 1 && row * pm_dtypes[t->dtype].bytes % 128 == 0 ? pm_transposed_row(t) : row;
 }
 
-int64_t pm_turned_row(const pm_type *t) {
+int64_t pm_transposed_row(const pm_type *t) {
   const int64_t bytes = pm_dtypes[t->dtype].bytes;
   const int64_t parts = pm_cdiv(t->dim[t->rank - 1] * bytes, 16);
   return (parts | 1) * 16 / bytes;
@@ -45,7 +45,7 @@ static int64_t move_scratch(const pm_graph *g, pm_opid op) {
   if (pm_ops[o->code].layout == PM_LAY_TRANSPOSE) {
     const pm_type *t = pm_typeof(g, pm_in(g, op, 0));
     const int64_t rows = pm_type_size(t) / t->dim[t->rank - 1];
-    return rows * pm_turned_row(t) * pm_dtypes[t->dtype].bytes;
+    return rows * pm_transposed_row(t) * pm_dtypes[t->dtype].bytes;
   }
   return bytes_of(g, pm_ops[o->code].layout == PM_LAY_CONCAT ? o->out : pm_in(g, op, 0));
 }

@@ -42,7 +42,7 @@ typedef struct stager {
 
 /* a product whose b is staged in its scope */
 typedef struct staged {
-  pm_opid loop, scope, alloc, turned, store, load, wgmma, acc_load;
+  pm_opid loop, scope, alloc, transpose, store, load, wgmma, acc_load;
 } staged;
 
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
@@ -172,11 +172,11 @@ static bool changes_gmem(const pm_graph *g, pm_blk block) {
 }
 
 /* The allocation of which v is a full view, plain or transposed. */
-static pm_opid whole_alloc(const pm_graph *g, pm_val v, pm_opid *turned) {
+static pm_opid whole_alloc(const pm_graph *g, pm_val v, pm_opid *transpose) {
   pm_opid def = def_of(g, v);
-  *turned = 0;
+  *transpose = 0;
   if (def && code_of(g, def) == PM_OP_TRANSPOSE_REF) {
-    *turned = def;
+    *transpose = def;
     def = def_of(g, pm_in(g, def, 0));
   }
   return def && pm_allocates(g, def, PM_SMEM) ? def : 0;
@@ -188,11 +188,11 @@ static bool only_products(const pm_graph *g, const staged *p) {
   for (pm_opid op = 1; op < g->ops.n; op++) {
     for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
       if (pm_in(g, op, k) != memory) continue;
-      const bool mine = op == p->store || op == p->turned;
+      const bool mine = op == p->store || op == p->transpose;
       if (!mine && (code_of(g, op) != PM_OP_WGMMA || k != 2 || op != p->wgmma)) return false;
     }
   }
-  return !p->turned || count_uses(g, pm_get(g, p->turned)->out) == 1;
+  return !p->transpose || count_uses(g, pm_get(g, p->transpose)->out) == 1;
 }
 
 /* A store in the scope whose memory the scope's product reads. */
@@ -201,7 +201,7 @@ static bool read_scope(const pm_graph *g, pm_opid scope, pm_opid store, staged *
   const pm_block *b = &g->blocks.at[pm_get(g, store)->parent];
   p->scope = scope;
   p->store = store;
-  p->alloc = whole_alloc(g, pm_in(g, store, 0), &p->turned);
+  p->alloc = whole_alloc(g, pm_in(g, store, 0), &p->transpose);
   if (!p->alloc || pm_get(g, p->alloc)->parent != pm_get(g, store)->parent) return false;
   if (*pm_attr(g, p->alloc, PM_ATTR_GIVEN)) return false;
   pm_attr_list(g, p->alloc, PM_ATTR_UNION, &n);
@@ -328,10 +328,10 @@ static void turn_alloc(pm_graph *g, const staged *p) {
   const pm_type old = *pm_typeof(g, memory);
   const int64_t swap[] = {1, 0};
   const pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = swap, .n = 2};
-  if (!p->turned) return;
-  const pm_type to = *pm_typeof(g, pm_get(g, p->turned)->out);
+  if (!p->transpose) return;
+  const pm_type to = *pm_typeof(g, pm_get(g, p->transpose)->out);
   pm_value_of(g, memory)->type = to;
-  drop(g, p->turned);
+  drop(g, p->transpose);
   const pm_val back =
       pm_insert_value(g, p->wgmma, PM_OP_TRANSPOSE_REF, &memory, 1, &old, &attr, 1, p->wgmma);
   g->operands.at[pm_get(g, p->wgmma)->in + 2] = back;

@@ -17,10 +17,10 @@ typedef struct packer {
   pm_err *err;
   pm_code code;
   pm_val *now; /* by value: what its users read instead */
-  struct turn {
+  struct transpose {
     pm_val base; /* 0: not such a view */
     int64_t dims[PM_MAX_RANK];
-  } * turned; /* by value: a view whose dim k is dim dims[k] of base, with the last dim moved */
+  } * transposes; /* by value: a view whose dim k is dim dims[k] of base, with the last dim moved */
   uint32_t n_values;
 } packer;
 
@@ -104,27 +104,27 @@ static bool keeps_last(const pm_graph *g, pm_opid op) {
 
 /* ---- transposes of the last dim ------------------------------------------------------------ */
 
-static const struct turn *turn_of(const packer *p, pm_val v) {
-  return v < p->n_values && p->turned[v].base ? &p->turned[v] : NULL;
+static const struct transpose *transpose_of(const packer *p, pm_val v) {
+  return v < p->n_values && p->transposes[v].base ? &p->transposes[v] : NULL;
 }
 
 /* A transpose, perhaps of a transpose. */
-static void note_turn(packer *p, pm_opid op) {
+static void note_transpose(packer *p, pm_opid op) {
   uint32_t n;
   const int64_t *dims = pm_attr_list(p->g, op, PM_ATTR_DIMS, &n);
-  const struct turn *before = turn_of(p, pm_in(p->g, op, 0));
-  struct turn *t = &p->turned[pm_get(p->g, op)->out];
+  const struct transpose *before = transpose_of(p, pm_in(p->g, op, 0));
+  struct transpose *t = &p->transposes[pm_get(p->g, op)->out];
   t->base = before ? before->base : pm_in(p->g, op, 0);
   for (uint32_t k = 0; k < n; k++) t->dims[k] = before ? before->dims[dims[k]] : dims[k];
 }
 
 /* An index of a transpose becomes the transpose of an index: the op takes the base as its operand,
  * with its entries in the order of the base's dims. */
-static void turn_index(packer *p, pm_opid op) {
+static void transpose_index(packer *p, pm_opid op) {
   pm_graph *g = p->g;
-  const struct turn from = *turn_of(p, pm_in(g, op, 0));
+  const struct transpose from = *transpose_of(p, pm_in(g, op, 0));
   const pm_val out = pm_get(g, op)->out;
-  struct turn *to = &p->turned[out];
+  struct transpose *to = &p->transposes[out];
   int64_t starts[PM_MAX_RANK], sizes[PM_MAX_RANK], strides[PM_MAX_RANK], kept[PM_MAX_RANK];
   pm_val in[PM_MAX_RANK] = {0}, traced[PM_MAX_RANK];
   uint32_t n, n_strides, next = 1, n_kept = 0;
@@ -209,18 +209,18 @@ static pm_val laid_out(pm_graph *g, pm_val x, pm_layid to, pm_blk block, uint32_
 static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const pm_val out = pm_get(g, op)->out;
-  const struct turn *turn = turn_of(p, pm_in(g, op, 0));
+  const struct transpose *transpose = transpose_of(p, pm_in(g, op, 0));
   pm_type whole = *pm_typeof(g, out);
   const pm_layid wanted = (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT);
-  if (turn) {
-    g->operands.at[pm_get(g, op)->in] = turn->base;
+  if (transpose) {
+    g->operands.at[pm_get(g, op)->in] = transpose->base;
     for (int k = 0; k < whole.rank; k++) {
-      whole.dim[turn->dims[k]] = pm_typeof(g, out)->dim[k];
+      whole.dim[transpose->dims[k]] = pm_typeof(g, out)->dim[k];
     }
   }
   const pm_type pairs = pairs_of(whole), bytes = bytes_of(whole);
   const bool twice = pairs.dtype != PM_U8;
-  pm_layid half = wanted && !turn ? pm_layout_halved(g, wanted, &pairs) : 0;
+  pm_layid half = wanted && !transpose ? pm_layout_halved(g, wanted, &pairs) : 0;
   if (half && twice) half = pm_layout_halved(g, half, &bytes);
   *pm_attr(g, op, PM_ATTR_LAYOUT) = half;
   pm_value_of(g, out)->type = bytes;
@@ -228,8 +228,8 @@ static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_val now = out;
   if (twice) now = unpacked(g, now, &pairs, block, at + ++n, op);
   now = unpacked(g, now, &whole, block, at + ++n, op);
-  if (turn) {
-    now = transposed(p, now, turn->dims, block, at + ++n, op);
+  if (transpose) {
+    now = transposed(p, now, transpose->dims, block, at + ++n, op);
   }
   if (wanted && !half) now = laid_out(g, now, wanted, block, at + ++n, op);
   p->now[out] = now;
@@ -240,13 +240,13 @@ static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
 /* Returns how many ops were inserted before it. */
 static uint32_t split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
-  const struct turn *turn = turn_of(p, pm_in(g, op, 0));
+  const struct transpose *transpose = transpose_of(p, pm_in(g, op, 0));
   pm_val x = pm_in(g, op, 1);
   uint32_t n = 0;
-  if (turn) {
+  if (transpose) {
     int64_t back[PM_MAX_RANK];
-    for (int k = 0; k < pm_typeof(g, x)->rank; k++) back[turn->dims[k]] = k;
-    g->operands.at[pm_get(g, op)->in] = turn->base;
+    for (int k = 0; k < pm_typeof(g, x)->rank; k++) back[transpose->dims[k]] = k;
+    g->operands.at[pm_get(g, op)->in] = transpose->base;
     x = transposed(p, x, back, block, at + n++, op);
   }
   for (bool more = true; more;) {
@@ -284,14 +284,15 @@ static uint32_t pack_product(packer *p, pm_opid op, pm_blk block, uint32_t at) {
     const pm_val v = pm_in(g, op, k);
     if (!is_packed_ref(g, v)) continue;
     *pm_attr(g, op, PM_ATTR_PACKED) = per_byte(pm_typeof(g, v));
-    const struct turn *turn = turn_of(p, v);
-    if (!turn) continue;
-    const pm_type base = bytes_of(*pm_typeof(g, turn->base));
+    const struct transpose *transpose = transpose_of(p, v);
+    if (!transpose) continue;
+    const pm_type base = bytes_of(*pm_typeof(g, transpose->base));
     pm_type type = base;
-    for (int d = 0; d < type.rank; d++) type.dim[d] = base.dim[turn->dims[d]];
-    const pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = turn->dims, .n = (uint32_t)type.rank};
-    const pm_opid view = pm_insert(g, block, at + inserted++, PM_OP_TRANSPOSE_REF, &turn->base, 1,
-                                   &type, 1, &attr, 1, op);
+    for (int d = 0; d < type.rank; d++) type.dim[d] = base.dim[transpose->dims[d]];
+    const pm_attr_arg attr = {
+        .id = PM_ATTR_DIMS, .list = transpose->dims, .n = (uint32_t)type.rank};
+    const pm_opid view = pm_insert(g, block, at + inserted++, PM_OP_TRANSPOSE_REF, &transpose->base,
+                                   1, &type, 1, &attr, 1, op);
     g->operands.at[pm_get(g, op)->in + k] = pm_get(g, view)->out;
   }
   return inserted;
@@ -319,16 +320,16 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
            "elements share bytes, so they cannot be accessed one by one; load and store whole "
            "rows, or convert the array to int8");
   }
-  const struct turn *turn = turn_of(p, pm_in(g, op, 0));
+  const struct transpose *transpose = transpose_of(p, pm_in(g, op, 0));
   if (code == PM_OP_PRINT_LAYOUT && is_packed_ref(g, pm_in(g, op, 0))) {
     *pm_attr(g, op, PM_ATTR_PACKED) = per_byte(pm_typeof(g, pm_in(g, op, 0)));
   }
   switch (code) {
     case PM_OP_INDEX:
-      if (turn) turn_index(p, op);
+      if (transpose) transpose_index(p, op);
       return at + 1 + divide_index(p, op);
     case PM_OP_TRANSPOSE_REF:
-      if (turn || !keeps_last(g, op)) note_turn(p, op);
+      if (transpose || !keeps_last(g, op)) note_transpose(p, op);
       return at + 1;
     case PM_OP_TCGEN05_MMA: return at + 1 + pack_product(p, op, block, at);
     case PM_OP_LOAD: return at + 1 + split_load(p, op, block, at);
@@ -336,7 +337,7 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
     default: break;
   }
   for (uint32_t k = 0; k < n_in; k++) {
-    if (!turn_of(p, pm_in(g, op, k))) continue;
+    if (!transpose_of(p, pm_in(g, op, k))) continue;
     refuse(p, op, pm_in(g, op, k),
            "elements of the last dim share bytes, and it is not last here; load and store the "
            "transposed ref, or copy what is transposed");
@@ -374,17 +375,18 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *target, pm_err *err) {
   for (pm_val v = 1; v < g->values.n; v++) any |= is_packed_ref(g, v);
   if (!any) return PM_OK;
   p.now = PM_NEW(g->arena, pm_val, g->values.n);
-  p.turned = PM_NEW(g->arena, struct turn, g->values.n);
+  p.transposes = PM_NEW(g->arena, struct transpose, g->values.n);
   visit_block(&p, 1);
   for (pm_val v = 1; v < p.n_values && !p.code; v++) {
     if (!is_packed_ref(g, v)) continue;
-    if (turn_of(&p, v) && p.turned[v].base != v) { /* unused: any view of the base will do */
+    if (transpose_of(&p, v) &&
+        p.transposes[v].base != v) { /* unused: any view of the base will do */
       int64_t dims[PM_MAX_RANK];
       const pm_opid def = pm_value_of(g, v)->def;
-      const pm_type type = *pm_typeof(g, p.turned[v].base);
+      const pm_type type = *pm_typeof(g, p.transposes[v].base);
       for (int k = 0; k < type.rank; k++) dims[k] = k;
       pm_set_list(g, def, PM_ATTR_DIMS, dims, (uint32_t)type.rank);
-      g->operands.at[pm_get(g, def)->in] = p.turned[v].base;
+      g->operands.at[pm_get(g, def)->in] = p.transposes[v].base;
       pm_value_of(g, v)->type = type;
       continue;
     }

@@ -161,8 +161,8 @@ static bool product_fits(const pass *p, const buffer *b, const use *u, const pm_
   const int64_t *tiling = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n), s = tiling[n - 1];
   const pm_view_dim *x = &v->dim[0], *y = &v->dim[1];
   const bool plain = x->tile == s && !y->tile && y->inner == s;
-  const bool turned = y->tile == s && !x->tile && x->inner == s;
-  if (v->rank != 2 || (!plain && !turned)) {
+  const bool transposed = y->tile == s && !x->tile && x->inner == s;
+  if (v->rank != 2 || (!plain && !transposed)) {
     pm_fail(err, PM_E_VALUE,
             "an operand is not a matrix along the last two dimensions of its allocation");
     return false;

@@ -17,7 +17,8 @@ static bool in_smem(const pm_graph *g, pm_val ref) { return pm_typeof(g, ref)->s
 
 /* The view of `ref` whose dim k is dim dims[k], made before position `at` of the block of `place`.
  */
-static pm_val turned(pm_graph *g, pm_opid place, uint32_t at, pm_val ref, const int64_t *dims) {
+static pm_val transposed_ref(pm_graph *g, pm_opid place, uint32_t at, pm_val ref,
+                             const int64_t *dims) {
   const pm_type from = *pm_typeof(g, ref);
   pm_type to = from;
   for (int k = 0; k < from.rank; k++) to.dim[k] = from.dim[dims[k]];
@@ -41,7 +42,7 @@ static void visit_store(pm_graph *g, pm_opid op) {
   const pm_opid def = transpose_of(g, pm_in(g, op, 1));
   if (!def || !in_smem(g, pm_in(g, op, 0))) return;
   permutation(g, def, true, dims);
-  const pm_val ref = turned(g, op, pm_position(g, op), pm_in(g, op, 0), dims);
+  const pm_val ref = transposed_ref(g, op, pm_position(g, op), pm_in(g, op, 0), dims);
   g->operands.at[pm_get(g, op)->in] = ref;
   g->operands.at[pm_get(g, op)->in + 1] = pm_in(g, def, 0);
 }
@@ -62,7 +63,7 @@ static void visit_transpose(pm_graph *g, pm_opid op) {
   if (!in_smem(g, pm_in(g, load, 0))) return;
   permutation(g, op, false, dims);
   const uint32_t at = pm_position(g, load) + 1;
-  const pm_val ref = turned(g, load, at, pm_in(g, load, 0), dims);
+  const pm_val ref = transposed_ref(g, load, at, pm_in(g, load, 0), dims);
   const pm_type t = *pm_typeof(g, pm_get(g, op)->out);
   pm_attr_arg attrs[] = {{.id = PM_ATTR_LAYOUT},
                          {.id = PM_ATTR_OPTIMIZED, .i = *pm_attr(g, load, PM_ATTR_OPTIMIZED)}};

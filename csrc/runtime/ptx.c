@@ -66,11 +66,11 @@ typedef struct statement {
   bool removable;
 } statement;
 
-typedef struct family { /* .reg name<count> or .reg name */
+typedef struct register_set { /* .reg name<count> or .reg name */
   const char *name;
   uint32_t size, first, count;
   bool numbered;
-} family;
+} register_set;
 
 typedef struct label {
   const char *name;
@@ -99,10 +99,10 @@ typedef struct function {
   pm_arena *arena;
   PM_VEC(statement) statements;
   PM_VEC(use) used;
-  PM_VEC(family) families; /* of the scopes that are open */
-  PM_VEC(uint32_t) opened; /* families when a scope began */
-  PM_VEC(uint32_t) inside; /* numbers of the scopes that are open */
-  PM_VEC(uint32_t) parent; /* of scopes */
+  PM_VEC(register_set) register_sets; /* of the scopes that are open */
+  PM_VEC(uint32_t) opened;            /* register_sets when a scope began */
+  PM_VEC(uint32_t) inside;            /* numbers of the scopes that are open */
+  PM_VEC(uint32_t) parent;            /* of scopes */
   PM_VEC(label) labels;
   PM_VEC(reg) regs;
   PM_VEC(block) blocks;
@@ -168,8 +168,8 @@ static const char *operand(const statement *s, int k, const char **end) {
 /* ---- registers ---------------------------------------------------------------------------- */
 
 static uint32_t find_reg(const function *f, const char *name, uint32_t size) {
-  for (uint32_t k = f->families.n; k--;) {
-    const family *m = &f->families.at[k];
+  for (uint32_t k = f->register_sets.n; k--;) {
+    const register_set *m = &f->register_sets.at[k];
     if (size < m->size || memcmp(name, m->name, m->size)) continue;
     if (!m->numbered && size == m->size) return m->first;
     if (!m->numbered || size == m->size) continue;
@@ -207,7 +207,7 @@ static void declare(function *f, const char *s, const char *end) {
     } else if (!is_word(*s)) {
       s++;
     } else {
-      family m = {.name = s, .first = f->regs.n, .count = 1};
+      register_set m = {.name = s, .first = f->regs.n, .count = 1};
       while (s < end && is_word(*s)) s++;
       m.size = (uint32_t)(s - m.name);
       if (*s == '<') {
@@ -215,7 +215,7 @@ static void declare(function *f, const char *s, const char *end) {
         m.count = (uint32_t)strtoul(s + 1, NULL, 10);
         while (s < end && *s != ',') s++;
       }
-      pm_vec_push(f->arena, &f->families, m);
+      pm_vec_push(f->arena, &f->register_sets, m);
       pm_vec_reserve(f->arena, &f->regs, f->regs.n + m.count);
       memset(&f->regs.at[f->regs.n], 0, m.count * sizeof *f->regs.at);
       f->regs.n += m.count;
@@ -281,14 +281,14 @@ static void add_statement(function *f, const char *s, const char *end) {
 
 static void open_scope(function *f) {
   const uint32_t outer = f->inside.n ? f->inside.at[f->inside.n - 1] : NO_REG;
-  const uint32_t n = f->families.n, number = f->parent.n;
+  const uint32_t n = f->register_sets.n, number = f->parent.n;
   pm_vec_push(f->arena, &f->opened, n);
   pm_vec_push(f->arena, &f->inside, number);
   pm_vec_push(f->arena, &f->parent, outer);
 }
 
 static bool close_scope(function *f) {
-  f->families.n = f->opened.at[--f->opened.n];
+  f->register_sets.n = f->opened.at[--f->opened.n];
   f->inside.n--;
   return f->inside.n != 0;
 }

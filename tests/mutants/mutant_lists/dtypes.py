@@ -33,7 +33,7 @@ breaks(
     ),
     transposes_cut_bytes=(
         "visit",
-        "if (turn || !keeps_last(g, op)) note_turn(p, op);",
+        "if (transpose || !keeps_last(g, op)) note_transpose(p, op);",
         "(void)keeps_last, (void)note_turn;",
     ),
     odd_rows_are_cut=("check_rows", "t->dim[t->rank - 1] % per == 0", "t->dim[t->rank - 1] > 0"),
@@ -144,12 +144,12 @@ breaks(
     f"{SMALL}::test_transposed_refs_of_small_dtypes",
     f"{SMALL}::test_two_bits_in_parts",
     transposed_indices_stay_in_place=(
-        "turn_index",
+        "transpose_index",
         "to->dims[rank] = kept[from.dims[k]];",
         "to->dims[rank] = rank + 0 * kept[from.dims[k]];",
     ),
     transposed_starts_stay_in_place=(
-        "turn_index",
+        "transpose_index",
         "const int64_t d = from.dims[k];",
         "const int64_t d = k;",
     ),
