@@ -236,6 +236,17 @@ void pm_race_await_kernels(pm_machine *m, const thread *t) {
   raise_to(m->races, clock_of(m, t), EARLIER_KERNELS, SEEN, TOLD, 1);
 }
 
+/* Loads from tensor memory are complete when they were awaited: like what engines did, they are so
+ * for who learns of an arrival without cluster scope. */
+uint32_t pm_race_next_loads(const pm_machine *m, const thread *t) {
+  return m->races->agents[t - m->threads].loads + 1;
+}
+
+void pm_race_await_loads(pm_machine *m, const thread *t) {
+  const uint32_t n = ++m->races->agents[t - m->threads].loads;
+  raise_to(m->races, clock_of(m, t), pm_race_agent_id(m, LOADS, t), SEEN, TOLD, n);
+}
+
 /* ---- barriers ----------------------------------------------------------------------------- */
 
 static barrier_order *order_of(const pm_machine *m, const barrier *b) {
@@ -453,6 +464,7 @@ void pm_race_begin_cluster(pm_machine *m, const cluster *c) {
         const thread *own = w ? &pm_vm_warps(m, t)[w - 1] : t;
         clear(clock_of(m, own));
         r->agents[own - m->threads].products = r->agents[own - m->threads].stores = 0;
+        r->agents[own - m->threads].loads = 0;
         tick(m, own);
       }
     }

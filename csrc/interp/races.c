@@ -715,6 +715,9 @@ step pm_race_tmem(pm_machine *m, const thread *t, const instr *i, const tmem_pla
   const located s = {.mem = p->mem, .base = p->block->tmem};
   tracker x;
   if (!begin_plain(&x, m, t, i, &s, touch, THREAD)) return STEP_NEXT;
+  if (touch == READ) {
+    set_maker(&x, THREAD, pm_race_agent_id(m, LOADS, t), pm_race_next_loads(m, t));
+  }
   return add_columns(&x, p);
 }
 

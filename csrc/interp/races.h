@@ -23,6 +23,7 @@ typedef enum component {
   STORE_READS, /* bulk groups whose SMEM was read */
   STORES,      /* groups that are complete: bulk groups, or of cp.async */
   PRODUCTS,    /* wgmmas that are complete */
+  LOADS,       /* from tensor memory, by the waits after them */
   COPIES,      /* of a barrier: phases that TMA had a part in */
   REMOTE,      /* of a barrier: the same of st.async */
   COMPONENTS,
@@ -208,6 +209,7 @@ typedef struct word_order {
 typedef struct agent_order {
   vclock clock;
   uint32_t products; /* issued */
+  uint32_t loads;    /* waits for loads from tensor memory */
   uint32_t stores;   /* the last bulk group with a store, from 1; 0: none */
   pm_opid store;     /* in it */
 } agent_order;
@@ -245,6 +247,8 @@ struct races {
   bool no_memory;
 };
 
+/* The wait that completes the agent's loads from tensor memory. */
+uint32_t pm_race_next_loads(const pm_machine *m, const thread *t);
 /* The component of this kind of an agent, or of a barrier. */
 uint32_t pm_race_agent_id(const pm_machine *m, component kind, const thread *t);
 uint32_t pm_race_barrier_id(const pm_machine *m, component kind, const barrier *b);

@@ -750,7 +750,8 @@ static step exec_commit_tmem(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_wait_load(pm_machine *m, thread *t, const instr *i) {
-  (void)m, (void)i;
+  (void)i;
+  if (m->races) pm_race_await_loads(m, t);
   waited(t, false);
   return STEP_PAUSE;
 }

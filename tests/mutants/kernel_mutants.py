@@ -123,50 +123,115 @@ def of_ops():
     )
 
 
+def of_training():
+    """Calls of ops that are made of several kernels, or have no configuration: (name, function)"""
+    q, k = array(1, 70, 2, 64), array(1, 77, 1, 64)
+    o, lse = np.zeros_like(q), np.ones((1, 2, 70), F32)
+    x, w, long = array(70, 256), array(256), array(3, 8200, dtype=BF16)
+    gate = array(70, 520)
+    logits, targets = array(5, 8200, dtype=BF16), np.array([7, 8199, -100, 0, 3])
+    angles = array(7, 32, dtype=F32)
+    many = [array(70, 264, dtype=F32) for _ in range(4)]
+    settings = np.array([0.1, 0.9, 0.99, 1e-8, 0.1, 0.5], F32)
+    i = dict(interpret=True)
+    yield (
+        "attention backward",
+        lambda: ops.attention_backward(q, q, k, k, o, lse, causal=True, **i),
+    )
+    yield "cross entropy", lambda: ops.cross_entropy(logits, targets, **i)
+    yield (
+        "cross entropy backward",
+        lambda: ops.cross_entropy_backward(np.ones(5, F32), logits, targets, np.ones(5, F32), **i),
+    )
+    yield "rms norm backward", lambda: ops.rms_norm_backward(x, x, w, **i)
+    yield "long rows backward", lambda: ops.layer_norm_backward(long, long, long[0], **i)
+    yield "softmax backward", lambda: ops.softmax_backward(x, x, **i)
+    yield "column sums", lambda: ops.column_sums(np.tile(x, (40, 1)), **i)
+    yield "gated", lambda: ops.gated_linear_unit(gate, gate, **i)
+    yield "gated backward", lambda: ops.gated_linear_unit_backward(gate, gate, gate, **i)
+    yield "rotary", lambda: ops.rotary(array(1, 7, 4, 64), angles, angles, **i)
+    yield "quantize", lambda: ops.quantize(x, block=64, **i)
+    yield "adamw", lambda: ops.adamw(*many, settings, **i)
+
+
+def of_blackwell():
+    """Products by tcgen05: (name, function, arrays, options)"""
+    C = ops.TensorMemoryConfig
+    yield "tcgen05", ops.matmul, (array(136, 264), array(264, 72)), dict(config=C(64, False, 2))
+    pairs = array(264, 200), array(200, 136)
+    yield "tcgen05, pairs", ops.matmul, pairs, dict(config=C(128, stages=2, dynamic=False))
+
+
 def kernels():
     """All kernels."""
-    for name, f, arrays, options in of_ops():
-        names = options.pop("names", ())
-        given = dict(zip(names, arrays[len(arrays) - len(names) :]))
-        positional = arrays[: len(arrays) - len(names)]
-        real, plgpu.sm_count = plgpu.sm_count, lambda device=None: 2
-        try:
-            target = f.kernel(*positional, **given, **options, interpret=True)
-        finally:
-            plgpu.sm_count = real
-        pads = getattr(target, "pads", None) or [getattr(target, "pad", None)]
-        assert not any(pads), name
-        kernel = getattr(target, "product", target)
-        yield Kernel(name, kernel.lower(*arrays).as_text("traced"), [np.array(x) for x in arrays])
+    yield from of_configured(of_ops(), None)
+    yield from of_configured(of_blackwell(), "sm_100a")
+    for name, call in of_training():
+        for k, (text, arrays) in enumerate(recorded(call)):
+            yield Kernel(f"{name}.{k}", text, arrays)
     for path in sorted(EXAMPLES.glob("*.py")):
         for k, (text, arrays) in enumerate(calls_of(path)):
             yield Kernel(f"{path.stem}.{k}", text, arrays)
 
 
+def of_configured(calls, target):
+    """Kernels of functions of ops with configurations."""
+    for name, f, arrays, options in calls:
+        names = options.pop("names", ())
+        given = dict(zip(names, arrays[len(arrays) - len(names) :]))
+        positional = arrays[: len(arrays) - len(names)]
+        real, plgpu.sm_count = plgpu.sm_count, lambda device=None: 2
+        try:
+            made = f.kernel(*positional, **given, **options, interpret=True)
+        finally:
+            plgpu.sm_count = real
+        pads = getattr(made, "pads", None) or [getattr(made, "pad", None)]
+        assert not any(pads), name
+        kernel = getattr(made, "product", made)
+        text = kernel.lower(*arrays, target=target).as_text("traced")
+        yield Kernel(name, text, [np.array(x) for x in arrays])
+
+
 def calls_of(path):
     """The traced graphs of an example's calls, each once, with their arrays."""
+    given, sys.argv = sys.argv, [str(path)]
+    try:
+        return recorded(lambda: runpy.run_path(str(path), run_name="__main__"))
+    finally:
+        sys.argv = given
+
+
+class Recorded:
+    """A kernel whose calls are noted."""
+
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def __call__(self, *arrays, **options):
+        with contextlib.suppress(Exception):
+            text = self.kernel.lower(*arrays).as_text("traced")
+            if "barrier" in text or "smem" in text:
+                self.found.setdefault(text, [np.array(x) for x in arrays])
+        return self.kernel(*arrays, **options)
+
+
+def recorded(run):
+    """The same of the calls that a function makes."""
     found, made = {}, _kernel.Definition.make
 
     def make(self, *args, **kwargs):
-        kernel = made(self, *args, **kwargs)
+        return Recorded(made(self, *args, **kwargs), found)
 
-        def call(*arrays, **options):
-            with contextlib.suppress(Exception):
-                text = kernel.lower(*arrays).as_text("traced")
-                if "barrier" in text or "smem" in text:
-                    found.setdefault(text, [np.array(x) for x in arrays])
-            return kernel(*arrays, **options)
-
-        return call
-
-    given, sys.argv = sys.argv, [str(path)]
     _kernel.Definition.make = make
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runpy.run_path(str(path), run_name="__main__")
+            run()
     finally:
-        _kernel.Definition.make, sys.argv = made, given
+        _kernel.Definition.make = made
     return found.items()
 
 
