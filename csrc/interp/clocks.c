@@ -11,6 +11,7 @@
  *   arrive   the phase that is open learns what the agent knows. In another block it does so only
  * if the arrival was made with cluster scope; else what engines did, and the agent has seen
  *            complete, is all that it learns: a signal orders nothing outside of its scope
+ *            Loads from tensor memory are ordered by barriers with orders_tensor_core alone
  *   phase    is complete: its clock is kept for the waiters, the next one begins with nothing
  *   fence    what the agent has seen is ordered before what engines do for it. Loads are so only if
  *            they are those of its own lanes
@@ -121,12 +122,14 @@ static void limit(vclock *c) {
   memmove(c->at, c->at + drop, c->n * sizeof *c->at);
 }
 
-/* `engines`: no more than what engines did. */
-static void join(races *r, vclock *to, const vclock *from, bool engines) {
+/* without: components that are left out, as bits. */
+enum { NOTHING, OWN_ACCESSES = 1 << OWN, TENSOR_MEMORY = 1 << LOADS };
+
+static void join(races *r, vclock *to, const vclock *from, uint32_t without) {
   uint32_t more = 0, a = 0;
   for (uint32_t b = 0; b < from->n; b++) {
     const struct seen *x = &from->at[b];
-    if (engines && pm_race_kind(r, x->id) == OWN) continue;
+    if (without && without >> pm_race_kind(r, x->id) & 1) continue;
     while (a < to->n && to->at[a].id < x->id) a++;
     more += a == to->n || to->at[a].id != x->id;
   }
@@ -136,7 +139,7 @@ static void join(races *r, vclock *to, const vclock *from, bool engines) {
   to->n = out;
   for (uint32_t b = from->n; b-- > 0;) {
     const struct seen *x = &from->at[b];
-    if (engines && pm_race_kind(r, x->id) == OWN) continue;
+    if (without && without >> pm_race_kind(r, x->id) & 1) continue;
     while (i > 0 && to->at[i - 1].id > x->id) to->at[--out] = to->at[--i];
     if (i == 0 || to->at[i - 1].id != x->id) {
       to->at[--out] = *x;
@@ -163,13 +166,13 @@ static void tick(pm_machine *m, const thread *t) {
   raise_to(m->races, c, id, SEEN, SEEN, pm_clock_at(c, id, SEEN) + 1);
 }
 
-static void publish(pm_machine *m, const thread *t, vclock *to, bool engines) {
-  join(m->races, to, clock_of(m, t), engines);
+static void publish(pm_machine *m, const thread *t, vclock *to, uint32_t without) {
+  join(m->races, to, clock_of(m, t), without);
   tick(m, t);
 }
 
 static void learn(pm_machine *m, const thread *t, const vclock *from) {
-  join(m->races, clock_of(m, t), from, false);
+  join(m->races, clock_of(m, t), from, NOTHING);
 }
 
 void pm_race_fence(pm_machine *m, const thread *t, bool by_author) {
@@ -196,13 +199,15 @@ void pm_race_fork(pm_machine *m, const thread *t) {
   tick(m, t);
 }
 
-void pm_race_end_warp(pm_machine *m, const thread *w) { publish(m, w, clock_of(m, w->of), false); }
+void pm_race_end_warp(pm_machine *m, const thread *w) {
+  publish(m, w, clock_of(m, w->of), NOTHING);
+}
 
 void pm_race_meet(pm_machine *m, const block *b) {
   const thread *first = m->threads + (size_t)(b - m->blocks) * m->n_threads;
   vclock *all = &m->races->all;
   clear(all);
-  for (uint32_t k = 0; k < m->n_threads; k++) publish(m, first + k, all, false);
+  for (uint32_t k = 0; k < m->n_threads; k++) publish(m, first + k, all, NOTHING);
   for (uint32_t k = 0; k < m->n_threads; k++) learn(m, first + k, all);
 }
 
@@ -211,7 +216,7 @@ static vclock *named_of(const pm_machine *m, const block *b, uint32_t number) {
 }
 
 void pm_race_come(pm_machine *m, const thread *t, uint32_t number) {
-  publish(m, t, named_of(m, t->block, number), false);
+  publish(m, t, named_of(m, t->block, number), NOTHING);
 }
 
 void pm_race_leave(pm_machine *m, const thread *t, uint32_t number) {
@@ -225,7 +230,7 @@ void pm_race_end_round(pm_machine *m, const block *b, uint32_t number) {
 void pm_race_leave_section(pm_machine *m, const thread *t) {
   vclock *turn = &m->races->turns[t->block - m->blocks];
   clear(turn);
-  publish(m, t, turn, false);
+  publish(m, t, turn, NOTHING);
 }
 
 void pm_race_enter_section(pm_machine *m, const thread *t) {
@@ -259,7 +264,9 @@ uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b) {
 }
 
 void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster) {
-  publish(m, t, &order_of(m, b)->open, !in_cluster && b->block != t->block);
+  const bool own = in_cluster || b->block == t->block;
+  publish(m, t, &order_of(m, b)->open,
+          (own ? NOTHING : OWN_ACCESSES) | (b->info->tensor_core ? NOTHING : TENSOR_MEMORY));
 }
 
 void pm_race_phase(pm_machine *m, const barrier *b, bool copied) {
@@ -416,7 +423,7 @@ void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t 
   if (s->n > 1) copy(m->races, &x->clock, &s->at[s->n - 2].clock);
   s->total += amount;
   x->total = s->total;
-  publish(m, t, &x->clock, false);
+  publish(m, t, &x->clock, NOTHING);
 }
 
 void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take) {

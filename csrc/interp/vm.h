@@ -642,7 +642,7 @@ void pm_race_leave(pm_machine *m, const thread *t, uint32_t number);
 void pm_race_end_round(pm_machine *m, const block *b, uint32_t number);
 void pm_race_leave_section(pm_machine *m, const thread *t);
 void pm_race_enter_section(pm_machine *m, const thread *t);
-void pm_race_await_loads(pm_machine *m, const thread *t); /* from tensor memory */
+void pm_race_await_loads(pm_machine *m, const thread *t);   /* from tensor memory */
 void pm_race_await_kernels(pm_machine *m, const thread *t); /* those before this one */
 void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster);
 void pm_race_phase(pm_machine *m, const barrier *b, bool copied); /* is complete */
