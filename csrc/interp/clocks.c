@@ -304,7 +304,8 @@ static void follow_queue(pm_machine *m, task *k) {
 /* The products are complete, and so is what their issuer, which may be a warp of the owner, knew of
  * when it issued them: they waited for it. */
 void pm_race_commit(pm_machine *m, const task *k, const barrier *b) {
-  join(m->races, &order_of(m, b)->open, &k->issued, b->block != k->owner->block);
+  const bool own = b->block == k->owner->block;
+  join(m->races, &order_of(m, b)->open, &k->issued, own ? NOTHING : OWN_ACCESSES);
   for (int n = 0; n < 2; n++) {
     const uint32_t id = pm_race_agent_id(m, PRODUCTS, issuer_of(m, k, n));
     raise_to(m->races, &order_of(m, b)->open, id, SEEN, TOLD, pm_clock_at(&k->issued, id, SEEN));
