@@ -1,0 +1,99 @@
+"""Machine code of the Blackwell kernels of `ops`, for both targets: each tensor core, tensor memory
+and TMA instruction of the program is there once, none in a loop that was unrolled or left out;
+nothing lies in local memory; the registers that the roles take exist."""
+
+import re
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compiler import sass
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import TensorMemoryAttentionConfig, TensorMemoryConfig, attention, matmul
+
+f16, bf16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+E2M1 = np.dtype(ml_dtypes.float4_e2m1fn)
+C = TensorMemoryConfig
+
+# functions of the program: instructions of ptxas
+ONE_EACH = {
+    r"tcgen05_mma\w*": ("UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA"),
+    r"tcgen05_commit\w*": ("UTCBAR",),
+    r"tcgen05_copy\w*": ("UTCCP",),
+    r"tmem_load_\w*": ("LDTM",),
+    r"tmem_store_\w*": ("STTM",),
+    r"tma_(load|multicast)\w*": ("UTMALDG",),
+    r"tma_store\w*": ("UTMASTG",),
+    r"setmaxnreg_\w*": ("USETMAXREG",),
+    r"try_cancel": ("UGETNEXTWORKID",),
+}
+REGISTERS = 65536
+
+
+def product(dtype, config, **options):
+    a = np.zeros((2048, 2048), dtype)
+    return matmul.kernel(a, a, config=config, **options), (a, a, *options.values())
+
+
+def scaled(dtype, scale, block, config):
+    a, s = np.zeros((2048, 2048), dtype), np.ones((2048, 2048 // block), scale)
+    s = plgpu.ext.format_tcgen05_scales(s)
+    how = dict(scale_a=s, scale_b=s)
+    f = matmul.kernel(a, a, config=config, transpose_b=True, out_dtype=bf16, **how)
+    return f, (a, a, s, s)
+
+
+def softmax(dim, causal):
+    q = np.zeros((1, 1024, 4, dim), bf16)
+    config = TensorMemoryAttentionConfig()
+    return attention.kernel(q, q, q, causal=causal, config=config), (q, q, q)
+
+
+KERNELS = {
+    "matmul": lambda: product(bf16, C(256, False)),
+    "matmul, pair": lambda: product(f16, C(256)),
+    "matmul, launched, bias": lambda: product(bf16, C(128), bias=np.zeros(2048, bf16)),
+    "matmul, 8 bits": lambda: product(E4M3, C(256)),
+    "matmul, mxfp8": lambda: scaled(E4M3, E8M0, 32, C(256, False)),
+    "matmul, nvfp4, pair": lambda: scaled(E2M1, E4M3, 16, C(256)),
+    "attention": lambda: softmax(128, False),
+    "attention, causal": lambda: softmax(64, True),
+}
+
+
+def held(text, used):
+    """Registers of all threads of a block, at launch and after setmaxnreg."""
+    start = used["registers"] + -used["registers"] % 8
+    now = [start] * (used["threads"] // 128)
+    groups = re.findall(r"setmaxnreg_(?:inc|dec)<(\d+)>", text)
+    return 128 * sum(now), [int(x) for x in groups]
+
+
+@pytest.mark.skipif(not sass.nvdisasm(), reason="needs nvdisasm")
+@pytest.mark.parametrize("target", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_instructions(name, target, monkeypatch):
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 64)
+    matmul.maker.forget()
+    f, args = KERNELS[name]()
+    matmul.maker.forget()
+    lowered = f.lower(*args, target=target)
+    text, code = lowered.as_text("cuda"), lowered.as_text("sass")
+    body = text[text.index("__global__") :]
+    calls = Counter(re.findall(r"\b(\w+)(?:<[^<>]*>)?\(", body))
+    found = Counter(re.findall(r"\b([A-Z][A-Z0-9]+)\b", code))
+    for function, instructions in ONE_EACH.items():
+        asked = sum(n for call, n in calls.items() if re.fullmatch(function, call))
+        assert sum(found[x] for x in instructions) == asked, (function, calls)
+    assert calls["tcgen05_commit"] + calls["tcgen05_commit_pair"] > 0
+    assert not found["LDL"] and not found["STL"]
+    used = lowered.resources()
+    assert not used["remarks"] and used["spill_bytes"] == used["stack_bytes"] == 0
+    start, changed = held(body, used)
+    assert start <= REGISTERS
+    if changed:  # one role of two warpgroups takes more, two of one each take less
+        more, less = max(changed), [x for x in changed if x != max(changed)]
+        assert 128 * (2 * more + sum(less)) <= start
