@@ -66,7 +66,7 @@ class Program:
         found = []
         for e in self.events(tid, rank, **how):
             name = self.of.get((e.name, e.template)) or self.of.get((e.name, ""))
-            found.append((name.text if name else e.name, e.args))
+            found.append((name and name.text or e.name, e.args))
         return found
 
 
@@ -94,9 +94,11 @@ def layout_of(case):
         return L.TCGEN05_M64_COLLECTIVE_NATIVE(columns, p)
     if name == "SELF":
         return None if case.get("tmem") else L.TCGEN05_TMEM_NATIVE(p)
+    if name.startswith("NATIVE"):
+        return L.TCGEN05_TMEM_NATIVE(int(name[6:]))
     if name == "M64C":
         return L.TCGEN05_M64_COLLECTIVE(columns)
-    return {"TCGEN05": L.TCGEN05, "NATIVE2": L.TCGEN05_TMEM_NATIVE(2), "WGMMA": L.WGMMA}[name]
+    return {"TCGEN05": L.TCGEN05, "WGMMA": L.WGMMA}[name]
 
 
 def move(case, store):
@@ -184,6 +186,47 @@ def test_moves(record):
                 place[tuple(word) if isinstance(word, list) else (word, 0)] = (i, k)
         expected = [place[k] for k in sorted(place)]
     assert not expected or found == expected
+
+
+# 64 rows without a layout: there the form of the ref itself, here WGMMA or TCGEN05_M64_COLLECTIVE.
+FORM_OF_THE_REF = {"tmem_pair-007", "tmem_pair-008", "tmem_pair-009", "tmem_pair-010"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [r for r in records("tmem_pair") if r["id"] not in FORM_OF_THE_REF],
+    ids=lambda r: r["id"],
+)
+def test_loads_that_are_stored_back(record):
+    c = record["in"]
+    rows, columns, dtype = c.get("rows", 128), c.get("cols", 128), c.get("dtype", "f32")
+    pair, name, how = c.get("collective", False), c.get("layout"), {}
+    layout = name and layout_of({"regs": name, "cols": columns})
+    if c.get("tmem"):
+        how["layout"] = T.SCALES_LAYOUT
+    elif bits(dtype) < 32:
+        how["packed"] = c.get("packed", False)
+
+    def body(o, t):
+        x = plgpu.async_load_tmem(t, layout=layout)
+        plgpu.wait_load_tmem()
+        plgpu.async_store_tmem(t, x)
+        plgpu.commit_tmem()
+
+    tmem = plgpu.TMEM((rows, columns), NP[dtype], collective=pair, **how)
+    p = Program(body, [tmem], cluster=1 + pair)
+    kinds = ("tcgen05.ld", "tcgen05.st", "tcgen05.wait")
+    want = [
+        (x["ptx"].split()[0].rstrip(";"), number(x["addr"]) if "addr" in x else None)
+        for x in ptx_of(record, *kinds)
+    ]
+    have = [(x, a[-1] if a else None) for x, a in of_kind(p.issued(0), *kinds)]
+    assert without_own_waits(have) == want
+
+
+def without_own_waits(issued):
+    """Each load waits for its registers before they are used; there they are used without."""
+    return [x for k, x in enumerate(issued) if x != issued[k - 1] or "wait" not in x[0]]
 
 
 # ---- copies to tensor memory, commits, allocation ------------------------------------------------
@@ -579,3 +622,91 @@ def test_rows_by_number(record):
     if not scatter:
         have = sum(a[1] for x, a in p.issued(0) if "expect_tx" in x)
         assert expected_bytes(record) == have == n * columns * bits(dtype) // 8
+
+
+# ---- whole kernels -------------------------------------------------------------------------------
+
+
+def whole(case):
+    """A product of one tile: copies, tcgen05_mma, result."""
+    m, n, k = (case.get(x, 128) for x in "mnk")
+    dtype, pair = case.get("dtype", "f16"), case.get("collective", False)
+    how = {"collective_axes": "c"} if pair else {}
+    parts = plgpu.CopyPartition.PARTITIONED
+    a_how, b_how = (how | ({"leader_tracked": parts(x)} if pair else {}) for x in (0, 1))
+
+    def body(a, b, o, acc, a_smem, b_smem, o_smem, full, done):
+        rank = lax.axis_index("c") if pair else 0
+        plgpu.copy_gmem_to_smem(a, a_smem, full, **a_how)
+        plgpu.copy_gmem_to_smem(b, b_smem, full, **b_how)
+        if pair:
+            pl.when(rank == 0)(lambda: plgpu.barrier_wait(full))
+        else:
+            plgpu.barrier_wait(full)
+        axis = axis_of(pair)
+        plgpu.tcgen05_mma(acc, a_smem, b_smem, done, accumulate=False, collective_axis=axis)
+        plgpu.barrier_wait(done)
+        o_smem[...] = plgpu.async_load_tmem(acc).astype(NP[dtype])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem, o.at[pl.ds(rank * m, m)] if pair else o)
+        plgpu.wait_smem_to_gmem(0)
+
+    blocks = 1 + pair
+    form = swizzled(128, dtype)
+    scratch = [
+        plgpu.TMEM((m, n * blocks), np.float32, collective=pair),
+        plgpu.SMEM((m, k), NP[dtype], transforms=form),
+        plgpu.SMEM((k, n), NP[dtype], transforms=form),
+        plgpu.SMEM((m, n * blocks), NP[dtype], transforms=form),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(orders_tensor_core=True),
+    ]
+    args = [struct((m * blocks, k), dtype), struct((k, n * blocks), dtype)]
+    return Program(body, scratch, args, struct((m * blocks, n * blocks), dtype), blocks)
+
+
+STAGES = [  # what a lane does, in the words that both are reduced to
+    (r"mbarrier.*wait", "wait"),
+    (r"mbarrier.arrive.expect_tx", "expect"),
+    (r"cp.async.bulk.tensor.\dd.shared", "copy"),
+    (r"cp.async.bulk.tensor.\dd.global", "result"),
+    (r"tcgen05.mma", "product"),
+    (r"tcgen05.commit", "commit"),
+    (r"tcgen05.fence::after", "fence"),
+    (r"fence.*proxy.async", "proxy fence"),
+    (r"tcgen05.ld", "load"),
+]
+
+
+def reduced(steps):
+    """(name, mask) of the stages, neighbours of one kind as one. Bytes are expected once for all
+    copies of a barrier here, and before each there: "expect" is left to test_copies_of_pairs."""
+    out = []
+    for name, mask in steps:
+        stage = next((s for pattern, s in STAGES if re.search(pattern, name)), None)
+        if stage not in (None, "expect") and (not out or out[-1] != (stage, mask)):
+            out.append((stage, mask))
+    return out
+
+
+@pytest.mark.parametrize("record", records("full"), ids=lambda r: r["id"])
+def test_whole_kernels(record):
+    """The same stages in the same order in each block, with the same masks; products as many."""
+    c = record["in"]
+    p = whole(c)
+    for rank in range(p.blocks):
+        theirs = []
+        for x in record["issued"]:
+            conditions = " ".join(x.get("pred", []))
+            if "ptx" not in x or rank and "(cluster_ctaid.x == 0)" in conditions:
+                continue
+            mask = re.search(r"multicast::cluster\S* \[.*\], (\d+);", x["ptx"])
+            theirs.append((x["ptx"], mask and int(mask[1])))
+        issued = p.issued(0, rank)
+        ours = [
+            (name, a[1] if "commit" in name and "multicast" in name else None) for name, a in issued
+        ]
+        assert reduced(ours) == reduced(theirs)
+        (product,) = [x for x in record["issued"] if "rows" in x]
+        n = len(of_kind(issued, "tcgen05.mma"))
+        assert n == (0 if rank and p.blocks == 2 else len(product["rows"]))

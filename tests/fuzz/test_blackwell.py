@@ -16,7 +16,8 @@ QUICK = [
     17,  # the same, A in tensor memory
     6, 15, 21, 23,
 ]  # fmt: skip
-SEEDS = [pytest.param(k, marks=[] if k in QUICK else pytest.mark.long) for k in range(150)]
+LATER = {k: pytest.mark.long if k < 50 else pytest.mark.exhaustive for k in range(300)}
+SEEDS = [pytest.param(k, marks=[] if k in QUICK else mark) for k, mark in LATER.items()]
 
 
 @pytest.mark.filterwarnings("ignore")
