@@ -59,11 +59,13 @@ PROGRAMS = {  # text, blocks, options
     "attention, ring": lambda: (softmax(384), 1, {"followers": ()}),
     "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False}),
 }  # fmt: skip
-LONG = {"3 tiles of a pair", "2 tiles taken over by a pair", "attention, ring"}
+LONG = {"attention, ring": "long", "3 tiles of a pair": "long"}  # half a minute
+LONG["2 tiles taken over by a pair"] = "exhaustive"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in PROGRAMS]
+    "name",
+    [pytest.param(x, marks=getattr(pytest.mark, LONG[x]) if x in LONG else ()) for x in PROGRAMS],
 )
 def test_no_interleaving_is_wrong(name):
     text, blocks, how = PROGRAMS[name]()

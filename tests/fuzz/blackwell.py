@@ -311,7 +311,8 @@ def product(r):
     if not pair and form < 0.25:
         a = r.choice((np.float16, BF16, F8[0]))
         n = r.choice((64, 128))
-        return Product(a=a, n=n, k=256, sparse=True, b_k_major=flags["b_k_major"])
+        k_major = flags["b_k_major"] or n < 128 // np.dtype(a).itemsize
+        return Product(a=a, n=n, k=256, sparse=True, b_k_major=k_major)
     a, b, d = r.choice(KINDS)
     size = np.dtype(a).itemsize
     m = r.choice((64, 128, 128))
