@@ -313,7 +313,8 @@ def test_copies():
     fails(
         ValueError, "index it", several, scratch_types=[scratch[0], plgpu.Barrier(num_barriers=3)]
     )
-    fails(ValueError, "barrier is required", none, scratch_types=scratch)
+    scratch[0] = plgpu.SMEM((64,), np.float32)  # with barriers every copy needs one
+    fails(ValueError, "pass a barrier to plgpu.copy_gmem_to_smem", none, scratch_types=scratch)
     fails(
         NotImplementedError,
         "32 barriers",

@@ -835,7 +835,11 @@ HARDWARE = {
     "read barrier": (VE, "cannot be read or written", barriers(lambda x, o, b: b[...])),
     "wait groups": (VE, "n must not be negative", on_ref(lambda x: plgpu.wait_smem_to_gmem(-1))),
     "wait traced": (TE, "must be a Python int", on_ref(lambda x: plgpu.wait_smem_to_gmem(x[0]))),
-    "wait before Hopper": (VE, "before Hopper", on_ref(lambda x: plgpu.wait_gmem_to_smem(0))),
+    "wait before Hopper": (
+        VE,
+        "n must not be negative, got -1",
+        on_ref(lambda x: plgpu.wait_gmem_to_smem(-1)),
+    ),
     "registers": (
         VE,
         "multiple of 8 in 24..256, got 23",

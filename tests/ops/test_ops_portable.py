@@ -1,6 +1,7 @@
 """`ops` on GPUs without wgmma and tensor memory: sm_80, sm_86, sm_89 (cp.async) and sm_120a (TMA).
+
 The call chooses the kernel of the target; interpreter and emulated machine give NumPy's results,
-and the programs are those that a fast kernel has."""
+and the programs have what a fast kernel needs."""
 
 import os
 import re

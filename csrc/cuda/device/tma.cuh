@@ -13,44 +13,52 @@ FN void tensor_map_prefetch(const TensorMap* m) {
 FN void tma_load_1d(u32 dst, const TensorMap* m, u32 barrier, i32 c0) {
 #ifdef HAS_CLUSTER
   asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
-#else
-  asm volatile("cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes"
-#endif
                " [%0], [%1, {%3}], [%2];"
                :: "r"(dst), "l"(m), "r"(barrier), "r"(c0) : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0) : "memory");
+#endif
 }
 
 //! tma_load_2d
 FN void tma_load_2d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1) {
 #ifdef HAS_CLUSTER
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-#else
-  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
-#endif
                " [%0], [%1, {%3,%4}], [%2];"
                :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1) : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1) : "memory");
+#endif
 }
 
 //! tma_load_3d
 FN void tma_load_3d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2) {
 #ifdef HAS_CLUSTER
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-#else
-  asm volatile("cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes"
-#endif
                " [%0], [%1, {%3,%4,%5}], [%2];"
                :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4,%5}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+#endif
 }
 
 //! tma_load_4d
 FN void tma_load_4d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
 #ifdef HAS_CLUSTER
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-#else
-  asm volatile("cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes"
-#endif
                " [%0], [%1, {%3,%4,%5,%6}], [%2];"
                :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4,%5,%6}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+#endif
 }
 
 //! tma_load_5d
@@ -58,12 +66,15 @@ FN void tma_load_5d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i3
                     i32 c4) {
 #ifdef HAS_CLUSTER
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-#else
-  asm volatile("cp.async.bulk.tensor.5d.shared::cta.global.mbarrier::complete_tx::bytes"
-#endif
                " [%0], [%1, {%3,%4,%5,%6,%7}], [%2];"
                :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.5d.shared::cta.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4,%5,%6,%7}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+#endif
 }
 
 //! tma_multicast_1d
