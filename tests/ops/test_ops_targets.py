@@ -121,3 +121,35 @@ def test_refused(name, calls):
 def test_all_ops_are_here():
     called = {name.split(",")[0] for name in (*CALLS, *HOPPER)}
     assert called == {name for name in ops.__all__ if name.islower()}
+
+
+# ---- GPUs without clusters -----------------------------------------------------------------------
+
+PORTABLE = {name: call for name, call in CALLS.items() if "matmul" not in name} | {
+    "matmul": lambda **o: ops.matmul(square, square, **o),
+    "matmul, odd rows": lambda **o: ops.matmul(square[:, :99].copy(), square[:99], **o),
+    "attention": lambda **o: ops.attention(heads, heads, heads, **o),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120a"])
+@pytest.mark.parametrize("name", PORTABLE)
+def test_compiled_without_clusters(name, target, calls, monkeypatch):
+    """The kernels that a call chooses for the target."""
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+    PORTABLE[name](interpret=True)
+    assert calls
+    for kernel, args in calls:
+        low = kernel.lower(*args)
+        used = low.resources()
+        assert f"target {target}" in low.as_text("graph")
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_120a"])
+@pytest.mark.parametrize("name", HOPPER)
+def test_refused_without_clusters(name, target, calls, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+    with pytest.raises(NotImplementedError, match=rf"needs .*, which {target} lacks"):
+        HOPPER[name](interpret=True)
