@@ -63,6 +63,34 @@ def test_copies(name, backend, rng):
     assert found == ({str(piece)} if piece else set())
 
 
+def test_instructions():
+    """PTX of the four forms, and of the wait; a block does not end under its copies."""
+
+    def body(x, y, o, s, t):
+        k = o[0]
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(k * 16, 16)], s)
+        plgpu.copy_gmem_to_smem(x.at[:16], s)
+        plgpu.copy_gmem_to_smem(y.at[pl.ds(k * 16, 16)], t)
+        plgpu.copy_gmem_to_smem(y.at[:16], t)
+        plgpu.wait_gmem_to_smem(3)
+        o[0] = s[0, 0].astype(jnp.int32)
+
+    f16 = S((40, 64), np.float16), S((40, 66), np.float16)
+    smem = [plgpu.SMEM((16, x.shape[1]), np.float16) for x in f16]
+    kernel = plgpu.kernel(body, out_type=S((1,), np.int32), scratch_types=smem)
+    ptx = kernel.lower(*f16, target="sm_80").as_text("ptx")
+    place = r" \[%r\d+\], \[%rd\d+\], "
+    assert re.search("cp.async.cg.shared.global.L2::128B" + place + "16;", ptx)
+    assert re.search("cp.async.ca.shared.global" + place + "4;", ptx)
+    for form, n in ("cg.shared.global.L2::128B", 16), ("ca.shared.global", 4):
+        read = re.search(f"cp.async.{form}{place}{n}, (%r\\d+);", ptx)[1]
+        assert re.search(rf"selp\.[bu]32\s+{read}, (0, {n}|{n}, 0), ", ptx)
+    assert re.findall(r"cp\.async\.(?:bulk\.)?wait_\w+(?: \d)?", ptx) == [
+        "cp.async.wait_group 3",
+        "cp.async.wait_group 0",
+    ]
+
+
 def ring(slots, steps, pending, early=0):
     """Sums steps blocks through a ring of slots. early: copies are issued before so many reads."""
 

@@ -36,6 +36,7 @@ from mutant_lists import (  # noqa: F401 - most fill MUTANTS
     find,
     generator,
     hopper,
+    lanes,
     parts,
     patterns,
     products,
