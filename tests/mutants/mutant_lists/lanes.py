@@ -109,7 +109,11 @@ breaks(
         "if not p.by_tma: plgpu.wait_gmem_to_smem(0)",
         "if p.by_tma: plgpu.wait_gmem_to_smem(0)",
     ),
-    columns_outside_are_stored=("_Block.put", "if x.n % cfg.tile_n:", "if x.n % 8:"),
+    columns_outside_are_stored=(
+        "_Block.put",
+        "left = x.n - cols.start",
+        "left = x.n - cols.start + 8",
+    ),
 )
 
 breaks(
