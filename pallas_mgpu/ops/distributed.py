@@ -30,6 +30,7 @@ _THREADS = 4  # warpgroups of a block
 _PIECE = 8192  # bytes that a worker moves at a time
 _SMALL = 65536  # bytes of a sum that goes through staging memory
 ENTRY, EXIT = range(2)  # kinds of flags
+_SUMMED = ("float32", "float16", "bfloat16", "int32", "uint32")  # by the switch
 
 
 class Workers:
@@ -213,6 +214,119 @@ def _exchange(w, x, out, view):
     w.meet(EXIT)
 
 
+# ---- kernels, by NVLink multicast ---------------------------------------------------------------
+# The switch stores to all devices, and reads the sum of all, at one address. That is an address of
+# a window of staging memory, where parts of arrays begin anew, and are padded to whole pieces: so
+# each lane has words of 32 bits or more, and a worker the same pieces on all devices. Kernels end
+# without a meeting, as windows have two halves.
+
+
+class _Window:
+    """Parts of arrays in the half of a window that is for this launch."""
+
+    def __init__(self, w, window, part):
+        self.w, self.half, self.part = w, window.at[w.epoch % 2], part
+        self.size, self.count = _window(part, window.dtype.itemsize)
+
+    def pieces(self, move):
+        """move(where in the window, elements there) for each piece of this worker."""
+        whole, rest = divmod(self.part, self.size)
+        self.w.share(whole, lambda i: move(pl.ds(i * self.size, self.size), self.size))
+        if rest:  # the piece after those, by the worker whose turn it is
+            last = pl.ds(whole * self.size, self.size)
+            pl.when(self.w.number == whole % self.w.count)(lambda: move(last, rest))
+
+    def copy(self, source, target, at, n, to=None):
+        """n elements from `at` on of a flat array to a flat array."""
+        to = at.start if to is None else to
+        if n == self.size:
+            target[pl.ds(to, n)] = source[at]
+            return
+        for start, size, count in _runs(n, self.size):
+
+            def move(i, _, start=start, size=size):
+                k = start + i * size
+                target[pl.ds(to + k, size)] = source[pl.ds(at.start + k, size)]
+
+            lax.fori_loop(0, count, move, None)
+
+    def sum(self, part, at):
+        return plgpu.multimem_load_reduce(
+            self.half.at[part, at], collective_axes=self.w.axis, reduction_op="add"
+        )
+
+    def store(self, value, part, at):
+        plgpu.multimem_store(value, self.half.at[part, at], collective_axes=self.w.axis)
+
+
+def _window(part, itemsize):
+    """(elements of a piece, pieces) of a part."""
+    unit = 2048 // itemsize  # 16 bytes a lane
+    size = min(_PIECE // itemsize, pl.cdiv(part, unit) * unit)
+    return size, pl.cdiv(part, size)
+
+
+def _gather_by_multicast(w, x, out, window, *tail, view):
+    part = math.prod(view)
+    x, out = x.reshape((part,)), out.reshape((w.size, part))
+    parts = _Window(w, window, part)
+
+    def send(at, n):
+        if n == parts.size:
+            parts.store(x[at], w.me, at)
+            return
+        parts.copy(x, tail[0], at, n, 0)
+        parts.store(tail[0][...], w.me, at)
+
+    def take(at, n):
+        for d in range(w.size):
+            parts.copy(parts.half.at[d], out.at[d], at, n)
+
+    parts.pieces(send)
+    w.meet(ENTRY)
+    parts.pieces(take)
+
+
+def _scatter_sums_by_multicast(w, x, out, window, *tail, view):
+    part = math.prod(view)
+    x, out = x.reshape((w.size, part)), out.reshape((part,))
+    parts = _Window(w, window, part)
+
+    def put(at, n):
+        for d in range(w.size):
+            parts.copy(x.at[d], parts.half.at[d], at, n)
+
+    def total(at, n):
+        value = parts.sum(w.me, at)
+        if n == parts.size:
+            out[at] = value
+            return
+        tail[0][...] = value
+        parts.copy(tail[0], out, pl.ds(0, parts.size), n, at.start)
+
+    parts.pieces(put)
+    w.meet(ENTRY)
+    parts.pieces(total)
+
+
+def _sum_by_multicast(w, x, out, window, view):
+    """Each device takes the sums of its pieces from the switch, and stores them to all."""
+    (n,) = view
+    x, out = x.reshape((n,)), out.reshape((n,))
+    parts = _Window(w, window, n)
+    parts.pieces(lambda at, n: parts.copy(x, parts.half.at[0], at, n))
+    w.meet(ENTRY)
+
+    def total(at, _):
+        piece = at.start // parts.size
+        mine = (piece + piece // w.count) % w.size == w.me
+        pl.when(mine)(lambda: parts.store(parts.sum(0, at), 0, at))
+
+    parts.pieces(total)
+    w.meet(EXIT)
+    parts.pieces(lambda at, n: parts.copy(parts.half.at[0], out, at, n))
+
+
 # ---- calls --------------------------------------------------------------------------------------
 
 
@@ -223,7 +337,9 @@ class Collective:
         """body(refs, flags, epochs): of the operands, the outs and the staging memory."""
         threads = options.pop("num_threads", _THREADS)
         workers, kinds = options.pop("flags", (blocks * _THREADS, 2))
+        windows = options.pop("windows", [])  # of staging memory that NVLink multicasts to
         shapes = [
+            *windows,
             *staging,
             ((workers, kinds, mesh.size), np.int32),
             ((blocks * _THREADS,), np.int32),
@@ -243,7 +359,9 @@ class Collective:
             **options,
         )
         self.call = plgpu.spmd(kernel, mesh, ordered=False)
-        self.lasting = [plgpu.symm_empty(*s, mesh) for s in shapes]
+        self.lasting = [
+            plgpu.symm_empty(*s, mesh, multicast=k < len(windows)) for k, s in enumerate(shapes)
+        ]
         self.remote, self.windows = None, {}
 
     def __call__(self, *args, out=None):
@@ -297,15 +415,35 @@ def _collective(mesh, axis, kind, dtype, out_shape, view, staging, blocks, inter
         "all_reduce": _sum_in_two_steps,
         "all_reduce_one_shot": _sum_through_staging,
         "all_to_all": _exchange,
+        "all_gather_by_multicast": _gather_by_multicast,
+        "reduce_scatter_by_multicast": _scatter_sums_by_multicast,
+        "all_reduce_by_multicast": _sum_by_multicast,
     }
 
     def body(refs, flags, epochs):
         w = Workers(flags, epochs, axis, blocks * _THREADS)
-        kernels[kind](w, *refs, view)
+        kernels[kind](w, *refs, view=view)
         w.end()
 
+    options = {}
+    if kind.endswith("_by_multicast"):
+        size, count = _window(math.prod(view), dtype.itemsize)
+        sums_all = kind.startswith("all_reduce")
+        options["windows"] = [((2, 1 if sums_all else mesh.size, size * count), dtype)]
+        staging = (size,) if math.prod(view) % size and not sums_all else None  # the tail
     staging = [(staging, dtype)] if staging else []
-    return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret)
+    return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret, **options)
+
+
+def _by_multicast(what, dtype, axis=0):
+    """The kind of such a kernel, if it can be."""
+    if axis:
+        raise NotImplementedError(f"{what}: multicast=True along axis {axis}; use axis 0")
+    if what != "all_gather" and dtype.name not in _SUMMED:
+        raise NotImplementedError(
+            f"{what}: multicast=True of {dtype}; NVLink sums {', '.join(_SUMMED)}"
+        )
+    return f"{what}_by_multicast"
 
 
 def _operand(x, mesh, what):
@@ -355,27 +493,37 @@ def _blocks(blocks, what):
     return blocks
 
 
-def all_gather(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None, out=None):
+def all_gather(
+    x, mesh, axis_name=None, *, axis=0, blocks=16, multicast=False, interpret=None, out=None
+):
     """The arrays of all devices, joined along ``axis`` in the order of the devices, on each.
 
     x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
     tensor of this process. Returns the same kind, or ``out``, which it writes. ``blocks``: how many
     SMs of each device take part. Calls on one mesh must follow each other on every device, in the
     same order. With a process group, tensors of ``plgpu.symm_empty`` need no copies; others are
-    copied to such a tensor, or from it, which the first call of each shape makes."""
+    copied to such a tensor, or from it, which the first call of each shape makes.
+
+    ``multicast``: through an address at which NVLink stores to all devices, and sums what they
+    have (Hopper, with a process group; never used unless asked for). Sums are then rounded as the
+    switch does it, the same on all devices. NotImplementedError in one process."""
     what = "all_gather"
     one = _operand(x, mesh, what)
     axis_name, n = _along(mesh, axis_name, what)
     axis, major, inner = _split(one.shape, axis, what)
     shape = (*one.shape[:axis], one.shape[axis] * n, *one.shape[axis + 1 :])
+    dtype = _dtype(one, what)
+    kind = _by_multicast(what, dtype, axis if major > 1 else 0) if multicast else what
     f = _collective(
-        mesh, axis_name, what, _dtype(one, what), shape, (major, inner), None,
+        mesh, axis_name, kind, dtype, shape, (major, inner), None,
         _blocks(blocks, what), interpret,
     )  # fmt: skip
     return f(x, out=out)
 
 
-def reduce_scatter(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None, out=None):
+def reduce_scatter(
+    x, mesh, axis_name=None, *, axis=0, blocks=16, multicast=False, interpret=None, out=None
+):
     """The sum of the arrays of all devices, split along ``axis``: device d gets part d of it.
 
     Floats are summed in float32, in the order of the devices. ValueError if the axis has no equal
@@ -387,14 +535,26 @@ def reduce_scatter(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None
     if one.shape[axis] % n:
         raise ValueError(f"{what}: axis {axis} of {tuple(one.shape)} has no {n} equal parts")
     shape = (*one.shape[:axis], one.shape[axis] // n, *one.shape[axis + 1 :])
+    dtype = _dtype(one, what)
+    kind = _by_multicast(what, dtype, axis if major > 1 else 0) if multicast else what
     f = _collective(
-        mesh, axis_name, what, _dtype(one, what), shape, (major, inner // n), None,
+        mesh, axis_name, kind, dtype, shape, (major, inner // n), None,
         _blocks(blocks, what), interpret,
     )  # fmt: skip
     return f(x, out=out)
 
 
-def all_reduce(x, mesh, axis_name=None, *, blocks=16, one_shot=None, interpret=None, out=None):
+def all_reduce(
+    x,
+    mesh,
+    axis_name=None,
+    *,
+    blocks=16,
+    one_shot=None,
+    multicast=False,
+    interpret=None,
+    out=None,
+):
     """The sum of the arrays of all devices, the same bits on each of them.
 
     ``one_shot``: every device sends all of its array to all others and sums all of it, which takes
@@ -407,6 +567,8 @@ def all_reduce(x, mesh, axis_name=None, *, blocks=16, one_shot=None, interpret=N
     if one_shot is None:
         one_shot = n * dtype.itemsize <= _SMALL
     kind, staging = ("all_reduce_one_shot", (2, devices, n)) if one_shot else (what, None)
+    if multicast:
+        kind, staging = _by_multicast(what, dtype), None
     f = _collective(
         mesh, axis_name, kind, dtype, tuple(one.shape), (n,), staging, _blocks(blocks, what),
         interpret,

@@ -72,6 +72,30 @@ def test_all_to_all(way, rng, shape):
         np.testing.assert_array_equal(y[d], np.concatenate([p[d] for p in parts]))
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (6,), (9, 700), (3, 2, 9001)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16, np.int32])
+def test_multicast(rng, shape, dtype):
+    """Through the address of all devices, on the interpreter: NVLink multicast is never used."""
+    n, options = 3, {"multicast": True, "calls": 3}
+    x = [np.round(a * 4).astype(dtype) for a in shards(rng, n, shape)]
+    total = sum(a.astype(np.float32) for a in x).astype(dtype)
+    for y in run("interpret", distributed.all_gather, x, n, **options):
+        np.testing.assert_array_equal(y, np.concatenate(x))
+    for y in run("interpret", distributed.all_reduce, x, n, 1, **options):
+        np.testing.assert_array_equal(y, total)
+    y = run("interpret", distributed.reduce_scatter, x, n, 2, **options)
+    for a, b in zip(y, np.split(total, n), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_multicast_that_is_not_there(rng):
+    mesh = plgpu.DeviceMesh(2, "x")
+    with pytest.raises(NotImplementedError, match="along axis 1"):
+        distributed.all_gather(shards(rng, 2, (2, 4)), mesh, axis=1, multicast=True)
+    with pytest.raises(NotImplementedError, match="NVLink sums float32"):
+        distributed.all_reduce([np.zeros(4, np.int8)] * 2, mesh, multicast=True)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_schedules(rng, seed, one_shot):
@@ -109,6 +133,9 @@ def problems(n, columns=48):
         "all_reduce": ((64, columns), None, (whole,)),
         "all_reduce_one_shot": ((64, columns), (2, n, whole), (whole,)),
         "all_to_all": ((64, columns), None, (1, whole // n)),
+        "all_gather_by_multicast": ((n * 64, columns), None, (1, whole)),
+        "reduce_scatter_by_multicast": ((64 // n, columns), None, (1, whole // n)),
+        "all_reduce_by_multicast": ((64, columns), None, (whole,)),
     }
 
 
@@ -120,7 +147,7 @@ def expected(kind, x):
         "all_reduce": [total] * n,
         "all_reduce_one_shot": [total] * n,
         "all_to_all": [np.concatenate([np.split(a, n)[d] for a in x]) for d in range(n)],
-    }[kind]
+    }[kind.removesuffix("_by_multicast")]
 
 
 def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48):
