@@ -10,7 +10,7 @@
  *
  *   arrive   the phase that is open learns what the agent knows. In another block it does so only
  * if the arrival was made with cluster scope; else what engines did, and the agent has seen
- *            complete, is all that it learns: a signal orders nothing outside of its scope
+ *            complete, is all that it learns: a signal orders nothing outside of its scope.
  *            Loads from tensor memory are ordered by barriers with orders_tensor_core alone
  *   phase    is complete: its clock is kept for the waiters, the next one begins with nothing
  *   fence    what the agent has seen is ordered before what engines do for it. Loads are so only if
