@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from . import _core
-from ._spmd import symm_empty
 from ._torch_ops import matmul as product
 from .ops import distributed as _distributed
 from .ops import distributed_matmul as _matmul
+from .ops import distributed_ragged as _ragged
 
 distributed: Any = _distributed
 distributed_matmul: Any = _matmul
+distributed_ragged: Any = _ragged
 
 
 class _Collective(torch.autograd.Function):
@@ -47,17 +47,6 @@ def _call(f, mesh, columns, **options):
     return [f(*(c[0] for c in columns), mesh, **options)]
 
 
-def _reachable(tensors, mesh):
-    """Gradients, in memory that the other devices of a group reach."""
-    if mesh.group is None:
-        return [x.contiguous() for x in tensors]
-    found = []
-    for x in tensors:
-        dtype = _core.as_dtype(str(x.dtype).removeprefix("torch."))
-        found.append(symm_empty(tuple(x.shape), dtype, mesh).copy_(x))
-    return found
-
-
 def _differentiable(f, gradient, arrays, mesh, options):
     """f(*arrays, mesh, **options), recorded if autograd wants it."""
     many = mesh.group is None
@@ -80,7 +69,8 @@ def _exchange(name, other):
 
         def gradient(saved, grads):
             back = {k: v for k, v in options.items() if k not in ("one_shot", "out")}
-            return [_call(getattr(distributed, other), mesh, [_reachable(grads, mesh)], **back)]
+            grads = [g.contiguous() for g in grads]
+            return [_call(getattr(distributed, other), mesh, [grads], **back)]
 
         return _differentiable(f, gradient, [x], mesh, options)
 
@@ -105,7 +95,7 @@ def _product(name, other, gathered):
 
         def gradient(saved, grads):
             a, b = saved
-            grads = _reachable([g.to(x.dtype) for g, x in zip(grads, a)], mesh)
+            grads = [g.to(x.dtype).contiguous() for g, x in zip(grads, a)]
             transposed = [x.t().contiguous() for x in b]
             da = _call(getattr(distributed_matmul, other), mesh, [grads, transposed], **along)
             whole = _call(distributed.all_gather, mesh, [a if gathered == "a" else grads], **along)
@@ -124,3 +114,62 @@ def _product(name, other, gathered):
 
 all_gather_matmul = _product("all_gather_matmul", "matmul_reduce_scatter", "a")
 matmul_reduce_scatter = _product("matmul_reduce_scatter", "all_gather_matmul", "the gradient")
+
+
+def matmul_all_reduce(a, b, mesh, axis_name=None, **options):
+    """``all_reduce(a @ b)`` (:mod:`pallas_mgpu.ops.distributed_matmul`) with gradients by ``a`` and
+    ``b``, which take the sum of the gradients of all devices."""
+    along = {"axis_name": axis_name, "interpret": options.get("interpret")}
+
+    def gradient(saved, grads):
+        a, b = saved
+        grads = [g.to(x.dtype).contiguous() for g, x in zip(grads, a)]
+        total = _call(distributed.all_reduce, mesh, [grads], **along)
+        da = [product(g, y, transpose_b=True) for g, y in zip(total, b)]
+        return da, [product(x, g, transpose_a=True) for x, g in zip(a, total)]
+
+    f, options = distributed_matmul.matmul_all_reduce, {"axis_name": axis_name, **options}
+    return _differentiable(f, gradient, [a, b], mesh, options)
+
+
+class _RaggedAllToAll(torch.autograd.Function):
+    """Of flat tensors: the rows of n devices, then their sizes. The gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, mesh, options, n, *tensors):
+        ctx.mesh, ctx.rows, ctx.n = mesh, tensors[0].shape[0], n
+        ctx.options = {k: options.get(k) for k in ("axis_name", "interpret")}
+        out, received = _call_of_two(_columns(tensors, n), mesh, options)
+        ctx.save_for_backward(*received)
+        ctx.mark_non_differentiable(*received)
+        return *out, *received
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        columns = [[g.contiguous() for g in grads[: ctx.n]], list(ctx.saved_tensors)]
+        back, _ = _call_of_two(columns, ctx.mesh, {"capacity": ctx.rows, **ctx.options})
+        return None, None, None, *back, *[None] * ctx.n
+
+
+def _call_of_two(columns, mesh, options):
+    if mesh.group is None:
+        return distributed_ragged.ragged_all_to_all(*columns, mesh, **options)
+    x, sizes = (c[0] for c in columns)
+    return [[y] for y in distributed_ragged.ragged_all_to_all(x, sizes, mesh, **options)]
+
+
+def ragged_all_to_all(x, sizes, mesh, axis_name=None, **options):
+    """:func:`pallas_mgpu.ops.distributed_ragged.ragged_all_to_all` with the gradient by ``x``,
+    which takes the same way back. NotImplementedError for ``scales`` and ``out``."""
+    given = [k for k in ("scales", "out") if options.get(k) is not None]
+    if given:
+        raise NotImplementedError(
+            f"ragged_all_to_all: {given[0]}= has no gradient; use the function of pallas_mgpu.ops"
+        )
+    many = mesh.group is None
+    n = mesh.size if many else 1
+    flat = [*x, *sizes] if many else [x, sizes]
+    made = _RaggedAllToAll.apply(mesh, {"axis_name": axis_name, **options}, n, *flat)
+    out, received = _columns(made, n)
+    return (out, received) if many else (out[0], received[0])

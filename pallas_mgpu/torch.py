@@ -17,7 +17,9 @@ from ._torch_distributed import (
     all_gather_matmul,
     all_reduce,
     all_to_all,
+    matmul_all_reduce,
     matmul_reduce_scatter,
+    ragged_all_to_all,
     reduce_scatter,
 )
 from ._torch_ops import (
@@ -55,9 +57,11 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "matmul",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mixed_matmul",
     "quantize",
+    "ragged_all_to_all",
     "ragged_dot",
     "reduce_scatter",
     "rms_norm",

@@ -70,6 +70,34 @@ def test_products(mesh):
     )
 
 
+def test_a_product_that_all_get(mesh):
+    a = [torch.randn(64, 128).half() for _ in range(N)]
+    b = [torch.randn(128, 64).half() for _ in range(N)]
+    compare(
+        lambda a, b: pt.matmul_all_reduce(a, b, mesh, interpret=True),
+        lambda a, b: [sum(x @ y for x, y in zip(a, b))] * N,
+        a,
+        b,
+        tolerance=8e-2,
+    )
+
+
+def test_rows_there_and_back(mesh):
+    """Dispatch and combine; rows that are not sent have no gradient."""
+    x = [torch.randn(6, 5, requires_grad=True) for _ in range(N)]
+    sizes = [torch.tensor([1 + d, 3 - d], dtype=torch.int32) for d in range(N)]
+    out, received = pt.ragged_all_to_all(x, sizes, mesh, capacity=9, interpret=True)
+    back, _ = pt.ragged_all_to_all([y * 3 for y in out], received, mesh, capacity=6, interpret=True)
+    weights = [torch.randn(6, 5) for _ in range(N)]
+    sum((y * w).sum() for y, w in zip(back, weights)).backward()
+    for d in range(N):
+        torch.testing.assert_close(back[d][:4], 3 * x[d][:4])
+        torch.testing.assert_close(x[d].grad[:4], 3 * weights[d][:4])
+        assert not x[d].grad[4:].any() and not back[d][4:].any()
+    with pytest.raises(NotImplementedError, match="scales="):
+        pt.ragged_all_to_all(x, sizes, mesh, scales=x)
+
+
 def test_the_functions_of_ops_say_that_they_have_no_gradient(mesh):
     x = [torch.ones(4, 8, requires_grad=True), torch.ones(4, 8)]
     with pytest.warns(UserWarning, match="requires grad"):
