@@ -88,8 +88,8 @@ struct pm_gen {
   uint32_t n_counters;      /* words: of NEXT_TILE and FETCH_TILE, then semaphores of the launch */
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
-  PM_VEC(pm_program_site) sites; /* of checks, or else of watched waits */
-  bool watches;                  /* there are such waits */
+  PM_VEC(pm_program_site) sites; /* of checks and of watched waits */
+  bool checks, watches;          /* there are such */
   pm_opid masked;                /* the masked access that is printed */
   uint32_t n_turns;              /* threads that take turns, 0: none do */
   uint32_t tmem_slot;            /* byte in SMEM of the address of tensor memory */

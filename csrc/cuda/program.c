@@ -476,7 +476,7 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   const pm_graph *g = e->g;
   pm_program *p = e->program;
   const char *sep = "\n    ";
-  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + g->sizes.n + 3);
+  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + g->sizes.n + 4);
   p->n_counters = e->n_counters;
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
@@ -512,7 +512,8 @@ static void print_parameters(pm_gen *e, pm_text *out) {
     pm_putf(out, "%sconst __grid_constant__ Watch watch", sep);
     add_arg(e, PM_ARG_WATCH, -1, 0);
     sep = ",\n    ";
-  } else if (e->sites.n) {
+  }
+  if (e->checks) {
     pm_putf(out, "%su32* sanitizer", sep);
     add_arg(e, PM_ARG_SANITIZER, -1, 0);
     sep = ",\n    ";

@@ -24,6 +24,7 @@ static uint32_t add_site(pm_gen *e, pm_opid op, pm_program_site s) {
   if (!strncmp(s.op, "masked_", 7)) s.op += 7; /* the user may have given no mask */
   s.file = o->line ? e->g->strings.at[o->file] : NULL;
   s.line = o->line;
+  e->checks = true;
   pm_vec_push(e->arena, &e->sites, s);
   return e->sites.n - 1;
 }
@@ -212,10 +213,12 @@ void pm_print_watched_wait(pm_gen *e, pm_opid op, const char *how, const char *a
   const uint32_t name = pm_value_of(e->g, pm_view_base(e->g, pm_in(e->g, op, 0)))->name;
   const char *ref = name ? pm_str(e, "'%s'", e->g->strings.at[name]) : "the semaphores";
   const pm_program_site s = {.waits = true, .ref = ref};
+  const bool checks = e->checks; /* those are others */
+  const uint32_t site = add_site(e, op, s);
+  e->checks = checks;
   e->watches = true;
   pm_line(e, "%s%ssemaphore_%s_watched<true>(%s, %s, %s, %uu, watch);",
-          e->lane ? "" : pm_elected(e), e->lane ? "" : " ", how, address, n, first,
-          add_site(e, op, s));
+          e->lane ? "" : pm_elected(e), e->lane ? "" : " ", how, address, n, first, site);
   if (!e->lane) pm_line(e, "%s", pm_meet(e));
 }
 

@@ -38,10 +38,10 @@ struct pm_kernel {
   int32_t peers[MAX_ARGS];
   bool multicasts;
   const char *name;
-  pm_program_site *sites; /* of checks or of watched waits; their text is interned */
+  pm_program_site *sites; /* of checks and of watched waits; their text is interned */
   uint32_t n_sites;
-  bool checks;      /* they are of checks */
-  uint32_t watch;   /* else its number for pm_watch_of */
+  bool checks;      /* some are of checks */
+  uint32_t watch;   /* its number for pm_watch_of */
   uint32_t n_sizes; /* values that a launch takes */
   pm_launch_grid grid;
   uint32_t most_blocks; /* that a shared grid needs, 0: any number */
@@ -135,8 +135,10 @@ static pm_code keep_sites(pm_kernel *k, const pm_program *p, pm_err *err) {
     if (s->file) s->file = intern(s->file);
   }
   if (!k->sites) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
-  for (uint32_t i = 0; i < p->n_args; i++) watches |= p->args[i].kind == PM_ARG_WATCH;
-  k->checks = !watches;
+  for (uint32_t i = 0; i < p->n_args; i++) {
+    watches |= p->args[i].kind == PM_ARG_WATCH;
+    k->checks |= p->args[i].kind == PM_ARG_SANITIZER;
+  }
   return watches ? pm_watch_kernel(k->name, k->sites, k->n_sites, &k->watch, err) : PM_OK;
 }
 

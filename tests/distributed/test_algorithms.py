@@ -1,15 +1,18 @@
 """Algorithms as a user writes them: collectives by NVLink multicast, and a ring of rows for a
 product. Multicast runs on the CPU only."""
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
-from distributed.meshes import Mesh, on_gpus, shards, struct
+from distributed.meshes import Mesh, gpus, on_gpus, params, shards, struct
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-REGULAR = plgpu.SemaphoreType.REGULAR
+REGULAR, f16 = plgpu.SemaphoreType.REGULAR, np.float16
 
 
 @pytest.fixture(params=["interpret", "host"])
@@ -122,3 +125,60 @@ def test_product_with_a_ring_of_rows(way, rng, n):
     for d in range(n):
         want = np.concatenate(a).astype(np.float32) @ b[d].astype(np.float32)
         np.testing.assert_allclose(c[d], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def example():
+    path = Path(__file__).parent.parent.parent / "examples" / "collective_matmul.py"
+    spec = importlib.util.spec_from_file_location("collective_matmul", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("way", ["interpret", "emulate", pytest.param("cuda", marks=on_gpus)])
+@pytest.mark.parametrize("n", [2, 3])
+def test_pipelined_product_on_a_ring(example, way, rng, n):
+    """The example, whose pipelines send on the tiles that they multiply."""
+    m, k, columns = 128, 128, 256
+    mesh = plgpu.DeviceMesh((n,), "ring", devices=gpus(n) if way == "cuda" else None)
+    interpret = {"interpret": params(n), "emulate": "emulate", "cuda": None}[way]
+    kernel = example.ring_all_gather_matmul(m, k, columns, n, f16, 2, interpret=interpret)
+    a = [(x / 4).astype(f16) for x in shards(rng, n, (m, k))]
+    b = [(x / 4).astype(f16) for x in shards(rng, n, (k, columns))]
+    if way == "cuda":
+        put = [[plgpu.device_put(x, d) for x, d in zip(y, mesh.devices)] for y in (a, b)]
+    c, _ = plgpu.spmd(kernel, mesh)(*(put if way == "cuda" else (a, b)))
+    for d in range(n):
+        want = np.concatenate(a).astype(np.float32) @ b[d].astype(np.float32)
+        np.testing.assert_allclose(np.asarray(c[d], np.float32), want, rtol=1e-2, atol=1e-2)
+
+
+def test_program_of_the_product_on_a_ring(example):
+    """Eight devices, 132 blocks: in registers, and no wait that serialises products."""
+    m, k, columns = 1024, 4096, 2048
+    kernel = example.ring_all_gather_matmul(m, k, columns, 8, f16, 132)
+    f = plgpu.spmd(kernel, plgpu.DeviceMesh((8,), "ring"))
+    used = f.lower(struct((m, k), f16), struct((k, columns), f16)).resources()
+    assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
+    assert "C75" not in used["remarks"], used
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("way", ["interpret", "host", pytest.param("cuda", marks=on_gpus)])
+def test_exchange_of_two_devices(way, rng, asks):
+    """Ready, write, received. The first pair is not needed where launches are ordered."""
+
+    def body(x, y, ready, received):
+        peer = 1 - lax.axis_index("x")
+        if asks:
+            pl.semaphore_signal(ready, device_id=peer)
+            pl.semaphore_wait(ready)
+        plgpu.remote_ref(y, peer)[...] = x[...]
+        pl.semaphore_signal(received, device_id=peer)
+        pl.semaphore_wait(received)
+
+    x = shards(rng, 2, (16, 64))
+    y = Mesh((2,), "x", way)(body, struct((16, 64)), x, scratch_types=[REGULAR, REGULAR])
+    for d in range(2):
+        np.testing.assert_array_equal(y[d], x[1 - d])
