@@ -140,21 +140,21 @@ def near(got, want, dtype, scale=None):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward(rng, name):
+def test_forward(rng, name, interpret=CHECKED):
     (grad, q, k, v), options, call = problem(rng, name)
     want, want_lse, _ = reference(grad, q, k, v, **options)
-    o, lse = ops.attention(q, k, v, return_lse=True, interpret=CHECKED, **call)
+    o, lse = ops.attention(q, k, v, return_lse=True, interpret=interpret, **call)
     near(o, want, q.dtype)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("products", [7, 5])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(rng, name, products):
+def test_gradients(rng, name, products, interpret=CHECKED):
     (grad, q, k, v), options, call = problem(rng, name)
     dim, adjusted = q.shape[3], "bias" in options or "softcap" in options
-    how = {"config": ops.AttentionBackwardConfig(products), "interpret": CHECKED}
-    o, lse = ops.attention(q, k, v, return_lse=True, interpret=True, **call)
+    how = {"config": ops.AttentionBackwardConfig(products), "interpret": interpret}
+    o, lse = ops.attention(q, k, v, return_lse=True, interpret=interpret and True, **call)
     how["bias_gradient"] = "bias" in options
     if products == 5 and (dim == 256 or dim == 128 and adjusted):
         with pytest.raises(NotImplementedError, match="products=7"):
@@ -168,6 +168,14 @@ def test_gradients(rng, name, products):
     for got, expected in zip(found[3:], want[3:]):  # sums along keys are 0 but for rounding
         summed = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] / got.size
         near(got, expected, q.dtype, scale=max(np.abs(expected).max(), summed**0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(rng, name):
+    test_forward(rng, name, interpret=None)
+    for products in (7, 5):
+        test_gradients(rng, name, products, interpret=None)
 
 
 def test_five_products_in_bfloat16(rng):

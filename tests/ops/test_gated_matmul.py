@@ -20,7 +20,7 @@ CHECKED = plgpu.InterpretParams(detect_races=True, on_race="raise")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_gated_matmul(rng, shape, transposed, packed, dtype):
+def test_gated_matmul(rng, shape, transposed, packed, dtype, interpret=CHECKED):
     m, k, n = shape
     x = rng.standard_normal((m, k)).astype(dtype)
     gate, up = (rng.standard_normal((2, k, n)) * k**-0.5).astype(dtype)
@@ -30,7 +30,7 @@ def test_gated_matmul(rng, shape, transposed, packed, dtype):
     weights = [np.concatenate([gate, up], 1)] if packed else [gate, up]
     if transposed:
         weights = [np.ascontiguousarray(w.T) for w in weights]
-    options = {"transpose_b": transposed, "activation": activation, "interpret": CHECKED}
+    options = {"transpose_b": transposed, "activation": activation, "interpret": interpret}
     got = ops.gated_matmul(x, *weights, **options)
     unit = 3e-3 if dtype == np.float16 else 2e-2
     assert got.dtype == dtype and got.shape == want.shape
@@ -38,6 +38,14 @@ def test_gated_matmul(rng, shape, transposed, packed, dtype):
     got, both = ops.gated_matmul(x, *weights, return_products=True, **options)
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=unit)
     np.testing.assert_allclose(both.astype(np.float64), products, rtol=unit, atol=unit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 512, 776)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_gpu(rng, shape, packed):
+    for transposed in (False, True):
+        test_gated_matmul(rng, shape, transposed, packed, ml_dtypes.bfloat16, interpret=None)
 
 
 @pytest.mark.parametrize("cluster, cluster_n", [(2, 1), (1, 2)])
