@@ -731,8 +731,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     return cross_entropy_lse(logits, targets, ignore_index)[0]
 
 
-def _linear_entropy_fake(x, weight, targets, ignore_index=-100, chunk=1024):
-    return x.new_empty((), dtype=torch.float32), _like(x), _like(weight)
+_LOGITS = 0.49 * 2**30  # bytes that exist at once
+_ROUNDED = 5  # chunks whose gradients may be added up in 16 bits
+
+
+def _linear_entropy_fake(x, weight, targets, ignore_index=-100, chunk=0, of_x=True, of_weight=True):
+    none = x.new_empty((0,))
+    dx, dw = _like(x) if of_x else none, _like(weight) if of_weight else none.clone()
+    return x.new_empty((), dtype=torch.float32), dx, dw
 
 
 def _linear_entropy_setup(ctx, inputs, output):
@@ -742,42 +748,84 @@ def _linear_entropy_setup(ctx, inputs, output):
 
 def _linear_entropy_backward(ctx, grad, *_):
     dx, dw = ctx.saved_tensors
-    return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
+    dx = dx * grad.to(dx.dtype) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return dx, None, *(None,) * 5
+    in_place = type(dw) is Tensor and not torch.compiler.is_compiling()
+    # it is as large as the weight: not twice. A second backward of one loss is then an error.
+    dw = dw.mul_(grad.to(dw.dtype)) if in_place else dw * grad.to(dw.dtype)
+    return dx, dw, *(None,) * 5
 
 
 @_operator(_linear_entropy_fake, (_linear_entropy_setup, _linear_entropy_backward))
 def linear_cross_entropy_gradients(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk: int = 1024
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk: int = 0,
+    of_x: bool = True,
+    of_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss, and its gradients by x and weight: all logits are never there at once."""
     targets = targets.to(torch.int32)
     counted = (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
-    dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    n = x.shape[0]
+    chunk = chunk or max(128, min(2048, int(_LOGITS / weight.shape[0] / 2) // 128 * 128))
+    none = x.new_empty((0,))
+    dx = torch.empty_like(x) if of_x else none
+    dw = _WeightGradient(weight, -(-n // chunk)) if of_weight else None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
-    for start in range(0, x.shape[0], chunk):
+    for start in range(0, n, chunk):
         part = slice(start, start + chunk)
         rows, t = x[part], targets[part]
         logits = ops.matmul(rows, weight, transpose_b=True)
         losses, lse = ops.cross_entropy(logits, t, ignore_index=ignore_index)
         total += losses.sum()
+        if not (of_x or of_weight):
+            continue
         share = (1 / counted).expand(rows.shape[0]).contiguous()
         ops.cross_entropy_backward(share, logits, t, lse, ignore_index=ignore_index, out=logits)
-        ops.matmul(logits, weight, out=dx[part])
-        if weight.shape[1] % 4 == 0:  # rows of dw are a multiple of 16 bytes
-            options = {"transpose_a": True, "out_dtype": np.float32, "accumulate": True}
-            ops.matmul(logits, rows, out=dw, **options)
+        if of_x:
+            ops.matmul(logits, weight, out=dx[part])
+        if dw is not None:
+            dw.add(logits, rows)
+        del logits, losses, lse  # before the next ones are made
+    return total / counted, dx, none.clone() if dw is None else dw.total.to(weight.dtype)
+
+
+class _WeightGradient:
+    """The sum of products of chunks: of few in the weight's dtype, of many in float32."""
+
+    def __init__(self, weight, chunks):
+        self.chunks, dtype = chunks, weight.dtype if chunks <= _ROUNDED else torch.float32
+        self.total = torch.empty_like(weight, dtype=dtype)
+        self.by_kernel = weight.shape[1] * self.total.element_size() % 16 == 0
+        self.first = True
+
+    def add(self, grads, rows):
+        options = {"transpose_a": True, "out_dtype": _dtype(self.total.dtype)}
+        if self.first:
+            ops.matmul(grads, rows, out=self.total, **options)
+        elif self.by_kernel:
+            ops.matmul(grads, rows, out=self.total, accumulate=True, **options)
         else:
-            dw += ops.matmul(logits, rows, transpose_a=True, out_dtype=np.float32)
-    return total / counted, dx, dw.to(weight.dtype)
+            self.total += ops.matmul(grads, rows, **options)
+        self.first = False
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk: int = 1024
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk: int = 0
 ) -> Tensor:
     """The mean cross entropy of ``x @ weight.T`` (rows, classes), whose logits exist only for
-    ``chunk`` rows at a time. x: (rows, K); weight: (classes, K); both float16 or bfloat16. The
-    gradients are computed with the loss, so that backward only scales them."""
-    return linear_cross_entropy_gradients(x, weight, targets, ignore_index, chunk)[0]
+    ``chunk`` rows at a time; by default up to 2048, whose logits take less than 0.5 GiB. x:
+    (rows, K); weight: (classes, K); both float16 or bfloat16. The gradients are computed with the
+    loss, so that backward only scales them, once for each loss. That of the weight is added up in
+    its dtype over up to 5 chunks, and in float32 over more. Gradients of what requires none are
+    not computed."""
+    recorded = torch.is_grad_enabled()
+    wanted = recorded and x.requires_grad, recorded and weight.requires_grad
+    return linear_cross_entropy_gradients(x, weight, targets, ignore_index, chunk, *wanted)[0]
 
 
 # ---- 8-bit elements, the optimizer ---------------------------------------------------------------

@@ -511,7 +511,9 @@ def test_cross_entropy():
     compare(lambda x: pt.cross_entropy(x, targets), theirs, half(4, 41), tolerance=1e-3)
 
 
-def test_linear_cross_entropy():
+@pytest.mark.parametrize("chunk", [0, 32, 8])
+def test_linear_cross_entropy(chunk):
+    """All rows at once, few chunks, and many, which are added up in float32."""
     targets = torch.randint(0, 50, (70,))
     targets[3] = -100
 
@@ -519,12 +521,26 @@ def test_linear_cross_entropy():
         return F.cross_entropy(x @ w.T, targets)
 
     compare(
-        lambda x, w: pt.linear_cross_entropy(x, w, targets, chunk=32),
+        lambda x, w: pt.linear_cross_entropy(x, w, targets, chunk=chunk),
         theirs,
         half(70, 64),
         half(50, 64),
         tolerance=5e-3,
     )
+
+
+def test_linear_cross_entropy_of_frozen_weights():
+    x, w, targets = half(20, 64), half(50, 64), torch.arange(20)
+    want = torch.autograd.grad(pt.linear_cross_entropy(x.requires_grad_(), w, targets), x)
+    w.requires_grad_()
+    loss = pt.linear_cross_entropy(x, w, targets)
+    both = torch.autograd.grad(2 * loss, (x, w), retain_graph=True)
+    torch.testing.assert_close(both[0], 2 * want[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # the gradient of the weight was scaled in its place
+    with torch.no_grad():
+        _, dx, dw = P.linear_cross_entropy_gradients(x, w, targets, -100, 0, False, False)
+        assert dx.numel() == dw.numel() == 0
 
 
 def test_adamw():
