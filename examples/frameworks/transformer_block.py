@@ -26,7 +26,10 @@ class Kernels:
 
     rms_norm = staticmethod(pt.rms_norm)
     rotary = staticmethod(pt.rotary)
-    gate = staticmethod(pt.gated_linear_unit)
+
+    @staticmethod
+    def gated_linear(x, w):
+        return pt.gated_matmul(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[1] // 2)
 
     @staticmethod
     def linear(x, w):
@@ -55,8 +58,8 @@ class Reference:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
     @staticmethod
-    def gate(x):
-        gate, up = x.chunk(2, -1)
+    def gated_linear(x, w):
+        gate, up = (x @ w).chunk(2, -1)
         return F.silu(gate) * up
 
     @staticmethod
@@ -95,7 +98,7 @@ class Block(torch.nn.Module):
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 2)
         q, k = f.rotary(q, cos, sin), f.rotary(k, cos, sin)
         x = x + f.linear(f.attention(q, k, v).reshape(batch, length, width), self.out)
-        return x + f.linear(f.gate(f.linear(f.rms_norm(x, self.norm2), self.gate_up)), self.down)
+        return x + f.linear(f.gated_linear(f.rms_norm(x, self.norm2), self.gate_up), self.down)
 
 
 class Model(torch.nn.Module):

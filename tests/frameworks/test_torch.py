@@ -579,6 +579,8 @@ def checked():
         "layer_norm_backward": (plain, plain, w.detach(), None, True),
         "softmax_backward": (plain, plain),
         "gated_linear_unit": (x,),
+        "gated_linear_unit_backward": (plain[:, :65].contiguous(), plain),
+        "cross_entropy_backward": (*(torch.rand(6), plain, torch.arange(6), torch.rand(6)),),
         "gated_matmul": (a, b),
         "gated_matmul_products": (a, b, "gelu"),
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
@@ -597,6 +599,13 @@ def checked():
             *(torch.tensor([3], dtype=torch.int32), None, False, None, 0.25),
         ),
     }
+
+
+def test_opcheck_of_all_ops():
+    """cross_entropy is cross_entropy_lse without its second result."""
+    from pallas_mgpu import _torch_ops
+
+    assert {name.partition(" ")[0] for name in checked()} == {*_torch_ops._MADE} - {"cross_entropy"}
 
 
 @pytest.mark.parametrize("name", checked())
