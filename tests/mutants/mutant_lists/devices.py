@@ -725,8 +725,14 @@ breaks(
     CATALOGUE,
     columns_and_rows_of_loads=(
         "tma_load_2d",
-        '" [%0], [%1, {%3,%4}], [%2];"',
-        '" [%0], [%1, {%4,%3}], [%2];"',
+        (
+            '"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes '
+            '[%0], [%1, {%3,%4}], [%2];"'
+        ),
+        (
+            '"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes '
+            '[%0], [%1, {%4,%3}], [%2];"'
+        ),
     ),
     multicast_goes_to_this_block=(
         "tma_multicast_2d",

@@ -136,26 +136,9 @@ def without_strings(found):
     return out
 
 
-def without_alternatives(found):
-    """Tokens without those of an #else whose brackets are closed after its #endif."""
-    out, k = [], 0
-    while k < len(found):
-        if [t.text for t in found[k : k + 2]] == ["#", "else"]:
-            end = k
-            while found[end + 1].text != "endif":
-                end += 1
-            texts = [t.text for t in found[k:end]]
-            if any(texts.count(a) != texts.count(b) for a, b in ("()", "[]", "{}")):
-                k = end
-                continue
-        out.append(found[k])
-        k += 1
-    return out
-
-
 def c_functions(text, language):
     """(name, start, end) of functions and of definitions outside of them."""
-    code = without_alternatives(without_strings(tokens(text, language)))
+    code = without_strings(tokens(text, language))
     first, k = 0, 0  # tokens of what is being defined
     while k < len(code):
         here = code[k].text
