@@ -192,8 +192,6 @@ static PyObject *specs_of(const pmpy_call *c) {
   return specs;
 }
 
-_Thread_local const pm_target *pmpy_traced_for;
-
 pmpy_plan *pmpy_call_trace(const pmpy_call *c, bool keep_text) {
   const pm_target *before = pmpy_traced_for;
   PyObject *specs = specs_of(c);

@@ -124,7 +124,7 @@ PyObject *pmpy_device_array_new(const pmpy_spec *spec, int device, void *stream)
 
 /* Device ordinal of None, an int, or "cuda:1". */
 int pmpy_device_ordinal(PyObject *o, int *out);
-/* What the kernel that this thread traces is traced for; NULL: any. call.c */
+/* What the kernel that this thread traces is traced for; NULL: any. info.c */
 extern _Thread_local const pm_target *pmpy_traced_for;
 /* A target by its name; NULL for None. 0, or -1 with an exception. info.c */
 int pmpy_target(PyObject *name, const pm_target **out);

@@ -95,6 +95,8 @@ static PyObject *features_of(const pm_target *t) {
   return out;
 }
 
+_Thread_local const pm_target *pmpy_traced_for;
+
 /* target(which=None): of a name, a device, or what the kernel is traced for; outside of kernels
  * what those on host arrays run on, without a GPU the first of the table. */
 static PyObject *target(PyObject *Py_UNUSED(self), PyObject *args) {

@@ -93,8 +93,8 @@ def call_circles(root):
     """Folder of csrc -> sets of its .c files of which each mentions functions or data that another
     defines. Names that only an expansion of a table makes (pm_cuda_ADD) are not seen."""
     definition = re.compile(
-        r"^(?!static\b|typedef\b|extern\b|return\b|#)[a-z][\w *]*?\b(\w+)"
-        r"(?:\([^;{}]*\)\s*\{|(?:\[\w*\])?\s*=)",
+        r"^(?!static\b|typedef\b|extern\b|return\b|#)[a-z_][\w *]*?\b(\w+)"
+        r"(?:\([^;{}]*\)\s*\{|(?:\[\w*\])?\s*[=;])",
         re.M,
     )
     nothing = re.compile(r'/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)

@@ -22,7 +22,7 @@ C_WORDS = set(
     """if else for while do return break continue switch case default goto sizeof static const
     struct enum union typedef int char bool void unsigned signed long short float double inline
     true false NULL template typename asm volatile extern size_t ptrdiff_t FN u8 u16 u32 u64 i8 i16
-    i32 i64 f16 f32 f64 bf16 defined include define""".split()
+    i32 i64 f16 f32 f64 bf16 defined include define ifdef ifndef elif endif""".split()
 ) | {f"{u}int{n}_t" for u in ("", "u") for n in (8, 16, 32, 64)}
 PYTHON_WORDS = {*keyword.kwlist, *dir(builtins), "self"}
 
@@ -106,16 +106,9 @@ def tokens_between(text, language, start, end):
 
 
 def closing(found, k):
-    """The index of the bracket that closes the one at k. Of #if and #else each may open it."""
-    depth, outside = 0, []
+    """The index of the bracket that closes the one at k."""
+    depth = 0
     for j in range(k, len(found)):
-        directive = found[j + 1].text if found[j].text == "#" and j + 1 < len(found) else ""
-        if directive.startswith("if"):
-            outside.append(depth)
-        elif directive == "else" and outside:
-            depth = outside[-1]
-        elif directive == "endif" and outside:
-            outside.pop()
         depth += (found[j].text in ("(", "[", "{")) - (found[j].text in (")", "]", "}"))
         if not depth:
             return j
