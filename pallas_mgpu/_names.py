@@ -218,6 +218,7 @@ PLGPU_WRONG = {
     "Operand": "it is plgpu.ArrayInfo",
     "core_count": "it is plgpu.sm_count(device)",
     "broadcast_tile": "it is plgpu.ext.TileScheduler(...).broadcast(tile, step)",
+    "hand_tile": "it is plgpu.ext.TileScheduler(...).broadcast(tile, step)",
     "in_turn": "it is plgpu.ext.ordered_section(num_threads)",
     "kernel_family": "it is plgpu.specialize",
     "lazy_where": "it is plgpu.ext.warp_where(mask, on_true, on_false)",
