@@ -140,6 +140,26 @@ def test_race(pending, early, backend):
         assert "wait_gmem_to_smem" in str(error.value)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_race_with_the_latest(backend, rng):
+    """A wait covers the groups before it, not one more, whether their data happen to be there."""
+
+    def body(x, o, s):
+        for k in range(2):
+            plgpu.copy_gmem_to_smem(x.at[k], s.at[k])
+        plgpu.wait_gmem_to_smem(1)
+        o[0] = s[0]
+        o[1] = s[1]
+        plgpu.wait_gmem_to_smem(0)
+
+    x = rng.standard_normal((2, 16, 64)).astype(np.float32)
+    for seed in range(4):
+        with pytest.raises(
+            plgpu.RaceError, match=r"on 's' in SMEM, \[1.*\n(.*\n)*.*wait_gmem_to_sm"
+        ):
+            kernel(body, S(x.shape, x.dtype), [plgpu.SMEM(x.shape, x.dtype)], backend, seed)(x)
+
+
 def test_no_wait(rng):
     """Each checker tells: a warning when the kernel is lowered, and an error of the run."""
 
