@@ -106,9 +106,16 @@ def tokens_between(text, language, start, end):
 
 
 def closing(found, k):
-    """The index of the bracket that closes the one at k."""
-    depth = 0
+    """The index of the bracket that closes the one at k. Of #if and #else each may open it."""
+    depth, outside = 0, []
     for j in range(k, len(found)):
+        directive = found[j + 1].text if found[j].text == "#" and j + 1 < len(found) else ""
+        if directive.startswith("if"):
+            outside.append(depth)
+        elif directive == "else" and outside:
+            depth = outside[-1]
+        elif directive == "endif" and outside:
+            outside.pop()
         depth += (found[j].text in ("(", "[", "{")) - (found[j].text in (")", "]", "}"))
         if not depth:
             return j
