@@ -17,10 +17,12 @@ orders that differ inside steps only give the same values, unless two accesses c
 order, and then some order of steps shows it. Meetings concern nobody else and are taken at once.
 States are kept whole, none is left out.
 
-Not modelled: fences, whether mbarriers are initialised when they are used, and data; branches on
-data go one way in a search, for all of it."""
+Not modelled: lanes of a warp that meet (programs whose warps arrive one by one need `followers=()`,
+which makes a warpgroup one lane), fences, whether mbarriers are initialised when they are used, and
+data; branches on data go one way in a search, for all of it."""
 
 import array
+import bisect
 import functools
 import math
 import re
@@ -69,15 +71,30 @@ class Memory:
         self.slots = {}  # where buffers, or elements of their first dimension, begin and end
         for m in re.finditer(r"= smem \+ (\d+); // smem (\w+)\[([\d,]*)\]", text):
             shape = [int(x) for x in m[3].split(",") if x]
-            parts = shape[0] if len(shape) > 2 or m[2] == "int8" and shape[1:] == [16] else 1
+            parts = shape[0] if len(shape) > 2 or len(shape) == 2 and shape[0] <= 8 else 1
             size = bytes_of(m[2], shape) // parts
             for start in range(int(m[1]), int(m[1]) + parts * size, size):
                 self.slots.setdefault(start, start + size)
+        self.of_lanes = set()  # buffers of which each lane loads what it has stored, or its like
         cuts = {*self.slots, *self.slots.values()}
         for e in events:
             if e.name.startswith(("tma_load", "tma_multicast", "bulk_load")):
                 cuts.add(address(e.args[0]) % PEER)
         self.cuts = sorted(cuts)
+
+    def find_lanes(self, events):
+        """A lane's like is that of the same number in another warpgroup."""
+        stored, loaded = {}, {}
+        for (block, tid), found in events.items():
+            for e in found:
+                if e.name == "st_shared":
+                    stored.setdefault((block, tid % 128), set()).add(address(e.args[0]))
+                elif e.name in ("ld_shared", "ldmatrix_x4", "ldmatrix_x4_trans"):
+                    loaded.setdefault((block, tid % 128), set()).add(address(e.args[1]))
+        starts = sorted(self.slots)
+        of = lambda x: starts[bisect.bisect(starts, x) - 1]  # noqa: E731
+        others = {of(x) for k, all_ in loaded.items() for x in all_ - stored.get(k, set())}
+        self.of_lanes = {of(x) for all_ in loaded.values() for x in all_} - others
 
     def part(self, block, at):
         """What a copy to `at` fills: (place, bytes)."""
@@ -271,7 +288,8 @@ class Reader:
         self.put("access", writes=self.smem(e.args[0]), lanes=True)
 
     def shared_load(self, e):
-        self.put("access", reads=self.smem(e.args[1]))
+        places = self.smem(e.args[1])
+        self.put("access", reads=places, lanes=places[0][2] in self.memory.of_lanes)
 
     def try_cancel(self, e):
         at = address(e.args[0])
@@ -376,6 +394,7 @@ def lanes_alike(text, blocks, responses, choose):
         for tid in range(threads)
     }
     memory = Memory(text, [e for lane in events.values() for e in lane])
+    memory.find_lanes(events)
     same = {}
     for (block, tid), found in events.items():
         ops = tuple(Reader(memory, block, tid, blocks).read(found))
@@ -412,17 +431,25 @@ def agents_of(text, blocks, responses=(), choose=True, drop=(), followers=None):
     return agents, inits
 
 
+def issues(op):
+    """Does it give an engine something to do?"""
+    return op.kind in ("mma", "commit") or op.kind == "copy" and op.barriers != ()
+
+
 def folded(alike, followers):
     """One agent for each warpgroup that is not of `followers`: its first lane, which also makes the
     arrivals of the others."""
     out = {}
     for (block, wg, ops), tids in alike.items():
-        if wg in followers or 128 * wg in tids:
+        if wg in followers or 128 * wg in tids or any(issues(op) for op in ops):
             out[block, wg, ops] = tids
     for (block, wg, ops), tids in alike.items():
         if (block, wg, ops) in out:
             continue
-        key = next(k for k, x in out.items() if k[:2] == (block, wg) and 128 * wg in x)
+        key = next((k for k, x in out.items() if k[:2] == (block, wg) and 128 * wg in x), None)
+        if key is None:  # the first lane does nothing: this one is the warpgroup
+            out[block, wg, ops] = tids
+            continue
         first, own = list(key[2]), [times(op, len(tids)) for op in ops if op.kind == "arrive"]
         for text in {op.text for op in own}:
             theirs = [op for op in own if op.text == text]
@@ -490,8 +517,7 @@ class Search:
             own = [x for x in parts if x & self.agents[self.owner[k]].lanes]
             for how, places in (("r", op.reads), ("w", op.writes)):
                 for p in places:
-                    mine = op.lanes and (how == "w" or p[0] == "t")
-                    for part in own if mine else parts:
+                    for part in own if op.lanes else parts:
                         touched.setdefault((p, part), set()).add((k, how))
         classes = {}
         for x, by in touched.items():

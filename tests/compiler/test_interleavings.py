@@ -55,9 +55,9 @@ PROGRAMS = {  # text, blocks, options
     "2 tiles taken over by a pair": lambda: (
         product(2, 1, True, True), 2, {"responses": answers(2, True), "followers": ()},
     ),
-    "attention": lambda: (softmax(128), 1, {}),
-    "attention, ring": lambda: (softmax(384), 1, {"followers": ()}),
-    "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False}),
+    "attention": lambda: (softmax(128), 1, {"followers": ()}),
+    "attention, ring": lambda: (softmax(256), 1, {"followers": ()}),
+    "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False, "followers": ()}),
 }  # fmt: skip
 LONG = {"attention, ring": "long", "3 tiles of a pair": "long"}  # half a minute
 LONG["2 tiles taken over by a pair"] = "exhaustive"
@@ -85,8 +85,9 @@ PLANTED = [
     *(("pair", "tcgen05_commit_pair", k) for k in range(3)),
     *(("pair", "mbarrier_wait", k) for k in range(2)),
     ("pair", "mbarrier_arrive_expect_tx", 0),
-    *(("attention", "mbarrier_wait", k) for k in range(5)),
+    *(("attention", "mbarrier_wait", k) for k in range(6)),
     *(("attention", "tcgen05_commit", k) for k in range(6)),
+    *(("attention", "mbarrier_arrive_expect_tx", k) for k in range(4)),
     *(("attention", name, 0) for name in ("tmem_wait_store", "mbarrier_arrive")),
 ]
 

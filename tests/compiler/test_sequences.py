@@ -94,12 +94,12 @@ def emitted(name, rank, thread):
 def alike(steps):
     """Differences that the ISA allows, made equal.
 
-    Bytes are expected before each copy there, and here in one arrival for copies that follow each
-    other: expect-tx adds to the count of the phase (PTX ISA, mbarrier, expect-tx operation), and
-    may come before or after the complete-tx of the same phase. Each load waits for its registers
-    here before they are used, and there where the kernel says so: tcgen05.wait::ld is needed before the
-    first use of the registers (PTX ISA, tcgen05.wait), and one more changes nothing. A thread that
-    has loaded from shared memory which an engine fills has a proxy fence here before it lets the
+    Bytes are expected before each copy there, and here in one arrival for copies that follow
+    each other: expect-tx adds to the count of the phase, before or after complete-tx of the same
+    phase (PTX ISA, mbarrier, expect-tx operation). Each load waits for its registers here before
+    they are used, and there where the kernel says so: tcgen05.wait::ld is needed before the first
+    use of the registers (PTX ISA, tcgen05.wait), and one more changes nothing. A thread that has
+    loaded from shared memory which an engine fills has a proxy fence here before it lets the
     engine write there again; there it has none (PTX ISA, async proxy: accesses of one location by
     several proxies need a fence between them)."""
     out = []
