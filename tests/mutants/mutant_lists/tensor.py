@@ -222,3 +222,24 @@ breaks(
         "mark",
     ),
 )
+
+# ---- what orders accesses of pairs and of warps --------------------------------------------------
+
+breaks(
+    f"{PASSES}/sync.c",
+    "fuzz/test_blackwell.py",
+    pairs_need_no_release=(
+        "needs_release",
+        "return (how & GENERIC) && is_of_pair(g, v)",
+        "return false",
+    ),
+)
+breaks(
+    "csrc/interp/clocks.c",
+    "fuzz/test_blackwell.py",
+    commits_do_not_tell_what_their_warp_knew=(
+        "pm_race_commit",
+        "join(m->races, &order_of(m, b)->open, &k->issued, b->block != k->owner->block);",
+        "",
+    ),
+)
