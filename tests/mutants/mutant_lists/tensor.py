@@ -234,12 +234,3 @@ breaks(
         "return false",
     ),
 )
-breaks(
-    "csrc/interp/clocks.c",
-    "fuzz/test_blackwell.py",
-    commits_do_not_tell_what_their_warp_knew=(
-        "pm_race_commit",
-        "join(m->races, &order_of(m, b)->open, &k->issued, b->block != k->owner->block);",
-        "",
-    ),
-)
