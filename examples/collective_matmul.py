@@ -8,9 +8,7 @@ semaphore for each step counts the blocks of the neighbour that have sent everyt
 all steps would not do: a block that is two steps ahead would count for one that is late, which the
 race detector finds.
 
-Without arguments, this runs four devices on the interpreter; with the numbers of GPUs, on those."""
-
-import sys
+This runs four devices on the interpreter; `main(0, 1)` runs on those GPUs."""
 
 import numpy as np
 
@@ -113,7 +111,7 @@ def ring_all_gather_matmul(m, k, n, devices, dtype, blocks, **options):
     )
 
 
-def main(gpus):
+def main(*gpus):
     devices = len(gpus) or 4
     m, k, n, blocks = (1024, 4096, 2048, 132) if gpus else (128, 128, 256, 2)
     mesh = plgpu.DeviceMesh((devices,), "ring", devices=gpus or None)
@@ -134,4 +132,4 @@ def main(gpus):
 
 
 if __name__ == "__main__":
-    main(tuple(map(int, sys.argv[1:])))
+    main()
