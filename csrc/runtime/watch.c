@@ -46,7 +46,10 @@ pm_code pm_watch_new(int device, uint32_t n_devices, uint32_t milliseconds, uint
   void *words;
   bool pushed;
   if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
+  int mode = CU_CAPTURE_RELAXED; /* else it would end a capture that goes on in any thread */
+  const bool relaxed = !pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
   const cu_result r = pm_cu.cuMemHostAlloc(&words, bytes, CU_HOST_PORTABLE | CU_HOST_MAPPED);
+  if (relaxed) pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
   pm_leave(pushed);
   if (r) return pm_cu_fail(err, PM_E_DRIVER, r, "no host memory that devices of a mesh can read");
   memset(words, 0, bytes);
