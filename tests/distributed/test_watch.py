@@ -74,7 +74,12 @@ def test_cost_of_watched_waits():
     lowered = f.lower(struct((64,)))
     used = lowered.resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0 and used["registers"] <= 40, used
-    assert "trap" not in lowered.as_text("ptx")
+    ptx = re.sub(r"\n\s*(//[^\n]*)?(?=\n)", "", lowered.as_text("ptx"))
+    look, leave = r"ld\.relaxed\.sys\.global\.u32 (%r\d+), \[%rd\d+\];\s+", r"@%p\d+ bra "
+    assert re.search(look + r"setp\.\S+\s+%p\d+, \1, \d+;\s+" + leave, ptx), "the first look"
+    count = r"add\.s32\s+(%r\d+), \1, 1;\s+and\.b32\s+(%r\d+), \1, 63;\s+"
+    assert re.search(count + r"setp\.ne\.s32\s+%p\d+, \2, 0;\s+" + leave, ptx), "later ones"
+    assert "trap" not in ptx
 
 
 @pytest.mark.gpu
