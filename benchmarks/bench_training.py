@@ -190,13 +190,18 @@ def attention(b, shape):
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
     theirs = grads(sdpa(b, leaves, causal), leaves, grad.transpose(1, 2))
     contestants, found = {}, {}
-    for products in (7, 5):
-        config = ops.AttentionBackwardConfig(products)
+    made = {
+        "ours, 7": ops.AttentionBackwardConfig(7),
+        "ours, 5": ops.AttentionBackwardConfig(5),
+        "ours, 5, one start": ops.AttentionBackwardConfig(5, rotate=False),
+    }
+    if q.shape[3] == 64:
+        made["ours, 5, 3 stages"] = ops.AttentionBackwardConfig(5, 3)
+    for name, config in made.items():
         options = {"causal": causal, "config": config}
         out = tuple(b.nan(*x.shape) for x in (q, k, v))
         run = functools.partial(ops.attention_backward, grad, q, k, v, o, lse, **options, out=out)
         run()
-        name = f"ours, {products}"
         contestants[name], found[name] = run, out
     contestants["cuDNN"] = theirs
     found["cuDNN"] = [x.transpose(1, 2) for x in theirs()]

@@ -36,9 +36,9 @@ _F32 = np.float32
 class FusedPlan(Plan):
     """How the kernel is tiled."""
 
-    def __init__(self, x, stages):
+    def __init__(self, x, stages, rotate):
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
-        self.block, self.stages = 64, stages or 2
+        self.block, self.stages, self.rotate = 64, stages or 2, rotate
         self.turns = x.dim == 64
 
     def scratch(self):
@@ -64,7 +64,9 @@ class _Fused(ByKeys):
         self.ranges = Ranges(x, True, refs.get("low"), refs.get("high"), exact=True)
         self.first, self.count = self.ranges.blocks(self.row, ROWS, plan.block)
         self.steps = self.count * x.group
-        self.start = self.row // ROWS * self.count // plan.tiles
+        self.start = jnp.int32(0)
+        if plan.rotate:
+            self.start = self.row // ROWS * self.count // plan.tiles
 
     def block_at(self, j):
         j = j + self.start
@@ -140,8 +142,8 @@ class _Fused(ByKeys):
 
 
 @cached
-def kernel(x, stages, interpret):
-    plan = FusedPlan(x, stages)
+def kernel(x, stages, rotate, interpret):
+    plan = FusedPlan(x, stages, rotate)
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
@@ -199,10 +201,11 @@ def _converted(x, interpret):
 class FusedKernels:
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse."""
 
-    def __init__(self, x, stages, interpret):
+    def __init__(self, x, stages, rotate, interpret):
         self.statistics = statistics(x, interpret, _sums(x))
         self.allocating = statistics(x, interpret, _sums(x), *_pair(x))
-        self.fused, self.convert = kernel(x, stages, interpret), _converted(x, interpret)
+        self.fused = kernel(x, stages, rotate, interpret)
+        self.convert = _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""

@@ -34,10 +34,12 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
     ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
     (head_dim 64, or 128 without softcap and bias). ``stages``: slots of the ring of the kernel with
-    five products; 0: 2."""
+    five products, up to 3, with head_dim 128 up to 2; 0: 2. ``rotate``: there, blocks of a head
+    begin at different queries, so that they do not all add to the same rows of dQ at once."""
 
     products: int = 7
     stages: int = 0
+    rotate: bool = True
 
 
 class _Keys:
@@ -58,7 +60,7 @@ class Gradients:
     def __init__(self, x, config, bias_dtype, interpret):
         self.fused = None
         if config.products == 5:
-            self.fused = FusedKernels(x, config.stages, interpret)
+            self.fused = FusedKernels(x, config.stages, bool(config.rotate), interpret)
         else:
             self.statistics = statistics(x, interpret)
             self.by_keys = _Keys(x, interpret) if x.dim == 256 else kernel(x, True, interpret)
@@ -102,9 +104,10 @@ def _check_config(config, dim, adjusted, deterministic):
     name = "attention_backward"
     if not isinstance(config, AttentionBackwardConfig):
         raise TypeError(f"{name}: config must be an AttentionBackwardConfig, got {config!r}")
-    if config.products not in (5, 7) or config.stages not in (0, 1, 2, 3):
+    if config.products not in (5, 7) or config.stages not in range(4 if dim == 64 else 3):
         raise ValueError(
-            f"{name}: an AttentionBackwardConfig has 5 or 7 products and up to 3 stages; got"
+            f"{name}: an AttentionBackwardConfig has 5 or 7 products and up to 3 stages, with"
+            " head_dim 128 up to 2; got"
             f" {config}"
         )
     if config.products == 5 and (dim == 256 or dim == 128 and adjusted or deterministic):
