@@ -37,11 +37,11 @@ def _seen(kind):
     return _Seen()
 
 
-def rows_of(kind, m):
+def rows_of(kind, m, edges=_EDGES):
     """``(rows, m)``: the int m twice, or the size that stands for m's bucket and the int that its
-    program is tuned for. kind: all else that distinguishes programs."""
-    if m <= _EDGES[0] or m > _EDGES[-1] or _seen(kind).is_static(m):
+    program is tuned for. kind: all else that distinguishes programs. edges: of the buckets."""
+    if m <= edges[0] or m > edges[-1] or _seen(kind).is_static(m):
         return m, m
-    k = next(k for k, edge in enumerate(_EDGES) if m <= edge)
-    rows = plgpu.dim("M", min=_EDGES[k - 1] + 1, max=_EDGES[k])
-    return rows, min(_EDGES[k], TYPICAL)
+    k = next(k for k, edge in enumerate(edges) if m <= edge)
+    rows = plgpu.dim("M", min=edges[k - 1] + 1, max=edges[k])
+    return rows, min(edges[k], TYPICAL)

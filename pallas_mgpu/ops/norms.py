@@ -24,12 +24,13 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_ring
 from ._common import SMS, overlap_launches, unaligned
+from ._open_rows import rows_of
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
@@ -40,6 +41,7 @@ _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
 _COLUMNS = 64  # of a tile along another axis than the last
+_ANY_ROWS = (0, 1 << 26)  # one program for any number of rows of one width
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 
 
@@ -276,7 +278,7 @@ class _Plan:
         self.axis = 0 if columns else 1  # of a tile, that is reduced
         across = inner if columns else outer
         # of full height: rows that are missing would change how a lane adds up its registers
-        self.height = cfg.height if itemsize else min(cfg.height, across)
+        self.height = cfg.height if itemsize else min(cfg.height, _sizes.most(across))
         self.width = n
         if cfg.cluster > 1:
             self.width = pl.cdiv(pl.cdiv(n, cfg.cluster), 8) * 8
@@ -292,7 +294,8 @@ class _Plan:
         self.part_shape = (part, self.height) if columns else (self.height, part)
         self.layout = _layout(columns, n, itemsize) if itemsize else None
         self.padded = self.width * cfg.cluster != n
-        self.ragged = across % self.height != 0
+        over = across % self.height
+        self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.tiles = pl.cdiv(across, self.height)
         self.grid = self.tiles * (outer if columns else 1)
         self.staged = cfg.staged
@@ -317,7 +320,7 @@ class Problem(NamedTuple):
 
     name: str
     eps: tuple  # arguments of the function's class
-    shape: tuple[int, ...]
+    shape: tuple  # of ints; of matrices the rows may be a size of the call (plgpu.dim)
     axis: int
     dtype: np.dtype
     out_dtype: np.dtype
@@ -453,10 +456,14 @@ def _kernel(x, cfg, invariant, interpret):
     rows = not _by_columns(x.shape, x.axis, inner, invariant)
     p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize if invariant else None)
     flat = (outer, n) if rows else (outer, n, inner)
+    is_open = _sizes.is_open(x.shape)
 
     def body(source, *refs, **scratch):
         overlap_launches()
-        given = dict(x=source.reshape(flat), o=refs[-1].reshape(flat), vectors=x.given(refs))
+        ends = source, refs[-1]
+        if not is_open:
+            ends = [ref.reshape(flat) for ref in ends]
+        given = dict(x=ends[0], o=ends[1], vectors=x.given(refs))
         if p.staged:  # the result takes the place of the tile where it can
             given["o_smem"] = scratch["x_smem"]
         _Block(x, p, rows, given | scratch).run()
@@ -472,6 +479,9 @@ def _kernel(x, cfg, invariant, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=x.out_dtype.itemsize == 2),
         interpret=interpret,
         kernel_name=x.name,
+        **(
+            {"in_shapes": (x.shape, *(None for v in x.vectors if v is not None))} if is_open else {}
+        ),
     )
 
 
@@ -585,6 +595,13 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     dtypes = tuple(None if v is None else v.dtype for v in given)
     eps = () if eps is None else (float(eps),)
     problem = Problem(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned)
+    if default and x.ndim == 2 and inner == 1 and not config.ring:
+        kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
+        rows, _ = rows_of(kind, outer, _ANY_ROWS)
+        if rows is not outer:
+            problem = problem._replace(shape=(rows, n))
+            if not invariant:  # as for many rows
+                config = config._replace(height=max(1, 2048 // n))
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
     ring = config.ring, config.consumers, config.programs or sms

@@ -82,6 +82,39 @@ def test_rows_do_not_depend_on_the_others_if_asked_for():
 def test_generated_program():
     rows = (7, 33, 70, 2100)
     products(rows, 72, 136, interpret="emulate")
+    for m in range(1, 9):
+        x = np.random.default_rng(m).standard_normal((m, 101)).astype(np.float32)
+        got = np.asarray(ops.softmax(x, interpret="emulate"))
+        want = NORMS["softmax"](x)
+        np.testing.assert_allclose(got, want / want.sum(1, keepdims=True), rtol=1e-4)
+
+
+NORMS = {
+    "softmax": lambda x, *_: np.exp(x - x.max(1, keepdims=True)),
+    "rms_norm": lambda x, w, _: x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-6) * w,
+    "layer_norm": lambda x, w, b: (
+        (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5) * w + b
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("n", [64, 100, 101, 3000])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_norms_of_any_number_of_rows(name, n, invariant):
+    """Widths that TMA takes and does not, several rows a tile and one; four programs in all."""
+    rng = np.random.default_rng(n)
+    vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
+    w, b = rng.standard_normal((2, n)).astype(np.float32)
+    x = rng.standard_normal((300, n)).astype(np.float32)
+    want = NORMS[name](x, w, b)
+    want = want / want.sum(1, keepdims=True) if name == "softmax" else want
+    before = _core.plan_memory()["plans"]
+    for m in (7, 8, 9, 300, 1, 33, 64, 299, 2):
+        function = getattr(ops, name)
+        got = function(x[:m], *(w, b)[:vectors], batch_invariant=invariant, interpret=True)
+        np.testing.assert_allclose(np.asarray(got), want[:m], rtol=1e-4, atol=1e-5)
+    assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1
 
 
 @pytest.mark.parametrize("m", [50, pytest.param(5000, marks=pytest.mark.long)])
