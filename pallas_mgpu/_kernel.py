@@ -52,7 +52,7 @@ def _checked(x, what):
     """A ShapeDtypeStruct that a kernel accepts; ValueError for others."""
     if len(x.shape) > 8:
         raise ValueError(f"{what} has {len(x.shape)} dimensions; at most 8 are supported")
-    if not all(0 < d < 2**31 for d in x.shape):
+    if not all(isinstance(d, _sizes.Dim) or 0 < d < 2**31 for d in x.shape):
         raise ValueError(
             f"{what} has shape {x.shape}; every extent must be at least 1 and less than 2**31"
         )

@@ -285,6 +285,8 @@ class Table:
 
     def _add(self, x, how, a, b):
         most = min(x.most, MOST)
+        if x.least > most:
+            raise ValueError(f"plgpu.dim: {x!r} is at least {x.least}; sizes are below 2**31 - 1")
         number = self.trace.size(how, a, b, max(x.least, -MOST), most, x.multiple, x.name)
         self.numbers[x._key] = number
         self.dims.setdefault(number, x)

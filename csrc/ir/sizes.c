@@ -111,6 +111,11 @@ pm_code pm_eval_sizes(const pm_graph *g, const pm_shapes *shapes, int64_t *value
       if (check_extent(g, s, value[k], err)) return err->code;
     } else {
       value[k] = s->how == PM_SIZE_NUMBER ? s->a : combine(s->how, value[s->a], value[s->b]);
+      if (value[k] >= INT32_MAX || value[k] <= INT32_MIN)
+        return pm_fail(err, PM_E_VALUE,
+                       "kernel %s: a size computed from those of its arguments (plgpu.dim) is "
+                       "%" PRId64 " for these; sizes are below 2**31 - 1",
+                       g->name, value[k]);
     }
   }
   for (uint32_t k = 0; k < g->n_grid; k++) {
@@ -121,6 +126,15 @@ pm_code pm_eval_sizes(const pm_graph *g, const pm_shapes *shapes, int64_t *value
                      " for these arguments; at least 1 "
                      "is needed",
                      g->name, k, n);
+  }
+  for (uint32_t k = 0; k < g->n_outputs * PM_MAX_RANK; k++) {
+    const uint32_t size = pm_extent_of(g, g->n_operands + k / PM_MAX_RANK, k % PM_MAX_RANK);
+    if (size && value[size] < 1)
+      return pm_fail(err, PM_E_VALUE,
+                     "kernel %s: dimension %u of output %u is %" PRId64
+                     " for these arguments; at "
+                     "least 1 is needed",
+                     g->name, k % PM_MAX_RANK, k / PM_MAX_RANK, value[size]);
   }
   return check_shapes(g, shapes, value, err);
 }

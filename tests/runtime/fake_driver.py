@@ -85,6 +85,66 @@ def plus_one():
     return kernel()
 
 
+class TensorMap(ctypes.Structure):
+    """What the stand-in encodes."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("swizzle", ctypes.c_uint32),
+        ("base", ctypes.c_uint64),
+        ("dim", ctypes.c_uint32 * 5),
+    ]
+
+
+def case_sizes_of_a_call():
+    """Maps, grid and parameters follow the arrays of each call; one program serves all."""
+    M = plgpu.dim("M")
+
+    def body(x, o, x_smem, full):
+        rows = pl.ds(lax.axis_index("i") * 16, 16)
+        plgpu.copy_gmem_to_smem(x.at[rows], x_smem, full)
+        plgpu.barrier_wait(full)
+        x_smem[...] = x_smem[...] * x.shape[0]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(x_smem, o.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    k = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((M, N), np.float32),
+        in_shapes=((M, None),),
+        grid=(pl.cdiv(M, 16), 2),
+        grid_names=("i", "j"),
+        scratch_types=[plgpu.SMEM((16, N), np.float32), plgpu.Barrier()],
+    )
+    seen = []
+
+    def launched(params, record):
+        maps = [ctypes.cast(params[i], ctypes.POINTER(TensorMap))[0] for i in range(2)]
+        rows = ctypes.cast(params[2], ctypes.POINTER(ctypes.c_int32))[0]
+        dims = [list(m.dim[: m.rank]) for m in maps]
+        seen.append((list(record[0].grid), dims, rows))
+
+    keep = Callback(launched)
+    fake.fake_set_kernel(keep)
+    d = plgpu.device_put(np.zeros((700, N), np.float32))
+    sizes = (700, 1, 33, 33, 700)
+    outs = [plgpu.device_put(np.zeros((m, N), np.float32)) for m in sizes]
+    before = _core.plan_memory()["plans"]
+    for m, out in zip(sizes, outs):
+        x = d if m == 700 else plgpu.device_put(np.zeros((m, N), np.float32))
+        k(x, out=out)
+        grid, dims, rows = seen[-1]
+        assert grid == [2, -(-m // 16), 1] and rows == m, (m, grid, rows)
+        assert dims == [[N, m]] * 2, (m, dims)
+    assert _core.plan_memory()["plans"] == before + 1
+    assert k(d).shape == (700, N)
+    refused(ValueError, r"out\[0\] must be float32 of shape \(700, 128\)", k, d, out=outs[1])
+    fake.fake_set_kernel(None)
+
+
 def case_sanitize():
     """What a launch notes in its record is an error with the line; the next one has its own."""
     os.environ["PALLAS_MGPU_SANITIZE"] = "1"

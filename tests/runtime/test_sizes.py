@@ -143,6 +143,22 @@ def test_outputs_and_several_arguments(interpret):
         o, p = kernel(x, -2 * x)
         np.testing.assert_array_equal(o, -x)
         np.testing.assert_array_equal(p, np.repeat(np.arange(n // 2)[:, None], 8, 1))
+    none = plgpu.kernel(
+        lambda x, o: None,
+        out_type=plgpu.ShapeDtypeStruct((L // 8, 8), F32),
+        in_shapes=((L, 8),),
+        interpret=interpret,
+    )
+    with pytest.raises(ValueError, match="dimension 0 of output 0 is 0 for these arguments"):
+        none(np.ones((4, 8), F32))
+    huge = plgpu.kernel(
+        lambda x, o: None,
+        out_type=plgpu.ShapeDtypeStruct((L * 2**28, 8), F32),
+        in_shapes=((L, 8),),
+        interpret=interpret,
+    )
+    with pytest.raises(ValueError, match="is 2147483648 for these; sizes are below"):
+        huge(np.ones((8, 8), F32))
     with pytest.raises(ValueError, match="dimension 0 of argument 1 is 8, and L is 4"):
         kernel(np.ones((4, 8), F32), np.ones((8, 8), F32))
     with pytest.raises(ValueError, match=r"L is 6 \(dimension 0 of argument 0\); multiples of 4"):
