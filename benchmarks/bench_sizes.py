@@ -1,0 +1,142 @@
+"""Programs for any number of rows beside programs for one: speed, compilations, launches.
+
+    python benchmarks/bench_sizes.py [--quick] [--json FILE]
+
+For each shape, three contestants in turns (plgpu.testing.do_bench, queued and in CUDA graphs): the
+program for that number of rows alone, the one that takes the rows at run time, and torch. Every
+result is checked on a poisoned output first. Then 200 random numbers of rows from 1 to 8192: how
+many programs they compile, and what they take in all, with synchronisation as an error. Last, what
+a launch takes on the host with sizes that stay and with sizes that change from call to call."""
+
+import argparse
+import json
+import random
+import time
+
+import torch
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+from pallas_mgpu.ops import _open_rows
+from pallas_mgpu.testing import do_bench
+
+ROWS = (4, 37, 64, 128, 333, 512, 1000, 2048, 2999, 4096, 8192)
+WEIGHTS = ((4096, 4096), (14336, 4096))
+WIDTHS = (1024, 4096, 8192)
+DATA = {"matmul": [], "rms_norm": [], "random_rows": {}, "launch_us": {}}
+
+
+def of_form(static, call, others):
+    """A kernel of one form; others: calls that use up the static forms of its kind."""
+    plgpu.clear_caches()
+    if not static:
+        for other in others:
+            other()
+    return call()
+
+
+def compare(name, make, args, others, reference):
+    """Both forms of one call, and torch; checked."""
+    contestants, out = {"torch": lambda: reference(*args)}, None
+    want = reference(*args)
+    for form, static in (("static", True), ("open", False)):
+        kernel = of_form(static, lambda: make(*args), others)
+        out = torch.full_like(want, float("nan"))
+        kernel(*args, out=out)
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+        contestants[form] = lambda k=kernel, o=out: k(*args, out=o)
+    row = {"shape": [list(a.shape) for a in args]}
+    for how, graphs in (("queued", False), ("graphs", True)):
+        found = do_bench(contestants, ways="queued", rounds=ARGS.rounds, graphs=graphs)["queued"]
+        row[how] = {n: t.median * 1e6 for n, t in found.items()}
+        row[f"{how}_static_over_open"] = found["open"].ratio(found["static"])
+    print(name, row["shape"], {k: v for k, v in row.items() if k != "shape"}, flush=True)
+    DATA[name].append(row)
+
+
+def random_rows(n, k):
+    plgpu.clear_caches()
+    rng, kernels = random.Random(0), {}
+    b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    every = [torch.randn(rng.randint(1, 8192), k, device="cuda").bfloat16() for _ in range(200)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    start = time.perf_counter()
+    for a in every:
+        kernel = ops.matmul.kernel(a, b, transpose_b=True)
+        kernels[id(kernel)] = kernel
+        ops.matmul(a, b, transpose_b=True)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    took = time.perf_counter() - start
+    DATA["random_rows"] = {"programs": len(kernels), "seconds": took}
+    print(DATA["random_rows"])
+
+
+def launches(n, k):
+    b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(64, k, device="cuda", dtype=torch.bfloat16)
+    for m in (*range(40, 40 + _open_rows.STATIC), 50, 51):
+        ops.matmul(a[:m], b, transpose_b=True)
+    for what, rows in (("same", (50,)), ("changing", (50, 51))):
+        views = [a[:m] for m in rows]
+        outs = [torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for m in rows]
+        calls = [lambda x=x, o=o: ops.matmul(x, b, transpose_b=True, out=o)
+                 for x, o in zip(views, outs)]  # fmt: skip
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(2000):
+            calls[i % len(calls)]()
+        DATA["launch_us"][what] = (time.perf_counter() - start) / 2000 * 1e6
+        torch.cuda.synchronize()
+    print(DATA["launch_us"])
+
+
+def main():
+    rows = ROWS[::3] if ARGS.quick else ROWS
+    for n, k in WEIGHTS[:1] if ARGS.quick else WEIGHTS:
+        b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+        for m in rows:
+            a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            others = [
+                lambda i=i, b=b, k=k: ops.matmul.kernel(b[:i].reshape(i, k), b, transpose_b=True)
+                for i in range(5, 5 + _open_rows.STATIC)
+            ]
+            compare(
+                "matmul",
+                lambda a, b: ops.matmul.kernel(a, b, transpose_b=True),
+                (a, b),
+                others,
+                torch.nn.functional.linear,
+            )
+    for n in WIDTHS[:1] if ARGS.quick else WIDTHS:
+        for m in rows:
+            x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+            room = torch.randn(8, n, device="cuda", dtype=torch.bfloat16)
+            others = [
+                lambda i=i, r=room: ops.rms_norm.kernel(r[:i])
+                for i in range(5, 5 + _open_rows.STATIC)
+            ]
+            compare(
+                "rms_norm",
+                lambda x: ops.rms_norm.kernel(x),
+                (x,),
+                others,
+                lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6),
+            )
+    random_rows(4096, 4096)
+    launches(4096, 4096)
+    if ARGS.json:
+        DATA["gpu"] = torch.cuda.get_device_name()
+        DATA["torch"] = torch.__version__
+        with open(ARGS.json, "w") as file:
+            json.dump(DATA, file, indent=1)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json")
+    ARGS = parser.parse_args()
+    main()
