@@ -193,6 +193,7 @@ _find = _finder("plgpu", _MISSING, _WRONG)
 # imported when they are first used
 _LATER = {
     **dict.fromkeys(("Race", "RaceAccess", "RaceLog", "get_races"), "._races"),
+    **dict.fromkeys(("Autotuned", "autotune"), "._autotune"),
     **dict.fromkeys(("Trace", "Wait", "read_trace"), "._timeline"),
 }
 

@@ -1,7 +1,7 @@
 import contextlib
 import enum
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     ClassVar,
@@ -473,6 +473,22 @@ class Kernel(Generic[_P, _R_co]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
     def lower(self, *args: object, target: str | None = None) -> Lowered: ...
 
+class Autotuned(Protocol[_R_co]):
+    def __call__(self, *args: object) -> _R_co: ...
+    def tune(self, *args: object) -> object: ...
+
+def autotune(
+    configs: Iterable[object],
+    *,
+    key: Callable[..., object] | None = None,
+    prune: Callable[..., bool] | None = None,
+    check: Callable[..., object] | None = None,
+    listener: Callable[[dict[str, object]], object] | None = None,
+    timer: Callable[[Callable[[], object]], float] = ...,
+    timeout: float = 120.0,
+    workers: int = 2,
+    rounds: int = 30,
+) -> Callable[[Callable[..., _R]], Autotuned[_R]]: ...
 def dim(name: str, *, min: int = 1, max: int = 2147483646, multiple_of: int = 1) -> Dim: ...
 @overload
 def kernel(

@@ -1,0 +1,74 @@
+"""plgpu.autotune finds the fastest, whatever else hangs, dies or is wrong, and remembers it."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TUNED_HANGS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    module = importlib.import_module("tuned")
+    module.EVENTS.clear()
+    module.add_one.best.clear()
+    return module
+
+
+def test_finds_the_fastest_and_remembers(tuned):
+    x = np.arange(5.0)
+    np.testing.assert_array_equal(tuned.add_one(x), x + 1)
+    assert tuned.add_one.tune(x) == "fast"
+    events = {e["config"]: e for e in tuned.EVENTS if e["event"] == "run"}
+    statuses = {c: e["status"] for c, e in events.items()}
+    assert statuses == {
+        "slow": "ok",
+        "near": "ok",
+        "fast": "ok",
+        "hangs": "hung",
+        "raises": "failed",
+        "dies": "failed",
+        "wrong": "wrong",
+    }
+    assert "ZeroDivisionError: as intended" in events["raises"]["why"]
+    assert "code 7" in events["dies"]["why"]
+    tuned.EVENTS.clear()
+    tuned.add_one.best.clear()  # as a new process
+    assert tuned.add_one.tune(x) == "fast" and not tuned.EVENTS
+
+
+def test_other_shapes_are_tuned_anew_and_interrupted_tuning_resumes(tuned, monkeypatch):
+    monkeypatch.delenv("TUNED_HANGS")
+    x = np.ones(3, np.float32)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(type(tuned.add_one), "_time", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tuned.add_one.tune(x)
+    assert len(tuned.EVENTS) == 7
+    tuned.EVENTS.clear()
+    assert tuned.add_one.tune(x) == "fast"
+    assert [e["event"] for e in tuned.EVENTS] == ["best"]
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="configs must be different ones"):
+        plgpu.autotune([1, 1])
+    with pytest.raises(ValueError, match="timeout, workers and rounds must be positive"):
+        plgpu.autotune([1], rounds=0)
+    with pytest.raises(TypeError, match="expected a function, got 3"):
+        plgpu.autotune([1])(3)
+    none = plgpu.autotune([1, 2], prune=lambda c, x: False)(lambda x, config: x)
+    with pytest.raises(ValueError, match="prune leaves no configuration"):
+        none(1)
