@@ -27,13 +27,12 @@ import functools
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _ragged_tensor_memory, _tensor_memory
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -41,12 +40,12 @@ from ._common import (
     CountedTiles,
     Ring,
     StaticTiles,
-    WarpSpecialized,
     overlap_launches,
     store,
     swizzled,
     warp_specialized,
 )
+from ._groups import GroupedBlock, Product, in_bands
 from ._padding import padding_of, with_padding
 
 _STEP = 64  # elements of the summed dim in a slot
@@ -76,18 +75,6 @@ class RaggedConfig(NamedTuple):
     cluster: int = 2
     buffers: int = 2
     group: int = 16
-
-
-class Product(NamedTuple):
-    """What a kernel computes: [m, k] by [groups, k, n], or [groups, k, n] of [m, k] and [m, n]."""
-
-    m: int
-    n: int
-    k: int
-    groups: int
-    dtype: np.dtype
-    out_dtype: np.dtype
-    tb: bool = False  # [groups, n, k]
 
 
 class _Plan:
@@ -128,48 +115,6 @@ class _Plan:
         }
 
 
-class _Block(WarpSpecialized):
-    """One block of either kernel, while it is traced; it begins with the table of groups."""
-
-    def __init__(self, plan, rows, refs):
-        """rows: of a tile."""
-        super().__init__(plan, refs)
-        self.ring = Ring(plan.stages, self.full, self.empty, self.a_smem, self.b_smem)
-
-        @pl.when(lax.axis_index("wg") == 0)
-        def _():
-            self.make_table(rows)
-            plgpu.barrier_arrive(self.table_ready)
-
-        plgpu.barrier_wait(self.table_ready)
-        self.cluster = lax.axis_index("cluster")
-        self.rank = lax.axis_index("c") if plan.axes else 0
-
-    def make_table(self, rows):
-        """The first row of each group, and the number of row tiles before it; an entry more for the
-        end. No group reaches beyond the array, whatever the sizes are."""
-        m, groups, table = self.plan.x.m, self.plan.x.groups, self.table
-        ends = jnp.minimum(jnp.cumsum(jnp.clip(self.sizes[...], 0, m)), m)
-        table[0, 0], table[1, 0] = 0, 0
-        table[0, pl.ds(1, groups)] = ends
-        starts = table[0, pl.ds(0, groups)]
-        table[1, pl.ds(1, groups)] = jnp.cumsum((ends - starts + (rows - 1)) // rows)
-
-    def group_rows(self, g):
-        """The first row of a group and how many there are."""
-        start = jnp.clip(self.table[0, g], 0, self.plan.x.m)
-        return start, jnp.maximum(self.table[0, g + 1] - start, 0)
-
-
-def _in_bands(t, tiles_m, tiles_n, band):
-    """Tile number t as row and column of tiles: bands of rows, column by column."""
-    if isinstance(tiles_m, int) and tiles_m <= band:
-        return t % tiles_m, t // tiles_m
-    number, inside = t // (band * tiles_n), t % (band * tiles_n)
-    height = jnp.maximum(jnp.minimum(tiles_m - number * band, band), 1)
-    return number * band + lax.rem(inside, height), lax.div(inside, height)
-
-
 def _to_and_fro(s, steps, w):
     """Every second tile goes backwards: the end of what it shares is still in the L2."""
     return lax.select(w % 2 == 1, steps - 1 - s, s)
@@ -202,7 +147,7 @@ class _DotPlan(_Plan):
         return found | CountedTiles.scratch(self.consumers, axes=self.share)
 
 
-class _DotBlock(_Block):
+class _DotBlock(GroupedBlock):
     """One block of `ragged_dot`."""
 
     tile_free = None
@@ -220,7 +165,7 @@ class _DotBlock(_Block):
         start, size = self.group_rows(g)
         count = (size + (p.rows - 1)) // p.rows
         t = t - jnp.maximum(table[1, g], 0) * p.tiles_n
-        i, j = _in_bands(t, count, p.tiles_n, p.cfg.group)
+        i, j = in_bands(t, count, p.tiles_n, p.cfg.group)
         # tiles of one height: they keep in step, and find in the L2 what they share
         share = lax.div(size + (count * p.grain - 1), count * p.grain) * p.grain
         row = i * share
@@ -389,7 +334,7 @@ class _SumPlan(_Plan):
         }
 
 
-class _SumBlock(_Block):
+class _SumBlock(GroupedBlock):
     """One block of `transposed_ragged_dot`."""
 
     def __init__(self, plan, refs):
@@ -404,7 +349,7 @@ class _SumBlock(_Block):
         p = self.plan
         t = jnp.minimum(self.tiles.tile(w), self.tiles.total - 1)  # also after the last one
         g = t // p.tiles
-        i, j = _in_bands(t % p.tiles, p.tiles_m, p.tiles_n, p.cfg.group)
+        i, j = in_bands(t % p.tiles, p.tiles_m, p.tiles_n, p.cfg.group)
         start, size = self.group_rows(g)
         i = i * p.cfg.cluster + self.rank
         return g, i, j, start, size, jnp.maximum(size - 1, 0) // p.step
@@ -628,7 +573,10 @@ def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config):
     if out_dtype.name not in ("float16", "bfloat16", "float32"):
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
     if config is not None:
-        _check_config(name, config)
+        check = _check_config
+        if name == "ragged_dot" and isinstance(config, _tensor_memory.TensorMemoryConfig):
+            check = _ragged_tensor_memory.check
+        check(name, config)
     return out_dtype
 
 
@@ -665,14 +613,15 @@ def _make(name, kernel, plan, x, config, sms, operands, interpret):
 def ragged_dot(
     lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None, config=None, interpret=None
 ):
-    """``lhs[rows of group g] @ rhs[g]`` for each g, with float32 accumulation (Hopper).
+    """``lhs[rows of group g] @ rhs[g]`` for each g, with float32 accumulation (Hopper, Blackwell).
 
     lhs: (M, K); rhs: (G, K, N), or (G, N, K) with ``transpose_rhs``; float16 or bfloat16,
     row-major, any extents. group_sizes: (G,) int32, on the device: the first group_sizes[0] rows of
     ``lhs`` are group 0, the next ones group 1 and so on. Sizes may be 0; negative ones count as 0,
     and no group reaches beyond M. Rows of no group give zeros. out_dtype: float16, bfloat16 or
-    float32; that of ``lhs`` by default. config: a :class:`RaggedConfig`; chosen from the shape by
-    default. out: a preallocated result.
+    float32; that of ``lhs`` by default. config: a :class:`RaggedConfig`, on Blackwell a
+    :class:`TensorMemoryConfig` without pair and dynamic; chosen from the shape by default. out: a
+    preallocated result.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and
     shapes.
@@ -687,8 +636,13 @@ def ragged_dot(
             f"ragged_dot: group_sizes must have the shape ({groups},), got {group_sizes.shape}"
         )
     sms = plgpu.sm_count(lhs.device)
-    config = config or choose(m, n, groups, sms)
     x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs))
+    on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
+    if on_blackwell or isinstance(config, _tensor_memory.TensorMemoryConfig):
+        config = config or _ragged_tensor_memory.choose(n)
+        kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret)
+        return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
+    config = config or choose(m, n, groups, sms)
     return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, (lhs, rhs), interpret)
 
 

@@ -1,0 +1,66 @@
+"""What grouped products share: the table of groups, which each block makes when it starts, as only
+the GPU knows their sizes."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+from ._common import Ring, WarpSpecialized
+
+
+class Product(NamedTuple):
+    """What a kernel computes: [m, k] by [groups, k, n], or [groups, k, n] of [m, k] and [m, n]."""
+
+    m: int
+    n: int
+    k: int
+    groups: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    tb: bool = False  # [groups, n, k]
+
+
+class GroupedBlock(WarpSpecialized):
+    """One block of a grouped product, while it is traced; it begins with the table of groups."""
+
+    def __init__(self, plan, rows, refs):
+        """rows: of a tile."""
+        super().__init__(plan, refs)
+        self.ring = Ring(plan.stages, self.full, self.empty, self.a_smem, self.b_smem)
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            self.make_table(rows)
+            plgpu.barrier_arrive(self.table_ready)
+
+        plgpu.barrier_wait(self.table_ready)
+        self.cluster = lax.axis_index("cluster")
+        self.rank = lax.axis_index("c") if plan.axes else 0
+
+    def make_table(self, rows):
+        """The first row of each group, and the number of row tiles before it; an entry more for the
+        end. No group reaches beyond the array, whatever the sizes are."""
+        m, groups, table = self.plan.x.m, self.plan.x.groups, self.table
+        ends = jnp.minimum(jnp.cumsum(jnp.clip(self.sizes[...], 0, m)), m)
+        table[0, 0], table[1, 0] = 0, 0
+        table[0, pl.ds(1, groups)] = ends
+        starts = table[0, pl.ds(0, groups)]
+        table[1, pl.ds(1, groups)] = jnp.cumsum((ends - starts + (rows - 1)) // rows)
+
+    def group_rows(self, g):
+        """The first row of a group and how many there are."""
+        start = jnp.clip(self.table[0, g], 0, self.plan.x.m)
+        return start, jnp.maximum(self.table[0, g + 1] - start, 0)
+
+
+def in_bands(t, tiles_m, tiles_n, band):
+    """Tile number t as row and column of tiles: bands of rows, column by column."""
+    if isinstance(tiles_m, int) and tiles_m <= band:
+        return t % tiles_m, t // tiles_m
+    number, inside = t // (band * tiles_n), t % (band * tiles_n)
+    height = jnp.maximum(jnp.minimum(tiles_m - number * band, band), 1)
+    return number * band + lax.rem(inside, height), lax.div(inside, height)

@@ -1,0 +1,229 @@
+"""Grouped matrix products on Blackwell's tensor cores, for `ragged_dot`.
+
+Built as `matmul` for one block (_tensor_memory.py): a producer, a multiplier with two accumulators
+in tensor memory, and an epilogue. Tiles have 128 rows and begin where a group does; what they read
+of the next group is multiplied for nothing. What is stored ends where the group ends: in boxes of
+TMA, whose rows are powers of two. Persistent blocks take every n-th tile."""
+
+import functools
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches, warp_specialized
+from ._groups import GroupedBlock, in_bands
+from ._tensor_memory import SMEM_BYTES, TensorMemoryConfig
+
+_ROWS = 128
+_ACCUMULATORS = 2
+
+
+class _Plan:
+    """What follows from a product and a configuration."""
+
+    consumers, registers, axes = 2, None, {}  # noqa: RUF012 - constants
+
+    def __init__(self, x, cfg, sms):
+        self.x, self.cfg, self.cols = x, cfg, cfg.tile_n
+        self.step = cfg.step // x.dtype.itemsize
+        self.steps, self.tiles_n = pl.cdiv(x.k, self.step), pl.cdiv(x.n, self.cols)
+        self.clusters = min(sms, (pl.cdiv(x.m, _ROWS) + x.groups) * self.tiles_n)
+        out_bytes = x.out_dtype.itemsize
+        self.chunk = min(128 // out_bytes, self.cols)
+        self.chunks = self.cols // self.chunk
+        self.buffers = min(cfg.buffers, self.chunks)
+        used = self.buffers * _ROWS * self.chunk * out_bytes + 8 * (x.groups + 1) + 2048
+        most = min((SMEM_BYTES - used) // ((_ROWS + self.cols) * cfg.step), 12)
+        self.stages = min(cfg.stages or most, most)
+        if self.stages < 2:
+            raise ValueError(
+                f"ragged_dot: {self.stages} slots fit with {x.groups} groups, {cfg} needs 2 of them"
+            )
+        self.engine = None if x.m == 1 or x.n * out_bytes % 16 == 0 else "plain"
+
+    def scratch(self):
+        x, each = self.x, {"num_barriers": _ACCUMULATORS, "orders_tensor_core": True}
+        b_tile = (self.cols, self.step) if x.tb else (self.step, self.cols)
+        return {
+            "a_smem": plgpu.SMEM((self.stages, _ROWS, self.step), x.dtype),
+            "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtype),
+            "o_smem": plgpu.SMEM((self.buffers, _ROWS, self.chunk), x.out_dtype),
+            "acc": plgpu.TMEM((_ACCUMULATORS, _ROWS, self.cols), jnp.float32),
+            "table": plgpu.SMEM((2, x.groups + 1), jnp.int32),
+            "table_ready": plgpu.Barrier(),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
+            "empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
+            "ready": plgpu.Barrier(**each),
+            "taken": plgpu.Barrier(**each),
+        }
+
+
+class _Block(GroupedBlock):
+    """One block of the kernel, while it is traced."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, _ROWS, refs)
+
+    def for_tiles(self, work, carry):
+        """carry = work(number, group, first row, rows, first column, carry) for each tile."""
+        p, table = self.plan, self.table
+        total = table[1, p.x.groups] * p.tiles_n
+        trips = (jnp.maximum(total - self.cluster, 0) + (p.clusters - 1)) // p.clusters
+
+        def one(w, state):
+            g, carry = state
+            t = self.cluster + w * p.clusters
+            g = lax.while_loop(lambda g: table[1, g + 1] * p.tiles_n <= t, lambda g: g + 1, g)
+            start, size = self.group_rows(g)
+            inside = t - jnp.maximum(table[1, g], 0) * p.tiles_n
+            count = (size + (_ROWS - 1)) // _ROWS
+            i, j = in_bands(inside, count, p.tiles_n, p.cfg.group)
+            rows = jnp.minimum(size - i * _ROWS, _ROWS)
+            return g, work(w, g, start + i * _ROWS, rows, j * p.cols, carry)
+
+        return lax.fori_loop(0, trips, one, (jnp.int32(0), carry))[1]
+
+    def producer(self):
+        self.ring.drain(self.for_tiles(self.fetch_tile, jnp.int32(0)))
+
+    def fetch_tile(self, w, g, row, rows, col, it0):
+        del w, rows
+        p, ring = self.plan, self.ring
+
+        def fetch(s, _):
+            it = it0 + s
+            slot = ring.slot(it)
+            along_k, along_n = pl.ds(s * p.step, p.step), pl.ds(col, p.cols)
+            ring.acquire(it)
+            a = self.a.at[pl.ds(row, _ROWS), along_k]
+            b = self.b.at[(g, along_n, along_k) if p.x.tb else (g, along_k, along_n)]
+            plgpu.copy_gmem_to_smem(a, self.a_smem.at[slot], self.full.at[slot])
+            plgpu.copy_gmem_to_smem(b, self.b_smem.at[slot], self.full.at[slot])
+
+        lax.fori_loop(0, p.steps, fetch, None)
+        return it0 + p.steps
+
+    def consumer(self, me):
+        @pl.when(me == 1)
+        def _():
+            self.for_tiles(self.multiply_tile, jnp.int32(0))
+
+        @pl.when(me == 0)
+        def _():
+            self.for_tiles(self.take_tile, None)
+            self.zero_rest()
+
+    def multiply_tile(self, w, g, row, rows, col, it0):
+        del g, row, rows, col
+        p, ring, which = self.plan, self.ring, w % _ACCUMULATORS
+
+        @pl.when(w >= _ACCUMULATORS)
+        def _():
+            plgpu.barrier_wait(self.taken.at[which], phase=w // _ACCUMULATORS - 1)
+
+        def step(s, _):
+            it = it0 + s
+            slot = ring.slot(it)
+            ring.wait(it)
+            b = self.b_smem.at[slot]
+            plgpu.tcgen05_mma(
+                self.acc.at[which],
+                self.a_smem.at[slot],
+                b.T if p.x.tb else b,
+                self.empty.at[slot],
+                accumulate=s > 0,
+            )
+
+        lax.fori_loop(0, p.steps, step, None)
+        plgpu.tcgen05_commit_arrive(self.ready.at[which])
+        return it0 + p.steps
+
+    def take_tile(self, w, g, row, rows, col, _):
+        del g
+        p, which = self.plan, w % _ACCUMULATORS
+        plgpu.barrier_wait(self.ready.at[which], phase=w // _ACCUMULATORS)
+        for c in range(p.chunks):
+            along = pl.ds(c * p.chunk, p.chunk)
+            part = plgpu.async_load_tmem(self.acc.at[which, :, along])
+            if c == p.chunks - 1:
+                plgpu.wait_load_tmem()
+                plgpu.barrier_arrive(self.taken.at[which])
+            # a chunk is one group of copies or several: all are waited for where there are several
+            buffer = self.o_smem.at[c % p.buffers]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer[...] = part.astype(p.x.out_dtype)
+            plgpu.commit_smem()
+            self.store_rows(buffer, row, rows, pl.ds(col + c * p.chunk, p.chunk))
+
+    def store_rows(self, buffer, row, rows, along):
+        """The first rows of a buffer, in boxes of as many as their number has bits."""
+
+        def send(first, count):
+            target = self.o.at[pl.ds(row + first, count), along]
+            engine = self.plan.engine
+            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, count)], target, engine=engine)
+
+        pl.when(rows == _ROWS)(lambda: send(0, _ROWS))
+        count = _ROWS // 2
+        while count:
+            first = rows // (2 * count) * (2 * count)
+            there = (rows < _ROWS) & (rows & count != 0)
+            pl.when(there)(functools.partial(send, first, count))
+            count //= 2
+
+    def zero_rest(self):
+        """Rows of no group."""
+        p, x = self.plan, self.plan.x
+        first = jnp.clip(self.table[0, x.groups], 0, x.m) + self.cluster
+        width = min(x.n, 2048)  # of what is zeroed at a time
+
+        def zero_row(i, _):
+            def zero(c, _):
+                at = jnp.minimum(c * width, x.n - width)
+                zeros = jnp.zeros((width,), x.out_dtype)
+                self.o[first + i * p.clusters, pl.ds(at, width)] = zeros
+
+            lax.fori_loop(0, pl.cdiv(x.n, width), zero, None)
+
+        lax.fori_loop(
+            0, (jnp.maximum(x.m - first, 0) + (p.clusters - 1)) // p.clusters, zero_row, None
+        )
+
+
+@cached
+def kernel(x, cfg, sms, interpret):
+    """x: a Product."""
+    plan = _Plan(x, cfg, sms)
+
+    def body(a, b, sizes, o, **scratch):
+        overlap_launches()
+        _Block(plan, dict(a=a, b=b, sizes=sizes, o=o) | scratch).run()
+
+    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="ragged_dot")
+
+
+def choose(n):
+    """The configuration for so many columns. Not measured."""
+    tile_n = 256 if n > 128 else 128 if n > 64 else 64
+    return TensorMemoryConfig(tile_n, pair=False, dynamic=False)
+
+
+def check(name, config):
+    """ValueError for a configuration that grouped products do not have."""
+    c = config
+    if (
+        c.tile_n not in (64, 128, 256)
+        or c.pair
+        or c.dynamic
+        or c.stages < 0
+        or min(c.buffers, c.group) < 1
+        or c.step not in (128, 256)
+    ):
+        raise ValueError(
+            f"{name}: a TensorMemoryConfig has a tile_n of 64, 128 or 256, pair=False,"
+            " dynamic=False, stages from 0, buffers and a group from 1 and a step of 128 or 256"
+            f" bytes; got {config}"
+        )

@@ -1,0 +1,60 @@
+"""`ops.ragged_dot` for Blackwell: the interpreter and the emulated machine give NumPy's products,
+and both targets' compilers take the programs, without local memory."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.machine.run import run as run_on_machine
+from pallas_mgpu.ops import TensorMemoryConfig, ragged_dot
+
+f16, bf16, f32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+
+
+def config(tile_n=256, **options):
+    return TensorMemoryConfig(tile_n, pair=False, dynamic=False, **options)
+
+
+CASES = {  # rows, columns, K, sizes of groups, dtype, configuration, options
+    "uneven": (600, 264, 136, [3, 0, 300, 128, 129], f16, config(), {"out_dtype": f32}),
+    "rest": (300, 72, 64, [100, -5, 77], bf16, config(64), {"transpose_rhs": True}),
+    "too many": (200, 200, 200, [150, 500, 3], f16, config(128, stages=2), {}),
+    "nothing": (140, 64, 64, [0, 0], f16, config(64), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products(name, rng, monkeypatch):
+    m, n, k, sizes, dtype, cfg, options = CASES[name]
+    turned, out = options.get("transpose_rhs"), options.get("out_dtype", dtype)
+    lhs = rng.integers(-3, 4, (m, k)).astype(dtype)
+    rhs = rng.integers(-3, 4, (len(sizes), n, k) if turned else (len(sizes), k, n)).astype(dtype)
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), m)
+    want = np.zeros((m, n), f32)
+    for g, (a, b) in enumerate(zip((0, *ends), ends)):
+        right = rhs[g].astype(f32)
+        want[a:b] = lhs[a:b].astype(f32) @ (right.T if turned else right)
+    want = want.astype(out)
+    args = [lhs, rhs, np.array(sizes, np.int32)]
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
+    ragged_dot.maker.forget()
+    f = ragged_dot.kernel(*args, config=cfg, **options)
+    for seed in range(2):
+        got = np.zeros((m, n), out)
+        run_on_machine(f.lower(*args, target="sm_100a"), args, [got], seed=seed)
+        np.testing.assert_array_equal(got, want)
+    for target in ("sm_100a", "sm_103a"):
+        used = f.lower(*args, target=target).resources()
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+    races = plgpu.InterpretParams(detect_races=True, seed=1)
+    got = ragged_dot(*args, config=cfg, **options, interpret=races)
+    ragged_dot.maker.forget()
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("cfg", [TensorMemoryConfig(), config(192), config(stages=-1)], ids=str)
+def test_refusals(cfg):
+    lhs, rhs, sizes = np.zeros((8, 64), f16), np.zeros((1, 64, 64), f16), np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match="pair=False, dynamic=False"):
+        ragged_dot.kernel(lhs, rhs, sizes, config=cfg)
