@@ -185,6 +185,8 @@ class Names:
         k = buffers[region]
         written = [o for o, p in enumerate(params) if p[3] == k]
         name, strides = self.info["given"][written[0] if written else k]
+        operands = self.info["operands"]
+        name = name or (f"operand {k}" if k < operands else f"output {k - operands}")
         dtype, shape, *_ = params[k]
         n = at * 8 // bits_of(dtype)
         if strides:
