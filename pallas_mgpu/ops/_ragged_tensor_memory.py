@@ -23,7 +23,8 @@ _ACCUMULATORS = 2
 class _Plan:
     """What follows from a product and a configuration."""
 
-    consumers, registers, axes = 2, None, {}  # noqa: RUF012 - constants
+    consumers, registers = 2, None
+    axes: dict = {}
 
     def __init__(self, x, cfg, sms):
         self.x, self.cfg, self.cols = x, cfg, cfg.tile_n

@@ -552,6 +552,7 @@ EQUIVALENT = {
     r"drop griddepcontrol_wait": "without any such call the launch does not overlap others",
     r"(drop|in flight|source only) wait_smem_to_gmem at .*self.reads_only": END,
     r"(drop|in flight) wait_smem_to_gmem at (_few_rows|norms|_norms_ring).*\(0, wait_read": END,
+    r"^tcgen05: (drop|.*in flight) wait_smem_to_gmem at .*self.is_epilogue": END,
     r"^timeline.*wait_smem_to_gmem": END,
     r"^(fused_softmax|rms_norm)\.\d: .* (wait_smem_to_gmem|commit_smem_to_gmem_group)": END,
     r"^mixed, split: .* wait_smem_to_gmem at mixed.py": "a block has one tile: nothing was stored",

@@ -1,5 +1,6 @@
 """A sample of kernel_mutants.py: kernels of ops and examples with one broken synchronisation, which
-the interpreter and the emulated machine must notice. `--long` judges all of them."""
+the interpreter and the emulated machine must notice. `--long` judges all mutants of each third
+kernel, `--exhaustive` all."""
 
 import functools
 import re
@@ -69,11 +70,20 @@ def test_each_reason_is_needed():
     assert len(names) >= 500 and len(names) == len(set(names))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("k", range(32))
+MOST = 64  # kernels; they are made when a test needs them
+
+
+@pytest.mark.parametrize(
+    "k",
+    [
+        pytest.param(k, marks=pytest.mark.exhaustive if k % 3 else pytest.mark.long)
+        for k in range(MOST)
+    ],
+)
 def test_all(k):
     """What only one judge notices is equivalent on hardware, or misuse that harms nothing there."""
     names = list(kernels())
+    assert len(names) <= MOST
     if k >= len(names):
         pytest.skip(f"there are {len(names)} kernels")
     rows = kernel_mutants.judge_kernel((kernels()[names[k]], []))
