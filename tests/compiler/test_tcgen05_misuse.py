@@ -109,7 +109,7 @@ PROGRAMS = {
 MUTANTS = {
     "fence": [
         ("pair", r"(mbarrier_wait\(ready[^;]*;\s*)tcgen05_fence_after\(\);", r"\1"),
-        ("pair", r"(mbarrier_wait\(taken[^;]*;\s*)tcgen05_fence_after\(\);", r"\1"),
+        ("pair", r"(mbarrier_wait_cluster\(taken[^;]*;\s*)tcgen05_fence_after\(\);", r"\1"),
         ("pair", r"tcgen05_fence_before\(\);", ""),
         ("one", r"tcgen05_fence_before\(\);", "if (tid == 0) tcgen05_fence_before();"),
         ("one", r"tcgen05_fence_before\(\);(\s*)warpgroup_sync\(wg\);",
@@ -120,7 +120,7 @@ MUTANTS = {
     ],
     "order": [
         ("pair", r"mbarrier_wait\(ready[^;]*;", ""),
-        ("pair", r"mbarrier_wait\(taken[^;]*;", ""),
+        ("pair", r"mbarrier_wait_cluster\(taken[^;]*;", ""),
         ("pair", r"mbarrier_wait\(full[^;]*;", ""),
         ("one", r"(mbarrier_wait\(empty[^;]*), \w+ & 1\);", r"\1, 0);"),
         ("one", r"fence_proxy_async\(\);", ""),
@@ -151,9 +151,9 @@ MUTANTS = {
     ],
     "mapa": [
         ("pair", r"peer_offset\(0\)", "peer_offset(1)"),
-        ("pair", r"(mbarrier_arrive_remote\(taken[^;]*), 0\)", r"\1, 1)"),
+        ("pair", r"(mbarrier_arrive_release\(taken[^;]*), 0\)", r"\1, 1)"),
         ("pair", r"full \+ (slot_\d+ \* 8) \+ peer_offset\(0\)", r"full + \1"),
-        ("pair", r"mbarrier_arrive_remote\(taken([^;]*), 0\)", r"mbarrier_arrive(taken\1)"),
+        ("pair", r"mbarrier_arrive_release\(taken([^;]*), 0\)", r"mbarrier_arrive(taken\1)"),
         ("pair", r"(?s)(peer_offset\(0\).*?)peer_offset\(0\)", r"\1peer_offset(1)"),
     ],
     "expect-tx": [
