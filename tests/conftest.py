@@ -22,6 +22,7 @@ import selection  # noqa: E402
 from compiler import sass  # noqa: E402
 
 from pallas_mgpu.machine import run as host
+from pallas_mgpu.ops import _open_rows
 
 # JAX would take three quarters of the GPU's memory in each process of the tests
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -67,6 +68,14 @@ def pytest_terminal_summary(terminalreporter):
     for way, found in counts.items():
         text = ", ".join(f"{len(names)} {outcome}" for outcome, names in found.items())
         terminalreporter.write_line(f"way {way}: {text}")
+
+
+@pytest.fixture(autouse=True)
+def each_number_of_rows_has_a_program(request, monkeypatch):
+    """What a test of ops runs does not depend on the tests before it; test_open_rows.py has programs
+    for many numbers of rows."""
+    if request.path.name != "test_open_rows.py":
+        monkeypatch.setattr(_open_rows, "STATIC", 1 << 30)
 
 
 def shape_of(x):

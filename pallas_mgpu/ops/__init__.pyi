@@ -51,6 +51,11 @@ class NormConfig(NamedTuple):
     consumers: int = 2
     programs: int = 0
 
+class AttentionBackwardConfig(NamedTuple):
+    products: int = 7
+    stages: int = 0
+    rotate: bool = False
+
 class MmaAttentionConfig(NamedTuple):
     rows: int = 64
     block: int = 64
@@ -752,6 +757,62 @@ def adamw(
     second: A,
     settings: A,
     *,
+    interpret: Interpret = None,
+    out: tuple[A, A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A, A]: ...
+@overload
+def gated_matmul(
+    x: np.ndarray,
+    w: np.ndarray,
+    up: np.ndarray | None = None,
+    *,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    return_products: Literal[False] = False,
+    config: MatmulConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def gated_matmul(
+    x: np.ndarray,
+    w: np.ndarray,
+    up: np.ndarray | None = None,
+    *,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    return_products: Literal[True],
+    config: MatmulConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def gated_matmul(
+    x: A,
+    w: A,
+    up: A | None = None,
+    *,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    return_products: Literal[False] = False,
+    config: MatmulConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def gated_matmul(
+    x: A,
+    w: A,
+    up: A | None = None,
+    *,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    return_products: Literal[True],
+    config: MatmulConfig | None = None,
     interpret: Interpret = None,
     out: tuple[A, A, A] | None = None,
     stream: Stream | None = None,

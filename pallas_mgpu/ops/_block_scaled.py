@@ -67,7 +67,7 @@ def scaling_of(a, b, scale_a, scale_b, m, n, k):
 
     TypeError, ValueError for operands and scales that do not fit together."""
     four = a.dtype.name == FP4, b.dtype.name == FP4
-    dtypes = [None if x is None else x.dtype.name for x in (scale_a, scale_b)]
+    dtypes = [getattr(getattr(x, "dtype", None), "name", None) for x in (scale_a, scale_b)]
     if not any(four) and not any(x in _DTYPES for x in dtypes):
         return None
     if not all(four) and not (a.dtype.name in _FP8 and b.dtype.name in _FP8):

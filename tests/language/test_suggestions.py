@@ -22,7 +22,7 @@ def run(body, *args, **options):
     [
         (plgpu, "copy_gmem_to_smen", "'copy_gmem_to_smem'"),
         (plgpu, "axis_index", "lax.axis_index"),
-        (plgpu, "autotune", "config="),
+        (plgpu, "autotuen", "'autotune'"),
         (jnp, "softmax", "nn.softmax"),
         (jnp, "maximun", "'maximum'"),
         (lax, "softmax", "nn.softmax"),

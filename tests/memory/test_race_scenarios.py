@@ -286,7 +286,7 @@ def test_13_copy_out_that_nobody_waits_for(waits):
         if waits != "none":
             stored(0, wait_read_only=waits == "source")
 
-    notes = [("ends without a wait_smem_to_gmem", "copy")] if waits == "none" else []
+    notes = [("ends without a wait for this copy", "copy")] if waits == "none" else []
     assert clean(body, out(), scratch_types=[TILE], notes=notes)[3] == 1
 
 
