@@ -72,8 +72,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def each_number_of_rows_has_a_program(request, monkeypatch):
-    """What a test of ops runs does not depend on the tests before it; test_open_rows.py has programs
-    for many numbers of rows."""
+    """What a test of ops runs does not depend on the tests before it; test_open_rows.py has
+    programs for many numbers of rows."""
     if request.path.name != "test_open_rows.py":
         monkeypatch.setattr(_open_rows, "STATIC", 1 << 30)
 
