@@ -2,8 +2,8 @@
 
     python benchmarks/bench_sizes.py [--quick] [--json FILE]
 
-For each shape, three contestants in turns (plgpu.testing.do_bench, queued and in CUDA graphs): the
-program for that number of rows alone, the one that takes the rows at run time, and torch. Every
+For each shape, three alternating contestants (plgpu.testing.do_bench, queued and in CUDA graphs):
+the program for that number of rows alone, the one that takes the rows at run time, and torch. Every
 result is checked on a poisoned output first. Then 200 random numbers of rows from 1 to 8192: how
 many programs they compile, and what they take in all, with synchronisation as an error. Last, what
 a launch takes on the host with sizes that stay and with sizes that change from call to call."""

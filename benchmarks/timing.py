@@ -1,4 +1,4 @@
-"""What the benchmarks share: contestants in turns by plgpu.testing, as medians with spreads."""
+"""What the benchmarks share: alternating contestants by plgpu.testing, as medians with spreads."""
 
 import time
 

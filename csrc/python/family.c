@@ -97,7 +97,7 @@ static int make_signature(const family *f, request *r) {
   const pmpy_call *c = &r->c;
   int64_t *at = pmpy_signature_begin(&r->signature, 2 + pmpy_sign_most(c->n_in) + r->n_values);
   const pm_target *asked = NULL;
-  pm_err err;
+  PMPY_ERR(err);
   if (!at) return -1;
   if (!c->cuda && pm_asked_target(&asked, &err)) {
     pmpy_raise(&err);
