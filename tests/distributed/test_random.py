@@ -120,9 +120,9 @@ def test_right_programs_on_the_emulated_machine(rng, seed):
     np.testing.assert_array_equal(program.run(x, "host", (seed,)), program.want(x))
 
 
-# Without the answer a buffer may be overwritten before it is read. The emulated machine reports that
-# in none, none and 6 of 100 schedules of these programs, not in the first five; the interpreter,
-# which looks at the order alone, always does.
+# Without the answer a buffer may be overwritten before it is read. The emulated machine reports
+# that in none, none and 6 of 100 schedules of these programs, not in the first five; the
+# interpreter, which looks at the order alone, always does.
 RARELY_NOTICED = {(seed, "no answer", "host") for seed in (44, 53, 54)}
 
 
