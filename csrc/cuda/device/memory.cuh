@@ -16,24 +16,42 @@ FN u32 shared_base() {
 template <int B> FN u32 swizzle(u32 a) { return a ^ (((a >> 7) & (B / 16 - 1)) << 4); }
 
 //! pack
-// packs N elements into the 32-bit words that a vector instruction moves, or unpacks them
+// packs N elements into the 32-bit words that a vector instruction moves, or unpacks them; written
+// out for whole words, because the compiler spends most of its time on unrolling small loops
 template <typename T, int N> FN void pack(u32* w, const T* s) {
-  #pragma unroll
-  for (int i = 0; i < (N * (int)sizeof(T) + 3) / 4; i++) {
-    u32 half[2] = {0, 0}; // lets the compiler recognise bytes that were loaded in pairs
+  if constexpr (sizeof(T) == 4) {
     #pragma unroll
-    for (int k = 0; k < 4 / (int)sizeof(T) && i * 4 / (int)sizeof(T) + k < N; k++)
-      half[k * (int)sizeof(T) / 2 % 2] |= bits_of(s[i * 4 / (int)sizeof(T) + k])
-                                          << (k * (int)sizeof(T) * 8 % 16);
-    w[i] = half[0] | half[1] << 16;
+    for (int i = 0; i < N; i++) w[i] = bits_of(s[i]);
+  } else if constexpr (sizeof(T) == 2 && N == 8) {
+    w[0] = bits_of(s[0]) | bits_of(s[1]) << 16;
+    w[1] = bits_of(s[2]) | bits_of(s[3]) << 16;
+    w[2] = bits_of(s[4]) | bits_of(s[5]) << 16;
+    w[3] = bits_of(s[6]) | bits_of(s[7]) << 16;
+  } else {
+    #pragma unroll
+    for (int i = 0; i < (N * (int)sizeof(T) + 3) / 4; i++) {
+      u32 half[2] = {0, 0}; // lets the compiler recognise bytes that were loaded in pairs
+      #pragma unroll
+      for (int k = 0; k < 4 / (int)sizeof(T) && i * 4 / (int)sizeof(T) + k < N; k++)
+        half[k * (int)sizeof(T) / 2 % 2] |= bits_of(s[i * 4 / (int)sizeof(T) + k])
+                                            << (k * (int)sizeof(T) * 8 % 16);
+      w[i] = half[0] | half[1] << 16;
+    }
   }
 }
 
 //! unpack
 template <typename T, int N> FN void unpack(T* d, const u32* w) {
-  #pragma unroll
-  for (int i = 0; i < N; i++)
-    from_bits(d[i], w[i * (int)sizeof(T) / 4] >> (i * (int)sizeof(T) % 4 * 8));
+  if constexpr (sizeof(T) == 2 && N == 8) {
+    from_bits(d[0], w[0]), from_bits(d[1], w[0] >> 16);
+    from_bits(d[2], w[1]), from_bits(d[3], w[1] >> 16);
+    from_bits(d[4], w[2]), from_bits(d[5], w[2] >> 16);
+    from_bits(d[6], w[3]), from_bits(d[7], w[3] >> 16);
+  } else {
+    #pragma unroll
+    for (int i = 0; i < N; i++)
+      from_bits(d[i], w[i * (int)sizeof(T) / 4] >> (i * (int)sizeof(T) % 4 * 8));
+  }
 }
 
 //! pin_pairs
