@@ -5,8 +5,9 @@ is all others. Without either a run leaves out the tests marked `long` too, and 
 parameters marked `covering(t)` it takes a covering array of strength t: cases among which each
 combination of values of any t parameters occurs. So `covering(1)` has each value of each parameter,
 `covering(2)` each pair of values of two. Each way of `run` has an array of its own, of other cases
-where it can; with `covering(t, share=True)` the ways without a GPU share one. Tests named on the
-command line, file::test, run whole."""
+where it can; with `covering(t, share=True)` the ways without a GPU share one. Of other products of
+parameters with the fixture `run`, each case runs in one of the ways without a GPU, by turns. Tests
+named on the command line, file::test, run whole."""
 
 import itertools
 import os
@@ -86,8 +87,31 @@ def exhaustive_ones(items):
     return [item for item in items if item.get_closest_marker("exhaustive")]
 
 
+def only_long(cases, *kept):
+    """Parameters of which a run without --long has those that are named."""
+    missing = set(kept) - set(cases)
+    assert not missing, missing
+    return [x if x in kept else pytest.param(x, marks=pytest.mark.long) for x in cases]
+
+
+def other_ways(items):
+    """Each case runs in one way: on the interpreter or, the next one, on the emulated machine."""
+    functions = {}  # -> way -> its cases, in the order of the parameters
+    for item in items:
+        marked = any(map(item.get_closest_marker, ("long", "exhaustive", "covering")))
+        if not marked and hasattr(item, "callspec"):
+            way = item.callspec.params.get("run")
+            function = functions.setdefault(item.nodeid.partition("[")[0], {})
+            function.setdefault(way, []).append(item)
+    for ways in functions.values():
+        pair = [ways.get("host", ()), ways.get("interpret", ())]
+        if len(pair[0]) == len(pair[1]) > 1:
+            yield from (item for k, cases in enumerate(pair) for item in cases[k::2])
+
+
 def long_ones(items):
     """Those that a run without --long leaves out."""
+    yield from other_ways(items)
     functions = {}  # and strength -> way -> [(item, case)]
     for item in items:
         mark = item.get_closest_marker("covering")

@@ -348,6 +348,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", libraries())
 def test_figures_without_a_log(library, tmp_path):
     """The cubin has the same registers, stack and spills as the log."""

@@ -60,6 +60,7 @@ PROGRAMS = {  # text, blocks, options
     "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False, "followers": ()}),
 }  # fmt: skip
 LONG = {"attention, ring": "long", "3 tiles of a pair": "long"}  # half a minute
+LONG["attention, rescaled never"] = LONG["3 tiles taken over"] = "long"
 LONG["2 tiles taken over by a pair"] = "exhaustive"
 
 

@@ -257,6 +257,7 @@ def slowly(text, **env):
     return subprocess.run([sys.executable, "-c", text], env=env, text=True, capture_output=True)
 
 
+@pytest.mark.long
 @pytest.mark.timing
 def test_time_limit():
     """A compilation that takes too long ends with a message; the next one works."""

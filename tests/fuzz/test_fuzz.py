@@ -18,7 +18,8 @@ FIRST, COUNT, LONG = 1_000_000, 300, 120  # seeds of run_long.py begin at 0
 COVER = [25, 42, 75, 147, 153, 214, 218, 237, 276, 301, 308, 324, 331, 344, 348, 362, 468, 521,
          542, 544, 555, 557, 585, 616, 623, 632, 640]  # fmt: skip
 COVER = [FIRST + k for k in COVER]
-SEEDS = [pytest.param(COVER[k::3], id=f"cover{k}") for k in range(3)]
+MARKS = [(), pytest.mark.long, pytest.mark.long]
+SEEDS = [pytest.param(COVER[k::3], id=f"cover{k}", marks=MARKS[k]) for k in range(3)]
 SEEDS += [
     pytest.param(range(FIRST + k, FIRST + k + 10), id=str(FIRST + k), marks=mark)
     for k in range(0, COUNT, 10)

@@ -7,6 +7,7 @@ import re
 
 import kernel_mutants
 import pytest
+from selection import only_long
 
 KERNELS = {
     "matmul": ["drop barrier_arrive", "one more in flight wgmma_wait", "drop commit_smem"],
@@ -41,7 +42,10 @@ def missed(found, judges):
     return out
 
 
-@pytest.mark.parametrize("name", KERNELS)
+SAMPLE = ["matmul", "softmax, cluster", "timeline.1"]
+
+
+@pytest.mark.parametrize("name", only_long(KERNELS, *SAMPLE))
 def test_a_sample(name):
     """Some mutants, by both judges."""
     found = mutants(name)
@@ -49,6 +53,7 @@ def test_a_sample(name):
     assert not missed(some, tuple(kernel_mutants.JUDGES))
 
 
+@pytest.mark.long
 def test_the_interpreter_notices_all_but_the_equivalent_ones():
     """One in five, or all where nothing else has that change."""
     seen = set()

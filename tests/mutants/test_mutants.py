@@ -27,6 +27,7 @@ def renamed(path):
     return "".join(out) + text[at:]
 
 
+@pytest.mark.long
 def test_renames_are_free():
     """Local names, fields, functions that the code calls and names in generated text are others,
     and so is the function's own, which the list of mutants follows."""

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiler import sass
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine.run import run as run_on_machine
@@ -48,7 +49,17 @@ def values(rng, shape, dtype):
     return rng.integers(-3, 4, shape).astype(dtype)
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = [
+    "many tiles, pairs",
+    "dealt out",
+    "group",
+    "A transposed",
+    "8 bits, transposed",
+    "one scale",
+]
+
+
+@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
 def test_products(name, rng, monkeypatch):
     (m, n, k), config, sms, (ta_, tb_), options = CASES[name]
     options = dict(options)

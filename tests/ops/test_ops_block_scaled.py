@@ -5,6 +5,7 @@ the programs, and what does not fit is refused with words."""
 import ml_dtypes
 import numpy as np
 import pytest
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine.run import run as run_on_machine
@@ -40,7 +41,10 @@ def scaled(rng, shape, dtype, kind):
     return x, plgpu.ext.format_tcgen05_scales(scales), meant
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = ["mxfp8, pairs", "narrow", "mxf4", "dealt out"]
+
+
+@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
 def test_products(name, rng, monkeypatch):
     (m, n, k), config, sms, (of_a, of_b), kind, options = CASES[name]
     options = {"out_dtype": f32} | options

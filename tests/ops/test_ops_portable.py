@@ -87,6 +87,7 @@ def product(name, rng):
     return a, b, options, want.astype(options.get("out_dtype", dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_matmul(name, target, on, rng):
@@ -139,6 +140,7 @@ def attended(q, k, v, causal=False, scale=None, config=None):
     return np.einsum("bhqk,bkhd->bqhd", p / sums, v), lse
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SCORES)
 def test_attention(name, target, on, rng):

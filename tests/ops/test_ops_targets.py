@@ -135,6 +135,7 @@ PORTABLE = {name: call for name, call in CALLS.items() if "matmul" not in name} 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120a"])
 @pytest.mark.parametrize("name", PORTABLE)
 def test_compiled_without_clusters(name, target, calls, monkeypatch):

@@ -4,6 +4,7 @@ and both targets' compilers take the programs, without local memory."""
 import ml_dtypes
 import numpy as np
 import pytest
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine.run import run as run_on_machine
@@ -24,7 +25,10 @@ CASES = {  # rows, columns, K, sizes of groups, dtype, configuration, options
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = ["rest", "nothing"]
+
+
+@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
 def test_products(name, rng, monkeypatch):
     m, n, k, sizes, dtype, cfg, options = CASES[name]
     turned, out = options.get("transpose_rhs"), options.get("out_dtype", dtype)

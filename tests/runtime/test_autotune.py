@@ -23,6 +23,7 @@ def tuned(tmp_path, monkeypatch):
     return module
 
 
+@pytest.mark.long
 def test_finds_the_fastest_and_remembers(tuned):
     x = np.arange(5.0)
     np.testing.assert_array_equal(tuned.add_one(x), x + 1)
