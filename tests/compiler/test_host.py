@@ -294,6 +294,7 @@ def load_box(x, box, swizzle, start, how=execute):
     return how(body, [x], [np.zeros(n, np.uint16)], parameters=parameters, maps=maps)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("start", [(0, 0), (8, 5), (-8, -3), (56, 90)])
 def test_tma_boxes(rng, swizzle, start):

@@ -894,6 +894,7 @@ def test_next_tile_counts_from_zero_in_each_run():
         graph(NEXT_TILE.replace("n = 0", "n = 32"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op,fn", [("any", np.any), ("all", np.all)])
 @pytest.mark.parametrize("shape", [(128,), (64, 64), (3, 5), (1, 1), (100, 48)], ids=str)
 def test_any_and_all(rng, op, fn, shape):
