@@ -11,7 +11,13 @@ import pytest
 from compiler import sass
 
 import pallas_mgpu as plgpu
-from pallas_mgpu.ops import TensorMemoryAttentionConfig, TensorMemoryConfig, attention, matmul
+from pallas_mgpu.ops import (
+    TensorMemoryAttentionConfig,
+    TensorMemoryConfig,
+    attention,
+    matmul,
+    ragged_dot,
+)
 
 f16, bf16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -52,6 +58,20 @@ def softmax(dim, causal):
     return attention.kernel(q, q, q, causal=causal, config=config), (q, q, q)
 
 
+def by_blocks(config):
+    """float32 scales of blocks of 128"""
+    a = np.zeros((2048, 2048), E4M3)
+    scales = np.ones((2048, 16), np.float32), np.ones((16, 16), np.float32)
+    how = dict(scale_a=scales[0], scale_b=scales[1])
+    return matmul.kernel(a, a, config=config, **how), (a, a, *scales)
+
+
+def grouped(tile_n, **options):
+    lhs, rhs = np.zeros((2048, 512), bf16), np.zeros((8, 512, 512), bf16)
+    args = lhs, rhs, np.full(8, 256, np.int32)
+    return ragged_dot.kernel(*args, config=C(tile_n, False, dynamic=False), **options), args
+
+
 KERNELS = {
     "matmul": lambda: product(bf16, C(256, False)),
     "matmul, pair": lambda: product(f16, C(256)),
@@ -59,7 +79,13 @@ KERNELS = {
     "matmul, 8 bits": lambda: product(E4M3, C(256)),
     "matmul, mxfp8": lambda: scaled(E4M3, E8M0, 32, C(256, False)),
     "matmul, nvfp4, pair": lambda: scaled(E2M1, E4M3, 16, C(256)),
+    "matmul, nvfp4": lambda: scaled(E2M1, E4M3, 16, C(128, False)),
+    "matmul, float32 scales": lambda: by_blocks(C(128)),
+    "ragged": lambda: grouped(256),
+    "ragged, transposed": lambda: grouped(128, transpose_rhs=True),
     "attention": lambda: softmax(128, False),
+    "attention, 64": lambda: softmax(64, False),
+    "attention, causal, 128": lambda: softmax(128, True),
     "attention, causal": lambda: softmax(64, True),
 }
 
