@@ -506,6 +506,7 @@ extern "C" bool host_query_cancel(u32 result, u32 *block, int line) {
   host_load_shared(words, result, 16, line);
   if (words[0] > 1) host_fail(line, "query_cancel of 16 bytes that are no answer");
   if (!words[0]) host_cluster_of(*m.self->block)[0].no_more = true;
-  for (u32 k = 0; k < 3; k++) block[k] = words[0] ? words[k + 1] : 0xdeadbeef;
+  /* without a cluster they mean nothing: often 0, as the device's function leaves them */
+  for (u32 k = 0; k < 3; k++) block[k] = words[0] ? words[k + 1] : host_random(2) * 0xdeadbeef;
   return words[0];
 }

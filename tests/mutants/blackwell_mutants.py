@@ -14,11 +14,13 @@ exhaustive ones."""
 import argparse
 import dataclasses
 import functools
+import linecache
 import multiprocessing
 import re
 import signal
 import sys
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +31,7 @@ from pallas_mgpu.machine.run import SMALL, HostError, packed, program, run_progr
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 F8, E8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-SEEDS, EACH, LIMIT = range(6), 6, 120
+SEEDS, EACH, LIMIT = range(12), 6, 120
 
 # ---- programs ------------------------------------------------------------------------------------
 
@@ -44,8 +46,8 @@ def product(m, n, k, *config):
 
 
 def scaled():
-    a, b = integers(256, 512, dtype=F8), integers(256, 512, dtype=F8, seed=1)
-    scales = [np.exp2(integers(256, 16, dtype=F32, seed=s)).astype(E8) for s in (2, 3)]
+    a, b = integers(640, 512, dtype=F8), integers(256, 512, dtype=F8, seed=1)
+    scales = [np.exp2(integers(len(x), 16, dtype=F32, seed=2)).astype(E8) for x in (a, b)]
     a_scale, b_scale = map(plgpu.ext.format_tcgen05_scales, scales)
     config = ops.TensorMemoryConfig(128, False, 2, dynamic=False)
     how = dict(transpose_b=True, out_dtype=F32, config=config)
@@ -70,6 +72,7 @@ def softmax(dim, causal):
 PROGRAMS = {
     "matmul": lambda: product(384, 136, 200, 64, False, 2),
     "matmul, pairs": lambda: product(768, 264, 200, 128, True, 2),
+    "matmul, dealt out": lambda: product(512, 136, 200, 64, False, 2, 2, 8, 128, False),
     "matmul, scales": scaled,
     "ragged": grouped,
     "attention": lambda: softmax(64, False),
@@ -119,6 +122,14 @@ def hexadecimal(change):
     return lambda m: f"{m[1]}0x{change(int(m[2], 16)):x}u"
 
 
+def flipped(bit):
+    return hexadecimal(lambda x: x ^ 1 << bit)
+
+
+def half(m):
+    return f"{m[1]}{int(m[2]) // 2}"
+
+
 INSTRUCTION, MATRIX = r"(instruction_\w+ = )0x(\w+)u", r"(matrix_\w+ = )0x(\w+)u"
 BARRIERS = r"(?!next_point)"  # those of cluster launch control have a class of their own
 
@@ -163,9 +174,9 @@ WAYS = {  # class: (what, pattern, what replaces it)
         ),
     ],
     "allocation": [
-        ("half the columns", r"(tmem_alloc<\d>\([^;]*, )(\d+)", lambda m: m[1] + str(int(m[2]) // 2)),
+        ("half the columns", r"(tmem_alloc<\d>\([^;]*, )(\d+)", half),
         ("no deallocation", r"tmem_dealloc<\d>\([^;]*;", ";"),
-        ("half is deallocated", r"(tmem_dealloc<\d>\(tmem, )(\d+)", lambda m: m[1] + str(int(m[2]) // 2)),
+        ("half is deallocated", r"(tmem_dealloc<\d>\(tmem, )(\d+)", half),
         (
             "relinquished first",
             r"(tmem_alloc<\d>\([^;]*;\s*)(tmem_relinquish<\d>\(\);)",
@@ -182,8 +193,8 @@ WAYS = {  # class: (what, pattern, what replaces it)
         ("first product adds", r"(tcgen05_mma_\w+\([^;]*), accumulate\)", r"\1, true)"),
     ],
     "scale": [
-        ("other scales of A", r"(instruction_[2468a-f]\w* = )0x(\w+)u", hexadecimal(lambda x: x ^ 1 << 29)),
-        ("other scales of B", r"(instruction_\w+ = )0x(\w+[02468ace][89a-f]\w{5})u", hexadecimal(lambda x: x ^ 1 << 4)),
+        ("other scales of A", r"(instruction_[2468a-f]\w* = )0x(\w+)u", flipped(29)),
+        ("other scales of B", r"(instruction_\w+ = )0x(\w+[02468ace][89a-f]\w{5})u", flipped(4)),
         ("other column of A", r"(tcgen05_mma_mx\w+\([^;]*), (\w*a_scale\w*),", r"\1, \2 + 4,"),
         ("other column of B", r"(tcgen05_mma_mx\w+\([^;]*), (\w*b_scale\w*),", r"\1, \2 + 4,"),
         ("no copy", r"tcgen05_copy_\w+\([^;]*;", ";"),
@@ -219,9 +230,13 @@ class Mutant:
 
 
 def place_of(text, at):
-    """ "line of the program's source, how often it occurs before": of the comment above."""
-    above = re.findall(r"// (?:\w+  )?(\S+\.py:\d+)$", text[:at], re.M)
-    return above[-1] if above else "the prologue"
+    """ "_common.py: the line of Python", from the comment above."""
+    above = re.findall(r"// (?:\w+  )?(\S+\.py):(\d+)$", text[:at], re.M)
+    if not above:
+        return "the prologue"
+    file, line = above[-1]
+    path = Path(ops.__file__).parent / file
+    return f"{file}: {linecache.getline(str(path), int(line)).strip()}"
 
 
 def mutants():
@@ -245,7 +260,21 @@ def mutants():
 
 
 # pattern of names: why such a mutant changes nothing that may be seen
-EQUIVALENT = {}
+NO_ACCESS = "the thread makes no access of tensor memory after this wait"
+LATER = "the epilogue has awaited a later commit of the same thread; nothing follows"
+END = "blocks of a cluster end together"
+SCHEDULER = "the ring of tile indices orders the same accesses, after the fence"
+SCORES = (
+    "the correction warpgroup, which waits, accesses other columns; p_ready tells the multiplier"
+)
+
+EQUIVALENT = {
+    r"no fence after #\d+ in _common.py: .*self.empty": NO_ACCESS,
+    r": wait: no wait #\d+ in _common.py: .*n=last": LATER,
+    r"^matmul, pairs: launch control: no wait #[23] ": END,
+    r"^matmul(, pairs)?: fence: fence before after the barrier ": SCHEDULER,
+    r"^attention: fence: (no fence before|fence before after the barrier) .*factors_ready": SCORES,
+}
 
 
 def reason(name):
@@ -253,8 +282,8 @@ def reason(name):
 
 
 def sample():
-    """At least EACH of each class (all, where there are fewer), the same ones in each run: one after
-    another of the groups of one program and one way."""
+    """At least EACH of each class (all, where there are fewer), the same ones in each run: in turn
+    from the groups of one program and one way."""
     out = []
     for found in mutants().values():
         groups = {}
