@@ -8,6 +8,7 @@ from .attention import (
     attention,
 )
 from .attention_backward import AttentionBackwardConfig, attention_backward
+from .attention_decode import attention_decode
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .gated_matmul import gated_matmul
@@ -39,6 +40,7 @@ __all__ = [
     "adamw",
     "attention",
     "attention_backward",
+    "attention_decode",
     "column_sums",
     "cross_entropy",
     "cross_entropy_backward",

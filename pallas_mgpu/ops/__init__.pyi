@@ -564,6 +564,58 @@ def layer_norm_backward(
     stream: Stream | None = None,
 ) -> A: ...
 @overload
+def attention_decode(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    kv_lengths: np.ndarray | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def attention_decode(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    kv_lengths: np.ndarray | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def attention_decode(
+    q: A,
+    k: A,
+    v: A,
+    *,
+    kv_lengths: A | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def attention_decode(
+    q: A,
+    k: A,
+    v: A,
+    *,
+    kv_lengths: A | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
 def attention_backward(
     grad: np.ndarray,
     q: np.ndarray,

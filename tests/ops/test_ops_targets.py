@@ -61,6 +61,7 @@ CALLS = {
 
 HOPPER = {  # gaps.md has them
     "attention_backward": lambda **o: ops.attention_backward(*[heads] * 5, lse, **o),
+    "attention_decode": lambda **o: ops.attention_decode(heads[:, :1].copy(), heads, heads, **o),
     "ragged_dot": lambda **o: ops.ragged_dot(square, zeros(2, 256, 256), sizes, **o),
     "transposed_ragged_dot": lambda **o: ops.transposed_ragged_dot(square, square, sizes, **o),
     "mixed_matmul": lambda **o: ops.mixed_matmul(square, zeros(256, 256, dtype=np.int8), **o),
