@@ -42,7 +42,8 @@ class _Problem(NamedTuple):
 
 
 class _Plan:
-    consumers, axes, registers = 1, {}, None
+    consumers, registers = 1, None
+    axes: dict[str, int] = {}
 
     def __init__(self, x, programs):
         self.x, self.clusters = x, programs
