@@ -133,6 +133,7 @@ template <typename T>
 FN T wrap_neg(T a) {
   return (T)(0u - (u32)a);
 }
+FN i32 complement(i32 a) { return -1 - a; }
 template <typename T>
 FN T shift_left(T a, T b) {
   return (T)((u32)a << ((u32)b & 31));

@@ -106,6 +106,7 @@ pm_code pm_cuda_POPCOUNT(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_NOT(pm_gen *e, pm_opid op) {
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return leave(e, pm_str(e, "!%s", arg(e, op, 0)));
+  if (t == PM_I32) return leave(e, pm_str(e, "complement(%s)", arg(e, op, 0)));
   return leave(e, pm_str(e, "(%s)~%s", pm_cpp_type(t), arg(e, op, 0)));
 }
 
@@ -155,11 +156,29 @@ static pm_code arithmetic(pm_gen *e, pm_opid op, const char *sign, const char *w
 }
 
 pm_code pm_cuda_ADD(pm_gen *e, pm_opid op) { return arithmetic(e, op, "+", "wrap_add", "|"); }
-pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) { return arithmetic(e, op, "-", "wrap_sub", "^"); }
+
+/* Whether operand n of an op on i32 is the constant x. Negatives are printed as wrap_neg, however
+ * the user writes them. */
+static bool is_i32(pm_gen *e, pm_opid op, uint32_t n, int64_t x) {
+  pm_scalar c;
+  return in_dtype(e, op) == PM_I32 && pm_constant(e->g, pm_in(e->g, op, n), &c) && c.i == x;
+}
+
+static pm_code negative(pm_gen *e, pm_opid op, uint32_t n) {
+  return leave(e, pm_str(e, "wrap_neg(%s)", arg(e, op, n)));
+}
+
+pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) {
+  if (!fits_i32(e, op) && is_i32(e, op, 0, 0)) return negative(e, op, 1);
+  return arithmetic(e, op, "-", "wrap_sub", "^");
+}
 
 /* ptxas knows nothing of an OPT_BARRIER: it would make one operation of the product and a sum. */
 pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) {
   if (in_dtype(e, op) == PM_E8M0) return call(e, op, "mul_e8m0");
+  if (!fits_i32(e, op))
+    for (uint32_t n = 0; n < 2; n++)
+      if (is_i32(e, op, n, -1)) return negative(e, op, 1 - n);
   const bool whole = e->barred[pm_get(e->g, op)->out] && in_dtype(e, op) == PM_F32;
   return whole ? call(e, op, "mul_rn") : arithmetic(e, op, "*", "wrap_mul", "&");
 }

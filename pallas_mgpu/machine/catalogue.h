@@ -481,6 +481,7 @@ template <typename T>
 FN T wrap_neg(T a) {
   return (T)(0 - (u64)a);
 }
+FN i32 complement(i32 a) { return -1 - a; }
 /* shifts by 32 or more clamp to 32 */
 template <typename T>
 FN T shift_left(T a, T b) {

@@ -719,6 +719,35 @@ def test_the_magnitude_of_the_least_int32(run, rng, magnitude):
     assert "abs.s32" not in plgpu.kernel(body, out_type=out).lower(x, y).as_text("ptx")
 
 
+@pytest.mark.parametrize(
+    "negative",
+    [lambda x: -x, lambda x: 0 - x, lambda x: x * -1, lambda x: ~x + 1],
+    ids=["negative", "difference", "product", "complement"],
+)
+def test_extremes_of_negatives(run, rng, negative):
+    """The largest and least of three int32, one of them a negative: older compilers lose the sign
+    where they make one instruction of two maxima or two minima."""
+    x, y, z = rng.integers(-(2**31), 2**31, (3, 128)).astype(np.int32)
+
+    def body(x_ref, y_ref, z_ref, *outs):
+        x, y, z = x_ref[...], y_ref[...], z_ref[...]
+        outs[0][...] = jnp.maximum(jnp.maximum(x, negative(x)), y)
+        outs[1][...] = jnp.minimum(jnp.minimum(x, negative(x)), y)
+        outs[2][...] = jnp.maximum(z, jnp.maximum(negative(x), y))
+        outs[3][...] = jnp.minimum(jnp.abs(x), lax.cummax(jnp.abs(z)))
+
+    with np.errstate(over="ignore"):
+        cumulative = np.maximum.accumulate(np.abs(z))
+        want = (
+            np.maximum(np.maximum(x, -x), y),
+            np.minimum(np.minimum(x, -x), y),
+            np.maximum(z, np.maximum(-x, y)),
+            np.minimum(np.abs(x), cumulative),
+        )
+    for a, b in zip(run(body, (x,) * 4, x, y, z), want):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_scalar_arithmetic(run):
     """Index arithmetic on scalars, read and written element by element."""
     x = np.arange(16, dtype=np.int32)

@@ -237,5 +237,7 @@ def test_programs_of_sm_80():
         capture_output=True,
         text=True,
     )
+    if "the driver is older than the NVRTC" in run.stderr:
+        pytest.skip("PTX of a compiler that is newer than the driver")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "sm_80"

@@ -163,4 +163,4 @@ def test_on_a_gpu():
         found = testing.do_bench(y, ways=("burst", "queued"), rounds=5, graphs=graphs)
         for times in found.values():
             once, twice = times.values()
-            assert 1.7 < once.ratio(twice)[0] < 2.3
+            assert 1.5 < once.ratio(twice)[0] < 3  # other tests use the GPU at the same time

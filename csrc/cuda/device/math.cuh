@@ -20,10 +20,15 @@ template <typename T> FN T wrap_sub(T a, T b) { return (T)((u32)a - (u32)b); }
 template <typename T> FN T wrap_mul(T a, T b) { return (T)((u32)a * (u32)b); }
 
 //! wrap_neg
-// Not a difference, of which the compiler makes abs.s32 where it selects -x if x < 0; see abs_int.
+// Written as ~a + 1. Of 0 - a, ptxas before 13.5 drops the sign where it makes one VIMNMX3 of two
+// signed maxima or minima, and NVVM makes abs.s32 where a select gives -x if x < 0; see abs_int.
 template <typename T> FN T wrap_neg(T a) {
-  i32 r; asm("neg.s32 %0, %1;" : "=r"(r) : "r"((i32)a)); return (T)r;
+  i32 r; asm("not.b32 %0, %1;\n\tadd.s32 %0, %0, 1;" : "=&r"(r) : "r"((i32)a)); return (T)r;
 }
+
+//! complement
+// Not ~a, of which NVVM makes 0 - a where 1 is added; see wrap_neg.
+FN i32 complement(i32 a) { i32 r; asm("not.b32 %0, %1;" : "=r"(r) : "r"(a)); return r; }
 
 //! shift_left
 template <typename T> FN T shift_left(T a, T b) { return (T)((u32)a << (u32)b); }
@@ -52,7 +57,9 @@ template <typename T> FN T rem_int(T a, T b) { return (T)rem_bits(a, b); }
 // The magnitude of the least i32 is itself. Not abs.s32: ptxas before 13.1 takes that for no less
 // than 0, and leaves out the sign of a remainder.
 template <typename T> FN T abs_int(T a) {
-  i32 r; asm("max.s32 %0, %1, %2;" : "=r"(r) : "r"((i32)a), "r"((i32)(0u - (u32)a)));
+  i32 minus, r;
+  asm("not.b32 %0, %1;\n\tadd.s32 %0, %0, 1;" : "=&r"(minus) : "r"((i32)a));
+  asm("max.s32 %0, %1, %2;" : "=r"(r) : "r"((i32)a), "r"(minus));
   return (T)r;
 }
 
