@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import operator
 import warnings
 
 import numpy as np
@@ -128,7 +129,10 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     schedules give other bits, and AssertionError if the result differs from ``ref``. In each case
     it prints one line: a call that repeats the failure.
     """
-    numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
+    try:
+        numbers = range(seeds) if isinstance(seeds, int) else tuple(map(operator.index, seeds))
+    except TypeError:
+        raise TypeError(f"check: seeds must be an int or ints, got {show(seeds)}") from None
     if not numbers:
         raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
 

@@ -212,6 +212,9 @@ def test_check_is_called_wrongly():
     double = kernel(doubled)
     with pytest.raises(ValueError, match="seeds must be at least 1"):
         plgpu.testing.check(double, X, seeds=0)
+    for seeds in (None, 2.5, (0, "1")):
+        with pytest.raises(TypeError, match="seeds must be an int or ints"):
+            plgpu.testing.check(double, X, seeds=seeds)
     with pytest.raises(ValueError, match="ref has 2 arrays, the kernel 1"):
         plgpu.testing.check(double, X, ref=(X, X), seeds=1)
     state = plgpu.new_ref(X)
