@@ -135,7 +135,7 @@ class Scales:
         return part
 
 
-def _added(total, value, of_rows, of_columns):
+def added(total, value, of_rows, of_columns):
     return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
 
 
@@ -205,7 +205,7 @@ class BlockScales:
                     value = acc[...]
                     if len(sums) == self.products - 1:
                         release(s)
-                    total = _added(total, value, of_rows, of_part)
+                    total = added(total, value, of_rows, of_part)
                     # now: the next product needs the accumulator
                     sums.append(lax.optimization_barrier(total))
                 return sums, following
@@ -232,7 +232,7 @@ class BlockScales:
 
             value, scales = pl.run_scoped(product, accumulators)
             release(s)
-            return _added(total, value, *scales)
+            return added(total, value, *scales)
 
         def two(pair, total):
             s = 2 * pair
@@ -242,10 +242,10 @@ class BlockScales:
                 value = plgpu.wgmma_accumulator_load(first, wait_n=1)
                 release(s)
                 # now, before the second is there
-                sums = lax.optimization_barrier(_added(total, value, *scales))
+                sums = lax.optimization_barrier(added(total, value, *scales))
                 value = second[...]
                 release(s + 1)
-                return _added(sums, value, *following)
+                return added(sums, value, *following)
 
             return pl.run_scoped(products, accumulators, accumulators)
 
@@ -258,12 +258,15 @@ class BlockScales:
 # ---- K contiguous -------------------------------------------------------------------------------
 
 _TILE = 128
+_LANES_TILE = 64  # without TMA
 
 
 @cached
-def transposing(shape, dtype, aligned, interpret):
+def transposing(shape, dtype, aligned, interpret, by_lanes=False):
     """Kernel: the transpose of an array of 8-bit floats, with rows of a multiple of 16 bytes,
-    filled up with zeros."""
+    filled up with zeros. by_lanes: for GPUs without TMA."""
+    if by_lanes:
+        return _transposing_by_lanes(shape, dtype, aligned, interpret)
     rows, cols = shape
     padded = pl.cdiv(rows, 16) * 16
     by_tma = aligned and (cols % 16 == 0 or rows == 1)
@@ -283,6 +286,31 @@ def transposing(shape, dtype, aligned, interpret):
         out_type=plgpu.ShapeDtypeStruct((cols, padded), dtype),
         scratch_types={"x_smem": smem, "o_smem": smem, "full": plgpu.Barrier()},
         grid=(pl.cdiv(rows, _TILE), pl.cdiv(cols, _TILE)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_transposing",
+    )
+
+
+def _transposing_by_lanes(shape, dtype, aligned, interpret):
+    rows, cols = shape
+    padded = pl.cdiv(rows, 16) * 16
+
+    def body(x, o):
+        row, col = lax.axis_index("row") * _LANES_TILE, lax.axis_index("col") * _LANES_TILE
+        along = [pl.ds(row, _LANES_TILE), pl.ds(col, _LANES_TILE)]
+        down = lax.broadcasted_iota(jnp.int32, (_LANES_TILE, _LANES_TILE), 0)
+        across = lax.broadcasted_iota(jnp.int32, (_LANES_TILE, _LANES_TILE), 1)
+        source = along if aligned else [along[0], pl.ds(unaligned(col), _LANES_TILE)]
+        inside = (down < rows - row) & (across < cols - col)
+        value = pl.load(x, tuple(source), mask=inside, other=0).T
+        inside = (down < cols - col) & (across < pl.multiple_of(padded - row, 16))
+        pl.store(o, (along[1], along[0]), value, mask=inside)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((cols, padded), dtype),
+        grid=(pl.cdiv(rows, _LANES_TILE), pl.cdiv(cols, _LANES_TILE)),
         grid_names=("row", "col"),
         interpret=interpret,
         kernel_name="matmul_transposing",

@@ -10,6 +10,11 @@ products hide the waits of the first.
 
 The result goes through the shared memory of the ring, so that lanes store 16 bytes of a row.
 
+The tensor cores take 8-bit floats with K contiguous only; others are transposed first (_scaled.py).
+Those of two dtypes, and all on GPUs without such products, become float16 in registers, exactly.
+Scales of blocks change along K: a step is then one block, whose product starts from zero and is
+added to the sums with its scales.
+
 K is summed in the same order whatever the tile: results do not depend on M, N or the config."""
 
 import math
@@ -21,16 +26,19 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import swizzled
+from ._scaled import BLOCK, UNSCALED, BlockScales, Scales, added
 
 BLOCKS_PER_SM = 2
+TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
 
 
 class MmaConfig(NamedTuple):
     """How a product by mma.sync is tiled (sm_80, sm_86, sm_89, sm_120a).
 
-    ``tile_m``: rows of a tile, 64 or 128; ``tile_n``: columns, 64 or 128; ``step``: elements of K
-    per slot, 32 or 64; ``stages``: slots of the ring, from 2; 0: as many as leave room for a second
-    block on the SM. ``group``: rows of tiles worked on together, for the L2."""
+    ``tile_m``: rows of a tile, 64 or 128, with scales of blocks 64; ``tile_n``: columns, 64 or 128;
+    ``step``: elements of K per slot, 32 or 64, of 8-bit floats 64 or 128, with scales of blocks
+    128; ``stages``: slots of the ring, from 2; 0: as many as leave room for a second block on the
+    SM. ``group``: rows of tiles worked on together, for the L2."""
 
     tile_m: int = 128
     tile_n: int = 128
@@ -76,6 +84,9 @@ class _Plan:
     def __init__(self, x, cfg, target):
         self.x, self.cfg = x, cfg
         self.by_tma = "CP_ASYNC" not in target["features"]
+        # plgpu.mma takes 8-bit floats of one dtype, where the GPU has such products
+        native = x.dtypes[0] == x.dtypes[1] and "FP8" in target["features"]
+        self.by_halves = x.dtypes[0].itemsize == 1 and not native
         self.tiles_m, self.tiles_n = pl.cdiv(x.m, cfg.tile_m), pl.cdiv(x.n, cfg.tile_n)
         self.steps = pl.cdiv(x.k, cfg.step)
         self.group = min(cfg.group, self.tiles_m)
@@ -94,7 +105,7 @@ class _Plan:
         a_tile = (cfg.step, cfg.tile_m) if x.ta else (cfg.tile_m, cfg.step)
         b_tile = (cfg.tile_n, cfg.step) if x.tb else (cfg.step, cfg.tile_n)
         ring = [
-            plgpu.SMEM((stages, *tile), t, transforms=swizzled(min(tile[1], 64), t))
+            plgpu.SMEM((stages, *tile), t, transforms=swizzled(min(tile[1], 128 // t.itemsize), t))
             for tile, t in zip((a_tile, b_tile), x.dtypes)
         ]
         o_tile = (cfg.tile_m, self.chunk)
@@ -144,6 +155,11 @@ class _Block:
 
     def multiply(self):
         p, x, cfg = self.plan, self.x, self.cfg
+        scales = None
+        if x.forms.blocks:
+            reach = p.tiles_n * cfg.tile_n, p.steps * cfg.step
+            tile = cfg.tile_m, cfg.tile_n
+            scales = BlockScales(self.scale_a, self.scale_b, x.m, tile, reach, 1)
         lax.fori_loop(0, p.stages - 1, lambda s, _: self.fetch(s, s < p.steps), None)
 
         def step(s, acc):
@@ -154,7 +170,12 @@ class _Block:
             a, b = self.a_smem.at[slot], self.b_smem.at[slot]
             a = (plgpu.transpose_ref(a, (1, 0)) if x.ta else a)[...]
             b = (plgpu.transpose_ref(b, (1, 0)) if x.tb else b)[...]
-            return plgpu.mma(acc, a, b)
+            if p.by_halves:
+                a, b = a.astype(jnp.float16), b.astype(jnp.float16)
+            if scales is None:
+                return plgpu.mma(acc, a, b)
+            of_rows, (of_columns,) = scales.load(self.row, self.col, s)
+            return added(acc, plgpu.mma(jnp.zeros_like(acc), a, b), of_rows, of_columns)
 
         acc = jnp.zeros((cfg.tile_m, cfg.tile_n), jnp.float32)
         return lax.fori_loop(0, p.steps, step, acc)
@@ -167,21 +188,36 @@ class _Block:
         vector = 16 // x.out_dtype.itemsize
         stored = plgpu.Layout.WG_STRIDED((cfg.tile_m, p.chunk), vec_size=vector)
         rows = pl.ds(self.row, cfg.tile_m)
+        scales, of_rows = None, None
+        if x.forms != UNSCALED and not x.forms.blocks:
+            scales = Scales(x.forms, self.scale_a, self.scale_b, x.m, cfg.tile_m)
+            of_rows = scales.load_rows(rows)
         for k in range(cfg.tile_n // p.chunk):
             col = self.col + k * p.chunk
             cols = pl.ds(col, p.chunk)
             value = acc[:, k * p.chunk : (k + 1) * p.chunk]
+            if scales is not None:
+                of_columns = None
+                if x.forms.b == "each":
+                    of_columns = self.load_columns(self.scale_b.reshape((x.n,)), cols)
+                value = scales((of_rows, [of_columns]), 0, value)
             if self.bias is not None:
-                inside = jnp.arange(p.chunk) < x.n - col
-                bias = pl.load(self.bias, (cols,), mask=inside, other=0).astype(jnp.float32)
-                value = value + bias[None, :]
+                value = value + self.load_columns(self.bias, cols)[None, :]
             if x.activation is not None:
                 value = x.activation(value)
             self.o_smem[...] = value.astype(x.out_dtype)
             value = plgpu.load(self.o_smem, layout=stored)
             self.put(rows, cols, value)
 
+    def load_columns(self, of_columns, cols):
+        """Numbers of the columns, zeros beyond the last one."""
+        by_column = plgpu.Layout.WGMMA.reduce(0)
+        number = plgpu.broadcasted_iota(jnp.int32, (cols.size,), 0, layout=by_column)
+        inside = number < self.x.n - cols.start
+        return pl.load(of_columns, (cols,), mask=inside, other=0).astype(jnp.float32)
+
     def put(self, rows, cols, value):
+        """Stores the value, or adds it to what is there."""
         x, cfg, chunk = self.x, self.cfg, self.plan.chunk
         masks = []
         if x.m % cfg.tile_m:
@@ -190,42 +226,53 @@ class _Block:
             left = x.n - cols.start
             left = pl.multiple_of(left, math.gcd(x.n, chunk)) if math.gcd(x.n, chunk) > 1 else left
             masks.append(lax.broadcasted_iota(jnp.int32, value.shape, 1) < left)
-        if not masks:
-            self.o[rows, cols] = value
-            return
-        mask = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+        mask = None
+        if masks:
+            mask = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+        if x.accumulate:
+            other = None if mask is None else 0
+            there = pl.load(self.o, (rows, cols), mask=mask, other=other)
+            value = (there.astype(jnp.float32) + value.astype(jnp.float32)).astype(x.out_dtype)
         pl.store(self.o, (rows, cols), value, mask=mask)
 
 
-def choose(m, n, k, sms):
-    """The configuration for a shape: the largest tile that gives every SM its blocks; the one that
-    takes the fewest waves if none does."""
+def choose(x, sms):
+    """The configuration for a Product: the largest tile that gives every SM its blocks; the one
+    that takes the fewest waves if none does."""
 
     def time(tile):
         rows, cols = tile
-        blocks = pl.cdiv(m, rows) * pl.cdiv(n, cols)
+        blocks = pl.cdiv(x.m, rows) * pl.cdiv(x.n, cols)
         waves = pl.cdiv(blocks, sms * BLOCKS_PER_SM) if blocks > sms else 0.5
         # a step takes the products of a tile, and what does not shrink with it
         return waves * (rows * cols + 24 * (rows + cols)), -rows * cols
 
-    rows, cols = min(((128, 128), (128, 64), (64, 128), (64, 64)), key=time)
-    return MmaConfig(rows, cols, 32 if rows == cols == 128 else 64)
+    # with scales of blocks a lane has the sums twice
+    tiles = ((64, 128), (64, 64)) if x.forms.blocks else TILES
+    rows, cols = min(tiles, key=time)
+    return MmaConfig(rows, cols, (64 if rows == cols == 128 else 128) // x.dtypes[0].itemsize)
 
 
-def check(config):
-    c = config
-    sizes = c.tile_m in (64, 128) and c.tile_n in (64, 128) and c.step in (32, 64)
+def check(config, x):
+    """ValueError for configurations that do not fit the Product."""
+    c, steps = config, (64 // x.dtypes[0].itemsize, 128 // x.dtypes[0].itemsize)
+    sizes = (c.tile_m, c.tile_n) in TILES and c.step in steps
     if not sizes or c.stages < 0 or c.stages == 1 or c.group < 1:
         raise ValueError(
-            "matmul: an MmaConfig has a tile_m and a tile_n of 64 or 128, a step of 32 or 64,"
-            f" stages from 2 (or 0) and a group from 1; got {config}"
+            "matmul: an MmaConfig has a tile_m and a tile_n of 64 or 128, a step of"
+            f" {steps[0]} or {steps[1]} for {x.dtypes[0]}, stages from 2 (or 0) and a group from 1;"
+            f" got {config}"
+        )
+    if x.forms.blocks and (c.tile_m != 64 or c.step != BLOCK):
+        raise ValueError(
+            f"matmul: with scales of blocks tile_m must be 64 and step {BLOCK}, got {config}"
         )
 
 
 @cached
 def kernel(x, config, target, interpret):
-    """The kernel for a Product of 16-bit floats. target: name of the GPU it is planned for."""
-    check(config)
+    """The kernel for a Product. target: name of the GPU it is planned for."""
+    check(config, x)
     plan = _Plan(x, config, _core.target(target))
 
     def matmul(*refs, **scratch):

@@ -653,12 +653,14 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     return with_padding(product, [pad_a, padding_of(b, interpret), None])
 
 
-def _check_accumulation(x, a, config):
+def _check_accumulation(x, a, config, on_warps=False):
     why_not = None
-    if a.dtype.name in FP8 or a.dtype == _FP4:
+    if a.dtype.name in FP8 and not on_warps or a.dtype == _FP4:
         why_not = "operands of 8 or 4 bits"
     elif x.bias_dtype is not None or x.activation is not None:
         why_not = "a bias or an activation"
+    elif on_warps:
+        pass
     elif _tensor_memory.runs_here(a.device) or isinstance(config, TensorMemoryConfig):
         why_not = "Blackwell"
     elif isinstance(config, FewRowsConfig):
@@ -728,19 +730,28 @@ def _in_tensor_memory(x, operands, config, sms, interpret):
 
 
 def _on_warps(x, operands, config, accumulate, interpret):
-    """The kernel for GPUs with mma.sync alone. operands: a, b, scale_a, scale_b."""
-    a, b, scale_a, scale_b = operands
+    """The kernel for GPUs with mma.sync alone. operands: as of _of_8_bits."""
+    a, b, _, scale_a, scale_b = operands
     target = _core.target(a.device)
-    if a.dtype.name in FP8 or accumulate:
-        what = "8-bit operands" if a.dtype.name in FP8 else "accumulate=True"
-        raise NotImplementedError(
-            f"matmul: {what} on {target['name']}; use float16 or bfloat16 operands, and add to"
-            " what is there in a step of its own"
-        )
-    _check_unscaled(a, scale_a, scale_b)
-    config = config or _warp_mma.choose(x.m, x.n, x.k, plgpu.sm_count(a.device))
-    product = _warp_mma.kernel(x, config, target["name"], interpret)
-    return with_padding(product, [padding_of(a, interpret), padding_of(b, interpret), None])
+    if x.scaling or a.dtype == _FP4:
+        _block_scaled.refuse_elsewhere(x)
+    pads = [padding_of(a, interpret), padding_of(b, interpret), None]
+    if a.dtype.name in FP8:
+        by_lanes = "TMA" not in target["features"]
+        if x.ta:
+            pads[0] = transposing(a.shape, a.dtype, a.aligned, interpret, by_lanes)
+        if not x.tb:
+            pads[1] = transposing(b.shape, b.dtype, b.aligned, interpret, by_lanes)
+        pads = [*pads[:2], *(None for array in operands[2:] if array is not None)]
+        x = x._replace(ta=False, tb=True, forms=forms_of(scale_a, scale_b, x.m, x.n, x.k))
+    else:
+        _check_unscaled(a, scale_a, scale_b)
+    if accumulate:
+        _check_accumulation(x, a, config, on_warps=True)
+        x = x._replace(accumulate=True)
+    config = config or _warp_mma.choose(x, plgpu.sm_count(a.device))
+    product = with_padding(_warp_mma.kernel(x, config, target["name"], interpret), pads)
+    return _Into(product) if accumulate else product
 
 
 def _check_unscaled(a, scale_a, scale_b):
@@ -777,8 +788,8 @@ def matmul(
     function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or
     float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a :class:`MatmulConfig`,
     for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell a
-    :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a, which take 16-bit floats alone,
-    a :class:`MmaConfig`; chosen from the shape by default. out: a preallocated result.
+    :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
+    from the shape by default. out: a preallocated result.
 
     scale_a, scale_b: float32 arrays that 8-bit operands are multiplied with, None for ones. One
     number, of shape (), (1,) or (1, 1); or one for each row of the product, (M,) or (M, 1), and
@@ -803,9 +814,10 @@ def matmul(
     divided, and a single row goes to the tensor cores, too, which takes longer where M and N are
     small. deterministic: a call repeats bit for bit, which every call does.
 
-    accumulate: add the product to what ``out`` holds, for example a float32 gradient; on Hopper,
-    for 16-bit operands without bias and activation. NotImplementedError elsewhere, and where rows
-    of ``out`` are no multiple of 16 bytes; ValueError without ``out``.
+    accumulate: add the product to what ``out`` holds, for example a float32 gradient; without bias
+    and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16 bytes,
+    on sm_80, sm_86, sm_89 and sm_120a for all operands. NotImplementedError elsewhere; ValueError
+    without ``out``.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
@@ -821,7 +833,7 @@ def matmul(
     if x.scaling and not on_blackwell:
         _block_scaled.refuse_elsewhere(x)
     if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
-        operands = a, b, scale_a, scale_b
+        operands = a, b, bias, scale_a, scale_b
         return _on_warps(x, operands, config, accumulate, interpret)
     if accumulate:
         _check_accumulation(x, a, config)
