@@ -27,10 +27,11 @@ static const struct {
 
 /* All that look like products, in comments too. */
 static void count_names(const char *ptx, uint32_t n[PM_PRODUCT_COUNT]) {
+  const bool qmma = pm_has_qmma(ptx);
   for (const char *at = ptx; (at = strstr(at, "mma")); at += 3) {
     const char *name = at;
     while (name > ptx && isalnum((unsigned char)name[-1])) name--;
-    const pm_product kind = pm_product_of(name);
+    const pm_product kind = pm_product_of(name, qmma);
     if (kind < PM_PRODUCT_COUNT) n[kind]++;
   }
 }

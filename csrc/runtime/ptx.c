@@ -33,26 +33,33 @@ static bool has_part(const char *name, size_t size, const char *part) {
   return false;
 }
 
-/* By parts of the name: of wgmma, of mma. NONE: Hopper has no such instruction, and ptxas calls a
- * function of its own, which has few. The first part that fits. */
+/* By parts of the name: of wgmma, of mma where it takes 8-bit floats. NONE: Hopper has no such
+ * instruction, and ptxas calls a function of its own, which has few. The first part that fits. */
 static const struct {
   const char *part;
   uint8_t of_wgmma, of_mma;
 } kinds[] = {
-    {".e4m3", PM_PRODUCT_QGMMA, PM_PRODUCT_HMMA}, {".e5m2", PM_PRODUCT_QGMMA, PM_PRODUCT_HMMA},
+    {".e4m3", PM_PRODUCT_QGMMA, PM_PRODUCT_QMMA}, {".e5m2", PM_PRODUCT_QGMMA, PM_PRODUCT_QMMA},
     {".s8", PM_PRODUCT_IGMMA, PM_PRODUCT_IMMA},   {".u8", PM_PRODUCT_IGMMA, PM_PRODUCT_IMMA},
     {".s4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},    {".u4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},
     {".xor", PM_PRODUCT_NONE, PM_PRODUCT_NONE},   {".b1", PM_PRODUCT_BGMMA, PM_PRODUCT_BMMA},
     {".f64", PM_PRODUCT_NONE, PM_PRODUCT_DMMA},   {".m8n8k4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},
     {"", PM_PRODUCT_HGMMA, PM_PRODUCT_HMMA}};
 
-pm_product pm_product_of(const char *name) {
+bool pm_has_qmma(const char *ptx) {
+  const char *at = strstr(ptx, ".target sm_");
+  const long capability = at ? strtol(at + 11, NULL, 10) : 0;
+  return capability == 89 || capability >= 120;
+}
+
+pm_product pm_product_of(const char *name, bool qmma) {
   const bool async = !strncmp(name, "wgmma.mma_async.", 16);
   const size_t n = strcspn(name, " \t\n{;");
   if (!async && strncmp(name, "mma.", 4) && strncmp(name, "wmma.mma.", 9)) return PM_PRODUCT_NONE;
   size_t k = 0;
   while (!has_part(name, n, kinds[k].part)) k++;
-  return async ? kinds[k].of_wgmma : kinds[k].of_mma;
+  if (async) return kinds[k].of_wgmma;
+  return kinds[k].of_mma == PM_PRODUCT_QMMA && !qmma ? PM_PRODUCT_HMMA : kinds[k].of_mma;
 }
 
 /* ---- statements ---------------------------------------------------------------------------- */
@@ -107,6 +114,7 @@ typedef struct function {
   PM_VEC(reg) regs;
   PM_VEC(block) blocks;
   uint32_t *block_of; /* statements */
+  bool qmma;          /* pm_has_qmma */
   uint64_t unique;
 } function;
 
@@ -261,7 +269,7 @@ static void add_statement(function *f, const char *s, const char *end) {
     s = skip_blanks(blank);
   }
   x.name = s;
-  x.product = pm_product_of(s);
+  x.product = pm_product_of(s, f->qmma);
   x.removable = is_pure(s);
   x.first = f->used.n;
   const char *stop, *at = operand(&x, 0, &stop);
@@ -493,12 +501,12 @@ static void count_needed(function *f, uint32_t n[PM_PRODUCT_COUNT]) {
       const statement *s = &f->statements.at[i];
       if (!step_back(f, s, b->live) || s->product == PM_PRODUCT_NONE) continue;
       if (begins(s->name, "wgmma")) n[s->product]++;
-      else values[found++] = statement_value(f, s, 0) << 3 | s->product;
+      else values[found++] = statement_value(f, s, 0) << 4 | s->product;
     }
   }
   qsort(values, found, sizeof *values, compare);
   for (uint32_t k = 0; k < found; k++) {
-    if (!k || values[k] != values[k - 1]) n[values[k] & 7]++;
+    if (!k || values[k] != values[k - 1]) n[values[k] & 15]++;
   }
 }
 
@@ -506,6 +514,7 @@ void pm_ptx_products(const char *ptx, uint32_t n[PM_PRODUCT_COUNT]) {
   pm_arena arena;
   pm_arena_init(&arena);
   const char *s = without_comments(&arena, ptx);
+  const bool qmma = pm_has_qmma(s);
   memset(n, 0, PM_PRODUCT_COUNT * sizeof *n);
   while (*(s = skip_blanks(s))) {
     const char *end = s + strcspn(s, "{;");
@@ -513,7 +522,7 @@ void pm_ptx_products(const char *ptx, uint32_t n[PM_PRODUCT_COUNT]) {
     const bool body = *end == '{' && ((entry && entry < end) || (func && func < end));
     s = *end ? end + 1 : end;
     if (!body) continue; /* the braces of data and of debug sections hold no function */
-    function f = {.arena = &arena};
+    function f = {.arena = &arena, .qmma = qmma};
     s = read_body(&f, s);
     if (!f.statements.n) continue;
     find_blocks(&f);

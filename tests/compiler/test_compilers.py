@@ -170,7 +170,7 @@ def test_lost_products_are_an_error(tmp_path, monkeypatch):
     assert compiler_kernels.lost(64, 64, 64)[0].lower(x, x).cubin()
 
 
-def mma(dtype, k):
+def mma(dtype, k, target=None):
     def body(a, b, c, o):
         o[...] = plgpu.mma(c[...], a[...], b[...])
 
@@ -178,7 +178,7 @@ def mma(dtype, k):
     spec = [plgpu.ShapeDtypeStruct(d, t) for d, t in
             (((64, k), dtype), ((k, 16), dtype), ((64, 16), acc))]  # fmt: skip
     out = plgpu.ShapeDtypeStruct((64, 16), acc)
-    return plgpu.kernel(body, out_type=out).lower(*spec)
+    return plgpu.kernel(body, out_type=out).lower(*spec, target=target)
 
 
 KINDS = {
@@ -188,6 +188,8 @@ KINDS = {
     "IGMMA": lambda: compiler_kernels.lower(EVERY["int8"]),
     "HMMA": lambda: mma(F16, 64),
     "HMMA, tf32": lambda: mma(F32, 64),
+    "QMMA": lambda: mma(jnp.float8_e4m3fn, 64, "sm_89"),
+    "QMMA, sm_120a": lambda: mma(jnp.float8_e5m2, 64, "sm_120a"),
     "IMMA": lambda: mma(np.int8, 64),
 }
 
