@@ -296,20 +296,22 @@ def _transposing_by_lanes(shape, dtype, aligned, interpret):
     rows, cols = shape
     padded = pl.cdiv(rows, 16) * 16
 
-    def body(x, o):
+    def body(x, o, x_smem):
         row, col = lax.axis_index("row") * _LANES_TILE, lax.axis_index("col") * _LANES_TILE
         along = [pl.ds(row, _LANES_TILE), pl.ds(col, _LANES_TILE)]
         down = lax.broadcasted_iota(jnp.int32, (_LANES_TILE, _LANES_TILE), 0)
         across = lax.broadcasted_iota(jnp.int32, (_LANES_TILE, _LANES_TILE), 1)
         source = along if aligned else [along[0], pl.ds(unaligned(col), _LANES_TILE)]
         inside = (down < rows - row) & (across < cols - col)
-        value = pl.load(x, tuple(source), mask=inside, other=0).T
+        x_smem[...] = pl.load(x, tuple(source), mask=inside, other=0)
+        value = plgpu.transpose_ref(x_smem, (1, 0))[...]
         inside = (down < cols - col) & (across < pl.multiple_of(padded - row, 16))
         pl.store(o, (along[1], along[0]), value, mask=inside)
 
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((cols, padded), dtype),
+        scratch_types=[plgpu.SMEM((_LANES_TILE, _LANES_TILE), dtype)],
         grid=(pl.cdiv(rows, _LANES_TILE), pl.cdiv(cols, _LANES_TILE)),
         grid_names=("row", "col"),
         interpret=interpret,

@@ -29,6 +29,7 @@ from ._common import swizzled
 from ._scaled import BLOCK, UNSCALED, BlockScales, Scales, added
 
 BLOCKS_PER_SM = 2
+_PART = 64  # elements of K that are converted at once
 TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
 
 
@@ -84,9 +85,7 @@ class _Plan:
     def __init__(self, x, cfg, target):
         self.x, self.cfg = x, cfg
         self.by_tma = "CP_ASYNC" not in target["features"]
-        # plgpu.mma takes 8-bit floats of one dtype, where the GPU has such products
-        native = x.dtypes[0] == x.dtypes[1] and "FP8" in target["features"]
-        self.by_halves = x.dtypes[0].itemsize == 1 and not native
+        self.by_halves = by_halves(x, target)
         self.tiles_m, self.tiles_n = pl.cdiv(x.m, cfg.tile_m), pl.cdiv(x.n, cfg.tile_n)
         self.steps = pl.cdiv(x.k, cfg.step)
         self.group = min(cfg.group, self.tiles_m)
@@ -104,8 +103,9 @@ class _Plan:
         x, cfg, stages = self.x, self.cfg, self.stages
         a_tile = (cfg.step, cfg.tile_m) if x.ta else (cfg.tile_m, cfg.step)
         b_tile = (cfg.tile_n, cfg.step) if x.tb else (cfg.step, cfg.tile_n)
+        widest = _PART if self.by_halves else 128 // x.dtypes[0].itemsize
         ring = [
-            plgpu.SMEM((stages, *tile), t, transforms=swizzled(min(tile[1], 128 // t.itemsize), t))
+            plgpu.SMEM((stages, *tile), t, transforms=swizzled(min(tile[1], widest), t))
             for tile, t in zip((a_tile, b_tile), x.dtypes)
         ]
         o_tile = (cfg.tile_m, self.chunk)
@@ -168,17 +168,25 @@ class _Block:
             self.fetch(ahead, ahead < p.steps)
             slot = s % p.stages
             a, b = self.a_smem.at[slot], self.b_smem.at[slot]
-            a = (plgpu.transpose_ref(a, (1, 0)) if x.ta else a)[...]
-            b = (plgpu.transpose_ref(b, (1, 0)) if x.tb else b)[...]
-            if p.by_halves:
-                a, b = a.astype(jnp.float16), b.astype(jnp.float16)
+            a = plgpu.transpose_ref(a, (1, 0)) if x.ta else a
+            b = plgpu.transpose_ref(b, (1, 0)) if x.tb else b
             if scales is None:
-                return plgpu.mma(acc, a, b)
+                return self.product(acc, a, b)
             of_rows, (of_columns,) = scales.load(self.row, self.col, s)
-            return added(acc, plgpu.mma(jnp.zeros_like(acc), a, b), of_rows, of_columns)
+            return added(acc, self.product(jnp.zeros_like(acc), a, b), of_rows, of_columns)
 
         acc = jnp.zeros((cfg.tile_m, cfg.tile_n), jnp.float32)
         return lax.fori_loop(0, p.steps, step, acc)
+
+    def product(self, acc, a, b):
+        """acc + a @ b, of refs in shared memory."""
+        if not self.plan.by_halves:
+            return plgpu.mma(acc, a[...], b[...])
+        for part in range(0, self.cfg.step, _PART):  # twice the registers
+            along = pl.ds(part, _PART)
+            factors = a[:, along].astype(jnp.float16), b[along, :].astype(jnp.float16)
+            acc = plgpu.mma(acc, *factors)
+        return acc
 
     def store(self, acc):
         """The result, a chunk of columns at a time."""
@@ -236,7 +244,14 @@ class _Block:
         pl.store(self.o, (rows, cols), value, mask=mask)
 
 
-def choose(x, sms):
+def by_halves(x, target):
+    """Are the operands converted to float16? plgpu.mma takes 8-bit floats of one dtype, where the
+    GPU has such products."""
+    native = x.dtypes[0] == x.dtypes[1] and "FP8" in target["features"]
+    return x.dtypes[0].itemsize == 1 and not native
+
+
+def choose(x, sms, target):
     """The configuration for a Product: the largest tile that gives every SM its blocks; the one
     that takes the fewest waves if none does."""
 
@@ -247,10 +262,14 @@ def choose(x, sms):
         # a step takes the products of a tile, and what does not shrink with it
         return waves * (rows * cols + 24 * (rows + cols)), -rows * cols
 
-    # with scales of blocks a lane has the sums twice
-    tiles = ((64, 128), (64, 64)) if x.forms.blocks else TILES
+    tiles, bytes_ = TILES, 128  # of K per slot
+    if x.forms.blocks:  # a lane has the sums twice
+        tiles = TILES[3:] if by_halves(x, target) else TILES[2:]
+    elif by_halves(x, target):
+        tiles, bytes_ = TILES[1:], 64
     rows, cols = min(tiles, key=time)
-    return MmaConfig(rows, cols, (64 if rows == cols == 128 else 128) // x.dtypes[0].itemsize)
+    bytes_ = 64 if rows == cols == 128 else bytes_
+    return MmaConfig(rows, cols, bytes_ // x.dtypes[0].itemsize)
 
 
 def check(config, x):

@@ -749,7 +749,7 @@ def _on_warps(x, operands, config, accumulate, interpret):
     if accumulate:
         _check_accumulation(x, a, config, on_warps=True)
         x = x._replace(accumulate=True)
-    config = config or _warp_mma.choose(x, plgpu.sm_count(a.device))
+    config = config or _warp_mma.choose(x, plgpu.sm_count(a.device), target)
     product = with_padding(_warp_mma.kernel(x, config, target["name"], interpret), pads)
     return _Into(product) if accumulate else product
 

@@ -18,6 +18,7 @@ from pallas_mgpu import ops
 from pallas_mgpu.ops import MmaAttentionConfig, MmaConfig
 
 P = plgpu.InterpretParams
+e4m3, e5m2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 f16, bf16, f32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 TARGETS = ["sm_80", "sm_86", "sm_89", "sm_120a"]
 
@@ -102,13 +103,97 @@ def test_matmul(name, target, on, rng):
         assert ("cp_async" in main) == (target != "sm_120a")
 
 
+FLOATS8 = {  # M, N, K, dtypes, form of the scales, options
+    "whole": (128, 128, 128, (e4m3, e4m3), None, {"transpose_b": True}),
+    "mixed": (130, 72, 200, (e4m3, e5m2), None, {"transpose_a": True, "out_dtype": "float32"}),
+    "by row": (70, 136, 300, (e5m2, e5m2), "each", {"transpose_b": True, "bias": 1}),
+    "by one": (33, 65, 17, (e4m3, e4m3), "one", {"activation": "relu"}),
+    "by block": (100, 200, 300, (e4m3, e4m3), "blocks", {"transpose_b": True}),
+    "mixed by block": (64, 130, 256, (e5m2, e4m3), "blocks", {}),
+}
+
+
+def product_of_8_bits(name, rng):
+    m, n, k, (of_a, of_b), form, options = FLOATS8[name]
+    options = dict(options)
+    a, b = rng.integers(-3, 4, (m, k)).astype(of_a), rng.integers(-3, 4, (k, n)).astype(of_b)
+    wide_a, wide_b = a.astype(f32), b.astype(f32)
+    if form:
+        blocks_n, blocks_k = -(-n // 128), -(-k // 128)
+        shapes = {"one": ((), ()), "each": ((m,), (n,))}
+        shapes["blocks"] = (m, blocks_k), (blocks_n, blocks_k)
+        of_a, of_b = (np.asarray(rng.integers(1, 4, shape), f32) for shape in shapes[form])
+        options |= {"scale_a": of_a, "scale_b": of_b}
+        if form == "blocks":
+            of_a = of_a.repeat(128, 1)[:, :k]
+            of_b = of_b.repeat(128, 0).repeat(128, 1)[:n, :k]
+        elif form == "each":
+            of_a, of_b = of_a[:, None], of_b[:, None]
+        wide_a, wide_b = wide_a * of_a, wide_b * of_b.T
+    want = wide_a @ wide_b
+    if options.get("bias"):
+        options["bias"] = rng.integers(-3, 4, n).astype(f32)
+        want = want + options["bias"]
+    if options.get("activation"):
+        want = np.maximum(want, 0)
+    a = np.ascontiguousarray(a.T) if options.get("transpose_a") else a
+    b = np.ascontiguousarray(b.T) if options.get("transpose_b") else b
+    return a, b, options, want.astype(options.get("out_dtype", bf16))
+
+
+@pytest.mark.filterwarnings("ignore:not portable to JAX")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", FLOATS8)
+def test_matmul_of_8_bits(name, target, on, rng):
+    """sm_80 and sm_86 multiply in float16; the others only where the dtypes differ."""
+    on(target)
+    a, b, options, want = product_of_8_bits(name, rng)
+    for how in ways(target in ("sm_80", "sm_89", "sm_120a")):
+        np.testing.assert_array_equal(ops.matmul(a, b, **options, **how), want)
+    if name not in ("whole", "by block"):
+        return
+    scales = [options[x] for x in ("scale_a", "scale_b") if x in options]
+    x = np.zeros((1024, 1024), a.dtype)
+    scales = [np.zeros((1024, 8), f32), np.zeros((8, 8), f32)] if scales else []
+    kernel = ops.matmul.kernel(x, x, transpose_b=True, **dict(zip(("scale_a", "scale_b"), scales)))
+    low = kernel.lower(x, x, *scales)
+    used = low.resources()
+    assert used["spill_bytes"] == used["stack_bytes"] == 0
+    native = target in ("sm_89", "sm_120a")
+    assert ("mma_m16n8k32_f32_e4m3" in low.as_text("cuda")) == native
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [f16, e4m3])
+@pytest.mark.parametrize("out_dtype", [f32, bf16])
+def test_matmul_accumulates(out_dtype, dtype, target, on, rng):
+    on(target)
+    for m, n, k in (128, 128, 64), (70, 65, 40):
+        a, b = rng.integers(-2, 3, (m, k)).astype(dtype), rng.integers(-2, 3, (k, n)).astype(dtype)
+        there = rng.integers(-8, 9, (m, n)).astype(out_dtype)
+        product = (a.astype(f32) @ b.astype(f32)).astype(out_dtype)
+        want = (there.astype(f32) + product.astype(f32)).astype(out_dtype)
+        for how in True, P(backend="emulate"):
+            out = there.copy()
+            ops.matmul(a, b, accumulate=True, out_dtype=out_dtype, out=out, interpret=how)
+            np.testing.assert_array_equal(out, want)
+
+
 def test_matmul_refuses(on):
     on("sm_89")
-    a, e4m3 = np.zeros((64, 64), f16), np.zeros((64, 64), ml_dtypes.float8_e4m3fn)
-    with pytest.raises(NotImplementedError, match="8-bit operands on sm_89; use float16"):
-        ops.matmul(e4m3, e4m3)
-    with pytest.raises(NotImplementedError, match="accumulate=True on sm_89"):
-        ops.matmul(a, a, accumulate=True)
+    a, x = np.zeros((64, 64), f16), np.zeros((64, 256), e4m3)
+    with pytest.raises(ValueError, match="accumulate=True adds to out="):
+        ops.matmul(a, a, accumulate=True, interpret=True)
+    with pytest.raises(NotImplementedError, match="accumulate=True with a bias"):
+        ops.matmul(a, a, bias=a[0], accumulate=True)
+    with pytest.raises(ValueError, match="scale_a is for 8-bit floats"):
+        ops.matmul(a, a, scale_a=np.ones((), f32))
+    with pytest.raises(ValueError, match="a step of 64 or 128 for float8_e4m3fn"):
+        ops.matmul(x, x, transpose_b=True, config=MmaConfig())
+    scales = {"scale_a": np.ones((64, 2), f32), "scale_b": np.ones((1, 2), f32)}
+    with pytest.raises(ValueError, match="with scales of blocks tile_m must be 64"):
+        ops.matmul(x, x, transpose_b=True, config=MmaConfig(128, 64, 128), **scales)
     with pytest.raises(ValueError, match="tile_m and a tile_n of 64 or 128"):
         ops.matmul(a, a, config=MmaConfig(32))
     with pytest.raises(ValueError, match="exceed the 101376 bytes of shared memory of sm_89"):
@@ -205,6 +290,7 @@ def test_rows(name, target, on, rng):
 def test_programs_of_sm_80():
     """PTX of compute_80 on the GPU that is there, in a process whose kernels are all for sm_80."""
     script = """
+    import ml_dtypes
     import numpy as np
     import pallas_mgpu as plgpu
     from pallas_mgpu import ops
@@ -214,6 +300,13 @@ def test_programs_of_sm_80():
         a = rng.integers(-3, 4, (m, k)).astype(np.float16)
         b = rng.integers(-3, 4, (k, n)).astype(np.float16)
         got = ops.matmul(*map(plgpu.device_put, (a, b)), out_dtype=np.float32).numpy()
+        np.testing.assert_array_equal(got, a.astype(np.float32) @ b.astype(np.float32))
+        out = plgpu.device_put(np.ones((m, n), np.float32))
+        operands = map(plgpu.device_put, (a, b))
+        ops.matmul(*operands, accumulate=True, out_dtype=np.float32, out=out)
+        np.testing.assert_array_equal(out.numpy(), 1 + a.astype(np.float32) @ b.astype(np.float32))
+        e4m3, e5m2 = (x.astype(t) for x, t in ((a, "float8_e4m3fn"), (b, "float8_e5m2")))
+        got = ops.matmul(*map(plgpu.device_put, (e4m3, e5m2)), out_dtype=np.float32).numpy()
         np.testing.assert_array_equal(got, a.astype(np.float32) @ b.astype(np.float32))
     for dim in 64, 128, 256:
         q, k, v = rng.standard_normal((3, 2, 300, 2, dim)).astype(np.float16)

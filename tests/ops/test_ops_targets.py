@@ -129,6 +129,10 @@ def test_all_ops_are_here():
 
 PORTABLE = {name: call for name, call in CALLS.items() if "matmul" not in name} | {
     "matmul": lambda **o: ops.matmul(square, square, **o),
+    "matmul, accumulate": lambda **o: ops.matmul(
+        square, square, accumulate=True, out=square.copy(), **o
+    ),
+    "matmul, float8": lambda **o: ops.matmul(square.astype(E4M3), square.astype(E4M3), **o),
     "matmul, odd rows": lambda **o: ops.matmul(square[:, :99].copy(), square[:99], **o),
     "attention": lambda **o: ops.attention(heads, heads, heads, **o),
     "gated_matmul": HOPPER["gated_matmul"],  # elsewhere it is two kernels
