@@ -4,11 +4,11 @@
     python benchmarks/bench_gemm_suite.py --configs [--sizes 512x512x16384:bfloat16:nt ...]
 
 Kernels are compiled first, by 16 processes. Every result is checked against float32 on random
-normal operands, in an output poisoned with NaN. Then both are captured in CUDA graphs and take
-turns (plgpu.testing.do_bench, queued). Up to 512 rows, the calls go round over copies of the
-operands of 256 MiB or more, so that the weights come from memory. The ratio is torch's time
-divided by ours: the median of the rounds and its 95 % confidence interval. 8-bit products have one
-scale for each operand; torch sums them as the tensor cores do.
+normal operands, in an output poisoned with NaN; torch's error is noted, not judged. Then both are
+captured in CUDA graphs and take turns (plgpu.testing.do_bench, queued). Up to 512 rows, the calls
+go round over copies of the operands of 256 MiB or more, so that the weights come from memory. The
+ratio is torch's time divided by ours: the median of the rounds and its 95 % confidence interval.
+8-bit products have one scale for each operand; torch sums them as the tensor cores do.
 
 --budget: no product is begun after so many seconds; what was left out is named. --configs times
 configurations of ops.matmul on a few products, those the chooser looks at and others, and asks the
@@ -139,7 +139,7 @@ class Problem:
                 want = a.float() @ right
                 error = float((out.float() - want).norm() / want.norm())
                 self.errors[name] = max(error, self.errors.get(name, 0.0))
-                if not error < BOUND[self.gemm.dtype]:
+                if name != "torch" and not error < BOUND[self.gemm.dtype]:
                     raise AssertionError(f"{name}: relative error {error:.2e}")
         return calls
 

@@ -489,36 +489,73 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     return found
 
 
-def _cycles(m, n, k, cfg, sms, in_bytes=2):
-    """An estimate of the time of a product, in cycles of an SM.
+class Rates(NamedTuple):
+    """What the estimate of a product's time consists of: cycles of an SM, bytes and operations.
 
-    Its numbers were fitted to times measured on an H200, of all candidates on 14 shapes and of some
-    on 4 large ones (bench_ops_matmul.py). What it chooses took at most 1.035 of the best, on
-    128 x 4096 x 4096 1.175."""
+    From times on an H200: those that end in a comment by benchmarks/fit_gemm_model.py, the others
+    before, by bench_ops_matmul.py."""
+
+    tensor: float = 3656  # rows * columns * bytes along K that an SM multiplies in a cycle
+    l2: float = 9670  # bytes of slots that the L2 gives to all SMs in a cycle
+    intake: float = 55  # bytes that one SM takes in in a cycle, of 8-bit operands
+    way: tuple[float, float] = (281, 355)  # from barrier to barrier, with one consumer or more
+    latency: float = 1620  # from the request for a slot to its arrival: fitted
+    step: float = 32
+    power: float = 250e3
+    epilogue: float = 57
+    column: float = 3.6
+    split: float = 660  # until sums travel: fitted
+    exchange: float = 10.9  # bytes of sums that a block sends in a cycle: fitted
+    restart: float = 2840  # a cluster ends and the next one begins: fitted
+    cluster: float = 927  # for every doubling of the cluster
+    memory: float = 2083  # bytes a cycle: fitted
+    uneven: float = 1.17  # tiles of 192 columns, whose rows memory gives more slowly: fitted
+    fill: float = 18400
+    start: float = 1820
+
+
+def _clusters_at_once(sms, cluster):
+    """How many clusters of that many blocks run at the same time, one block on an SM.
+
+    A cluster does not leave its group of SMs (GPC), and the groups differ in size. An H200 with 132
+    SMs runs 66 pairs, 30 clusters of 4 and 15 of 8 (cuOccupancyMaxActiveClusters). The share of
+    other devices is taken to be the same. Less than 1 where there are not that many SMs."""
+    usable = sms if cluster <= 2 else sms * 10 / 11
+    return usable // cluster if usable >= cluster else usable / cluster
+
+
+_RATES = Rates()
+
+
+def _cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
+    """An estimate of the time of a product, in cycles of an SM."""
     p = _Plan(m, n, k, 2, cfg, sms, in_bytes)
-    waves = pl.cdiv(p.total, max(sms // p.cluster, 1))
+    waves = math.ceil(p.total / _clusters_at_once(sms, p.cluster))
     active = p.total * p.cluster / waves
     line = cfg.step * in_bytes
     slot = (p.rows + p.cols) * line
     fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * line
-    # a step takes what limits it: the tensor cores, the L2, or the way from barrier to barrier;
+    # a step takes what limits it: the tensor cores, the L2, the way from barrier to barrier, or the
+    # wait for memory, during which only the slots that are not being multiplied are under way;
     # sharing hardly helps there (equal requests of neighbours are answered at once), but in power
-    tensor, l2 = p.rows * p.cols * line / 3656, slot * active / 9670
-    way = (281 if cfg.consumers == 1 else 355) * line / 128
-    if in_bytes == 1:  # what one SM takes in, at most
-        l2 = max(l2, slot / 55)
-    step = max(tensor, l2, way) + 32 + fetched * active / 250e3
-    epilogue = 57 + 3.6 * p.width
+    tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / rates.l2
+    if in_bytes == 1:
+        l2 = max(l2, slot / rates.intake)
+    way = rates.way[cfg.consumers > 1] * line / 128
+    latency = rates.latency / (p.stages - cfg.lag)
+    step = max(tensor, l2, way, latency) + rates.step + fetched * active / rates.power
+    epilogue = rates.epilogue + rates.column * p.width
     if cfg.split > 1:  # the sums travel
-        epilogue += 965 + p.sent * cfg.consumers * p.cols * 4 / 6.4
-    time = waves * (p.steps * step + epilogue)
-    if p.cluster > 1:
-        time += 927
-    if p.cluster > 2:
-        time *= 1.37
-    fill = min(p.stages, p.steps) * slot * active / 18400
-    memory = ((m * k + k * n) * in_bytes + m * n * 2) / 2190
-    return max(time, memory) + fill + 1820
+        epilogue += rates.split + p.sent * cfg.consumers * p.cols * 4 / rates.exchange
+    time = waves * (p.steps * step + epilogue) + rates.cluster * math.log2(p.cluster)
+    if cfg.split > 1:  # blocks are not persistent
+        time += rates.restart * (waves - 1)
+    fill = min(p.stages, p.steps) * slot * active / rates.fill
+    memory = ((m * k + k * n) * in_bytes + m * n * 2) / rates.memory
+    if p.cols == 192:
+        memory *= rates.uneven
+    # the larger, or somewhat more where they are alike
+    return (time**6 + memory**6) ** (1 / 6) + fill + rates.start
 
 
 few_rows_candidates = _few_rows.candidates

@@ -176,7 +176,8 @@ def test_chosen_configurations():
 
 
 # us of configurations (consumers, tile_n, cluster, cluster_n, split) on an H200, the best first:
-# part of a run of bench_ops_matmul.py --candidates
+# part of a run of bench_ops_matmul.py --candidates; the last two with weights from memory, of
+# bench_gemm_suite.py --configs: more clusters than run at the same time, and a ring of two slots
 MEASURED = {
     (2048, 2048, 2048): {(2, 256, 1, 1, 1): 23.3, (2, 128, 2, 1, 1): 24.4, (1, 256, 2, 1, 1): 26.2},
     (1024, 1024, 1024): {(1, 128, 1, 1, 1): 4.93, (2, 64, 1, 1, 1): 5.77, (2, 128, 1, 1, 1): 7.16},
@@ -185,6 +186,8 @@ MEASURED = {
     (3072, 3072, 1024): {(2, 128, 1, 1, 1): 30.2, (1, 256, 1, 1, 1): 32.9, (2, 256, 1, 1, 1): 35.0},
     (512, 512, 8192): {(1, 64, 1, 1, 2): 16.7, (1, 64, 1, 1, 1): 27.3, (2, 64, 1, 1, 8): 22.9},
     (64, 4096, 4096): {(1, 64, 1, 1, 2): 9.87, (1, 128, 1, 1, 1): 12.9, (1, 128, 1, 1, 8): 16.5},
+    (512, 512, 16384): {(1, 64, 1, 1, 2): 28.3, (1, 128, 1, 1, 4): 33.5, (2, 128, 1, 1, 8): 33.3},
+    (64, 14336, 4096): {(1, 128, 1, 1, 1): 32.9, (1, 128, 1, 1, 4): 40.1, (1, 256, 1, 1, 2): 44.7},
 }
 
 
