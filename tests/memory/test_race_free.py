@@ -58,10 +58,12 @@ def checked(monkeypatch):
             timeline = getattr(self.interpret, "timeline", None)
             self.interpret = plgpu.InterpretParams(**SILENT, seed=seed, timeline=timeline)
 
+        plgpu.clear_caches()  # kernels of ops that other tests made have no detector
         monkeypatch.setattr(_kernel.Definition, "__init__", make)
         monkeypatch.setattr(plgpu._races, "_latest", None)
 
-    return check
+    yield check
+    plgpu.clear_caches()
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
