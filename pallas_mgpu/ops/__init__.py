@@ -13,7 +13,7 @@ from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .gated_matmul import gated_matmul
 from .matmul import FewRowsConfig, MatmulConfig, MmaConfig, TensorMemoryConfig, matmul
-from .mixed import MixedConfig, mixed_matmul
+from .mixed import MixedConfig, TensorMemoryMixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
 from .norms_backward import (
     column_sums,
@@ -37,6 +37,7 @@ __all__ = [
     "RaggedConfig",
     "TensorMemoryAttentionConfig",
     "TensorMemoryConfig",
+    "TensorMemoryMixedConfig",
     "adamw",
     "attention",
     "attention_backward",

@@ -81,6 +81,12 @@ class TensorMemoryConfig(NamedTuple):
     step: int = 128
     dynamic: bool = True
 
+class TensorMemoryMixedConfig(NamedTuple):
+    tile_m: int = 128
+    stages: int = 0
+    step: int = 128
+    group: int = 8
+
 class RaggedConfig(NamedTuple):
     consumers: int = 2
     tile: int = 256
@@ -316,7 +322,7 @@ def mixed_matmul(
     scales: np.ndarray | None = None,
     *,
     out_dtype: DType | None = None,
-    config: MixedConfig | None = None,
+    config: MixedConfig | TensorMemoryMixedConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
     stream: Stream | None = None,
@@ -328,7 +334,7 @@ def mixed_matmul(
     scales: A | None = None,
     *,
     out_dtype: DType | None = None,
-    config: MixedConfig | None = None,
+    config: MixedConfig | TensorMemoryMixedConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,

@@ -23,6 +23,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _mixed_tensor_memory, _tensor_memory
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -35,6 +36,7 @@ from ._common import (
     swizzled,
     warp_specialized,
 )
+from ._mixed_tensor_memory import TensorMemoryMixedConfig
 from ._padding import padding_of, with_padding
 
 _BITS = {"int8": 8, "int4": 4}
@@ -349,13 +351,15 @@ def _check_config(config, x, sms):
 
 @plgpu.specialize(in_place=False)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
-    """``x @ (weights * scales).T`` with float32 accumulation, for int8 or int4 weights (Hopper).
+    """``x @ (weights * scales).T`` with float32 accumulation, for int8 or int4 weights (Hopper,
+    Blackwell).
 
     x: (M, K) float16 or bfloat16; weights: (N, K) int8 or int4, K contiguous; K a multiple of 64,
     any M and N. scales: (G, N) float16, bfloat16 or float32: element (g, n) belongs to
     ``weights[n, g * K // G : (g + 1) * K // G]``, whose length must be a multiple of 64 if G > 1;
     None for ones. out_dtype: float16, bfloat16 or float32; that of ``x`` by default. config: a
-    :class:`MixedConfig`; chosen from the shape by default. out: a preallocated result.
+    :class:`MixedConfig`, on Blackwell a :class:`TensorMemoryMixedConfig`; chosen from the shape by
+    default. out: a preallocated result.
 
     Weights become floats of the dtype of ``x`` exactly, and scales multiply float32 sums. Returns
     (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
@@ -395,9 +399,15 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
     if out_dtype.name not in ("float16", "bfloat16", "float32"):
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
     sms = plgpu.sm_count(x.device)
-    config = config or choose(m, n, k, groups, sms)
     scale_dtype = None if scales is None else scales.dtype
     product = Product(m, n, k, x.dtype, weights.dtype, scale_dtype, groups, out_dtype)
-    _check_config(config, product, sms)
-    kernel = _kernel(product, config, sms, interpret)
+    if config is None and _tensor_memory.runs_here(x.device):
+        config = _mixed_tensor_memory.choose(m, k, groups)
+    if isinstance(config, TensorMemoryMixedConfig):
+        _mixed_tensor_memory.check(config, product)
+        kernel = _mixed_tensor_memory.kernel(product, config, sms, interpret)
+    else:
+        config = config or choose(m, n, k, groups, sms)
+        _check_config(config, product, sms)
+        kernel = _kernel(product, config, sms, interpret)
     return with_padding(kernel, [padding_of(x, interpret), None, None])

@@ -57,6 +57,9 @@ CALLS = {
     "attention": lambda **o: ops.attention(
         heads, heads, heads, config=ops.TensorMemoryAttentionConfig(), **o
     ),
+    "mixed_matmul": lambda **o: ops.mixed_matmul(
+        square, zeros(256, 256, dtype=np.int8), config=ops.TensorMemoryMixedConfig(), **o
+    ),
 }
 
 HOPPER = {  # gaps.md has them
