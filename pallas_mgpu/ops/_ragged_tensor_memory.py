@@ -1,9 +1,14 @@
-"""Grouped matrix products on Blackwell's tensor cores, for `ragged_dot`.
+"""Grouped matrix products on Blackwell's tensor cores, `ragged_dot` and `transposed_ragged_dot`.
 
 Built as `matmul` for one block (_tensor_memory.py): a producer, a multiplier with two accumulators
 in tensor memory, and an epilogue. Tiles have 128 rows and begin where a group does; what they read
 of the next group is multiplied for nothing. What is stored ends where the group ends: in boxes of
-TMA, whose rows are powers of two. Persistent blocks take every n-th tile."""
+TMA, whose rows are powers of two. Persistent blocks take every n-th tile.
+
+In `transposed_ragged_dot` steps go along the rows of a group, both operands are transposed, and the
+last step of a group may have rows of the next one. The multiplier, a whole warpgroup, overwrites
+these with zeros in both operands (they may be infinite) before it issues the product. A group
+without rows is one such step of zeros alone."""
 
 import functools
 
@@ -12,7 +17,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches, warp_specialized
+from ._common import StaticTiles, overlap_launches, warp_specialized
 from ._groups import GroupedBlock, in_bands
 from ._tensor_memory import SMEM_BYTES, TensorMemoryConfig
 
@@ -25,6 +30,7 @@ class _Plan:
 
     consumers, registers = 2, None
     axes: dict = {}
+    name = "ragged_dot"
 
     def __init__(self, x, cfg, sms):
         self.x, self.cfg, self.cols = x, cfg, cfg.tile_n
@@ -40,15 +46,20 @@ class _Plan:
         self.stages = min(cfg.stages or most, most)
         if self.stages < 2:
             raise ValueError(
-                f"ragged_dot: {self.stages} slots fit with {x.groups} groups, {cfg} needs 2 of them"
+                f"{self.name}: {self.stages} slots fit with {x.groups} groups, {cfg} needs 2 of"
+                " them"
             )
         self.engine = None if x.m == 1 or x.n * out_bytes % 16 == 0 else "plain"
 
+    def slot_shapes(self):
+        b_tile = (self.cols, self.step) if self.x.tb else (self.step, self.cols)
+        return (_ROWS, self.step), b_tile
+
     def scratch(self):
         x, each = self.x, {"num_barriers": _ACCUMULATORS, "orders_tensor_core": True}
-        b_tile = (self.cols, self.step) if x.tb else (self.step, self.cols)
+        a_tile, b_tile = self.slot_shapes()
         return {
-            "a_smem": plgpu.SMEM((self.stages, _ROWS, self.step), x.dtype),
+            "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtype),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtype),
             "o_smem": plgpu.SMEM((self.buffers, _ROWS, self.chunk), x.out_dtype),
             "acc": plgpu.TMEM((_ACCUMULATORS, _ROWS, self.cols), jnp.float32),
@@ -64,8 +75,8 @@ class _Plan:
 class _Block(GroupedBlock):
     """One block of the kernel, while it is traced."""
 
-    def __init__(self, plan, refs):
-        super().__init__(plan, _ROWS, refs)
+    def __init__(self, plan, refs, rows=_ROWS):
+        super().__init__(plan, rows, refs)
 
     def for_tiles(self, work, carry):
         """carry = work(number, group, first row, rows, first column, carry) for each tile."""
@@ -119,10 +130,7 @@ class _Block(GroupedBlock):
     def multiply_tile(self, w, g, row, rows, col, it0):
         del g, row, rows, col
         p, ring, which = self.plan, self.ring, w % _ACCUMULATORS
-
-        @pl.when(w >= _ACCUMULATORS)
-        def _():
-            plgpu.barrier_wait(self.taken.at[which], phase=w // _ACCUMULATORS - 1)
+        self.await_taken(w)
 
         def step(s, _):
             it = it0 + s
@@ -141,8 +149,15 @@ class _Block(GroupedBlock):
         plgpu.tcgen05_commit_arrive(self.ready.at[which])
         return it0 + p.steps
 
+    def await_taken(self, w):
+        """Multiplier: waits until the accumulator of tile w is free."""
+
+        @pl.when(w >= _ACCUMULATORS)
+        def _():
+            taken = self.taken.at[w % _ACCUMULATORS]
+            plgpu.barrier_wait(taken, phase=w // _ACCUMULATORS - 1)
+
     def take_tile(self, w, g, row, rows, col, _):
-        del g
         p, which = self.plan, w % _ACCUMULATORS
         plgpu.barrier_wait(self.ready.at[which], phase=w // _ACCUMULATORS)
         for c in range(p.chunks):
@@ -156,10 +171,11 @@ class _Block(GroupedBlock):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer[...] = part.astype(p.x.out_dtype)
             plgpu.commit_smem()
-            self.store_rows(buffer, row, rows, pl.ds(col + c * p.chunk, p.chunk))
+            self.store_rows(buffer, g, row, rows, pl.ds(col + c * p.chunk, p.chunk))
 
-    def store_rows(self, buffer, row, rows, along):
+    def store_rows(self, buffer, g, row, rows, along):
         """The first rows of a buffer, in boxes of as many as their number has bits."""
+        del g
 
         def send(first, count):
             target = self.o.at[pl.ds(row + first, count), along]
@@ -193,17 +209,122 @@ class _Block(GroupedBlock):
         )
 
 
+class _SumPlan(_Plan):
+    """The same of `transposed_ragged_dot`: a slot has `rows` rows of both operands."""
+
+    name = "transposed_ragged_dot"
+
+    def __init__(self, x, cfg, sms):
+        super().__init__(x, cfg, sms)
+        self.rows = self.step
+        self.tiles_m = pl.cdiv(x.k, _ROWS)
+        self.total = x.groups * self.tiles_m * self.tiles_n
+        self.clusters = min(sms, self.total)
+        self.engine = None if x.n * x.out_dtype.itemsize % 16 == 0 else "plain"
+
+    def slot_shapes(self):
+        return (self.rows, _ROWS), (self.rows, self.cols)
+
+    def scratch(self):
+        # a slot is released by the product and by the lanes that may have stored zeros there
+        released = {"num_arrivals": 2, "num_barriers": self.stages, "orders_tensor_core": True}
+        return super().scratch() | {"empty": plgpu.Barrier(**released)}
+
+
+class _SumBlock(_Block):
+    """One block of `transposed_ragged_dot`. The "row" of a tile is one of the result."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs, plan.rows)
+
+    def for_tiles(self, work, carry):
+        """carry = work(number, group, first row, the group's rows, first column, carry) for each
+        tile; the group's rows are (the first one, how many)."""
+        p = self.plan
+        tiles = StaticTiles(p.total, p.clusters, self.cluster)
+
+        def one(w, carry):
+            t = tiles.tile(w)
+            each = p.tiles_m * p.tiles_n
+            i, j = in_bands(t % each, p.tiles_m, p.tiles_n, p.cfg.group)
+            rows = self.group_rows(t // each)
+            return work(w, t // each, i * _ROWS, rows, j * p.cols, carry)
+
+        return lax.fori_loop(0, tiles.count(), one, carry)
+
+    def count(self, rows):
+        """Steps of a group."""
+        return jnp.maximum((rows[1] + (self.plan.rows - 1)) // self.plan.rows, 1)
+
+    def fetch_tile(self, w, g, row, rows, col, it0):
+        del w, g
+        p, ring, count = self.plan, self.ring, self.count(rows)
+
+        def fetch(s, _):
+            it = it0 + s
+            slot, full = ring.slot(it), self.full.at[ring.slot(it)]
+            along = pl.ds(rows[0] + s * p.rows, p.rows)
+            ring.acquire(it)
+            a, b = self.a.at[along, pl.ds(row, _ROWS)], self.b.at[along, pl.ds(col, p.cols)]
+            plgpu.copy_gmem_to_smem(a, self.a_smem.at[slot], full)
+            plgpu.copy_gmem_to_smem(b, self.b_smem.at[slot], full)
+
+        lax.fori_loop(0, count, fetch, None)
+        return it0 + count
+
+    def multiply_tile(self, w, g, row, rows, col, it0):
+        del g, row, col
+        p, ring, which, count = self.plan, self.ring, w % _ACCUMULATORS, self.count(rows)
+        self.await_taken(w)
+
+        def step(s, _):
+            it = it0 + s
+            slot, left = ring.slot(it), rows[1] - s * p.rows
+            ring.wait(it)
+            a, b = self.a_smem.at[slot], self.b_smem.at[slot]
+            pl.when(left < p.rows)(lambda: self.clear(left, a, b))
+            how = {"accumulate": s > 0}
+            plgpu.tcgen05_mma(self.acc.at[which], a.T, b, self.empty.at[slot], **how)
+            ring.release(it)
+
+        lax.fori_loop(0, count, step, None)
+        plgpu.tcgen05_commit_arrive(self.ready.at[which])
+        return it0 + count
+
+    def clear(self, left, *refs):
+        """Zeros in the rows from `left` on."""
+
+        def zero(i, _):
+            for ref in refs:
+                zeros = jnp.zeros((8, ref.shape[1]), ref.dtype)
+                at = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
+                pl.store(ref.at[pl.ds(i * 8, 8)], zeros, mask=at >= left - i * 8)
+
+        lax.fori_loop(left // 8, self.plan.rows // 8, zero, None)
+        plgpu.commit_smem()
+
+    def store_rows(self, buffer, g, row, rows, along):
+        del rows
+        target = self.o.at[g, pl.ds(row, _ROWS), along]
+        plgpu.copy_smem_to_gmem(buffer, target, engine=self.plan.engine)
+
+    def zero_rest(self):
+        """Rows of no group count for nothing."""
+
+
 @cached
-def kernel(x, cfg, sms, interpret):
+def kernel(x, cfg, sms, interpret, transposed=False):
     """x: a Product."""
-    plan = _Plan(x, cfg, sms)
+    plan = (_SumPlan if transposed else _Plan)(x, cfg, sms)
 
     def body(a, b, sizes, o, **scratch):
         overlap_launches()
-        _Block(plan, dict(a=a, b=b, sizes=sizes, o=o) | scratch).run()
+        refs = dict(a=a, b=b, sizes=sizes, o=o) | scratch
+        (_SumBlock if transposed else _Block)(plan, refs).run()
 
-    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="ragged_dot")
+    shape = (x.groups, x.k, x.n) if transposed else (x.m, x.n)
+    out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
+    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name=plan.name)
 
 
 def choose(n):

@@ -574,7 +574,7 @@ def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config):
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
     if config is not None:
         check = _check_config
-        if name == "ragged_dot" and isinstance(config, _tensor_memory.TensorMemoryConfig):
+        if isinstance(config, _tensor_memory.TensorMemoryConfig):
             check = _ragged_tensor_memory.check
         check(name, config)
     return out_dtype
@@ -649,12 +649,13 @@ def ragged_dot(
 @plgpu.specialize(in_place=False)
 def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
     """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
-    (Hopper): the gradient of :func:`ragged_dot` by its matrices.
+    (Hopper, Blackwell): the gradient of :func:`ragged_dot` by its matrices.
 
     lhs: (M, K); rhs: (M, N); float16 or bfloat16, row-major, any extents. group_sizes: (G,) int32,
     on the device, as for :func:`ragged_dot`; groups without rows give zeros, rows of no group are
     left out. out_dtype: float16, bfloat16 or float32; that of ``lhs`` by default. config: a
-    :class:`RaggedConfig`; chosen from the shape by default. out: a preallocated result.
+    :class:`RaggedConfig`, on Blackwell a :class:`TensorMemoryConfig` without pair and dynamic;
+    chosen from the shape by default. out: a preallocated result.
 
     Returns (G, K, N) of the caller's kind of array. TypeError, ValueError for other dtypes and
     shapes.
@@ -665,6 +666,11 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
     if m != m2:
         raise ValueError(f"{name}: lhs and rhs must have the same rows, got {m} and {m2}")
     sms = plgpu.sm_count(lhs.device)
-    config = config or choose_transposed(n, k, groups, sms)
     x = Product(m, n, k, groups, lhs.dtype, out_dtype)
+    on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
+    if on_blackwell or isinstance(config, _tensor_memory.TensorMemoryConfig):
+        config = config or _ragged_tensor_memory.choose(n)
+        kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret, transposed=True)
+        return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
+    config = config or choose_transposed(n, k, groups, sms)
     return _make(name, _sum_kernel, _SumPlan, x, config, sms, (lhs, rhs), interpret)

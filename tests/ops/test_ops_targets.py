@@ -60,6 +60,9 @@ CALLS = {
     "mixed_matmul": lambda **o: ops.mixed_matmul(
         square, zeros(256, 256, dtype=np.int8), config=ops.TensorMemoryMixedConfig(), **o
     ),
+    "transposed_ragged_dot": lambda **o: ops.transposed_ragged_dot(
+        square, square, sizes, config=ops.TensorMemoryConfig(256, False, dynamic=False), **o
+    ),
 }
 
 HOPPER = {  # gaps.md has them

@@ -1,4 +1,4 @@
-"""`ops.ragged_dot` for Blackwell: the interpreter and the emulated machine give NumPy's products,
+"""`ops.ragged_dot` and `ops.transposed_ragged_dot` for Blackwell: the interpreter and the emulated machine give NumPy's products,
 and both targets' compilers take the programs, without local memory."""
 
 import ml_dtypes
@@ -8,7 +8,7 @@ from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine.run import run as run_on_machine
-from pallas_mgpu.ops import TensorMemoryConfig, ragged_dot
+from pallas_mgpu.ops import TensorMemoryConfig, ragged_dot, transposed_ragged_dot
 
 f16, bf16, f32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
@@ -39,22 +39,49 @@ def test_products(name, rng, monkeypatch):
     for g, (a, b) in enumerate(zip((0, *ends), ends)):
         right = rhs[g].astype(f32)
         want[a:b] = lhs[a:b].astype(f32) @ (right.T if turned else right)
-    want = want.astype(out)
     args = [lhs, rhs, np.array(sizes, np.int32)]
+    check(ragged_dot, args, cfg, options, want.astype(out), monkeypatch)
+
+
+def check(op, args, cfg, options, want, monkeypatch):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
-    ragged_dot.maker.forget()
-    f = ragged_dot.kernel(*args, config=cfg, **options)
+    op.maker.forget()
+    f = op.kernel(*args, config=cfg, **options)
+    f = getattr(f, "product", f)
     for seed in range(2):
-        got = np.zeros((m, n), out)
+        got = np.zeros(want.shape, want.dtype)
         run_on_machine(f.lower(*args, target="sm_100a"), args, [got], seed=seed)
         np.testing.assert_array_equal(got, want)
     for target in ("sm_100a", "sm_103a"):
         used = f.lower(*args, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
-    races = plgpu.InterpretParams(detect_races=True, seed=1)
-    got = ragged_dot(*args, config=cfg, **options, interpret=races)
-    ragged_dot.maker.forget()
-    np.testing.assert_array_equal(got, want)
+    for seed in range(1, 3):
+        races = plgpu.InterpretParams(detect_races=True, seed=seed)
+        got = op(*args, config=cfg, **options, interpret=races)
+        np.testing.assert_array_equal(got, want)
+    op.maker.forget()
+
+
+SUMS = {  # rows, K, columns, sizes of groups, dtype, configuration, result
+    "uneven": (600, 200, 264, [3, 0, 300, 128, 129], f16, config(), f32),
+    "rest": (300, 72, 64, [100, -5, 77], bf16, config(64, stages=2), bf16),
+    "too many": (200, 136, 200, [150, 500, 3], f16, config(128, step=256), f16),
+    "odd": (70, 33, 30, [1, 69], f16, config(64), f16),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_groups(name, rng, monkeypatch):
+    """Rows of no group are infinite: they are left out, not multiplied with zeros."""
+    m, k, n, sizes, dtype, cfg, out = SUMS[name]
+    lhs, rhs = (rng.integers(-3, 4, (m, c)).astype(dtype) for c in (k, n))
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), m)
+    lhs[ends[-1] :] = rhs[ends[-1] :] = np.inf
+    pairs = zip((0, *ends), ends)
+    want = np.stack([lhs[a:b].astype(f32).T @ rhs[a:b].astype(f32) for a, b in pairs])
+    args = [lhs, rhs, np.array(sizes, np.int32)]
+    check(transposed_ragged_dot, args, cfg, {"out_dtype": out}, want.astype(out), monkeypatch)
 
 
 @pytest.mark.parametrize("cfg", [TensorMemoryConfig(), config(192), config(stages=-1)], ids=str)
