@@ -20,8 +20,9 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _core
 
-from . import _attention_backward_bias, _attention_scores
+from . import _attention_backward_bias, _attention_scores, _tensor_memory
 from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import Problem, kernel, statistics
 from .attention import _check
@@ -168,6 +169,12 @@ def attention_backward(
         raise ValueError(
             f"{name}: lse must be float32 of shape {(batch, heads, queries)}, got"
             f" {lse.dtype} of shape {lse.shape}"
+        )
+    if _tensor_memory.runs_here(q.device):
+        raise NotImplementedError(
+            f"{name}: needs wgmma, which {_core.target(q.device)['name']} lacks; write a kernel with"
+            " plgpu.tcgen05_mma, or differentiate products and softmax (ops.matmul,"
+            " ops.softmax_backward)"
         )
     if bias_gradient and bias is None:
         raise ValueError(f"{name}: bias_gradient needs the bias")

@@ -57,6 +57,9 @@ CALLS = {
     "attention": lambda **o: ops.attention(
         heads, heads, heads, config=ops.TensorMemoryAttentionConfig(), **o
     ),
+}
+
+BLACKWELL = CALLS | {  # configurations of other kernels than elsewhere
     "mixed_matmul": lambda **o: ops.mixed_matmul(
         square, zeros(256, 256, dtype=np.int8), config=ops.TensorMemoryMixedConfig(), **o
     ),
@@ -105,9 +108,9 @@ def calls(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BLACKWELL)
 def test_compiled(name, calls):
-    CALLS[name](interpret=True)
+    BLACKWELL[name](interpret=True)
     assert calls
     for kernel, args in calls:
         for target in TARGETS:
@@ -124,6 +127,36 @@ def test_refused(name, calls):
         with pytest.raises(NotImplementedError, match=r"tcgen05_mma"):
             for kernel, args in calls:
                 kernel.lower(*args, target=target)
+
+
+BY_NAME = {  # what an op says on such a GPU before any kernel is made
+    "attention_backward": HOPPER["attention_backward"],
+    "attention_decode": HOPPER["attention_decode"],
+    "gated_matmul": lambda **o: ops.gated_matmul(square, square, square, **o),
+    "gated_matmul, config": lambda **o: ops.gated_matmul(
+        square, square, config=ops.MatmulConfig(), **o
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_refused_by_name(name, target, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+    op = name.split(",")[0]
+    with pytest.raises(NotImplementedError, match=rf"^{op}: .*{target}.*; (use|pass|write)"):
+        BY_NAME[name](interpret=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted({*HOPPER} - {*BY_NAME}))
+def test_chosen_on_blackwell(name, calls, monkeypatch):
+    """Calls without a config run kernels that the target has."""
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_100a")
+    HOPPER[name](interpret=True)
+    assert calls
+    for kernel, args in calls:
+        assert "target sm_100a" in kernel.lower(*args).as_text("graph")
 
 
 def test_all_ops_are_here():

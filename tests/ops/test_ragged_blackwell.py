@@ -1,5 +1,6 @@
-"""`ops.ragged_dot` and `ops.transposed_ragged_dot` for Blackwell: the interpreter and the emulated machine give NumPy's products,
-and both targets' compilers take the programs, without local memory."""
+"""Grouped products for Blackwell (`ops.ragged_dot`, `ops.transposed_ragged_dot`): the interpreter,
+with its races, and the emulated machine give NumPy's products, and both targets' compilers take the
+programs, without local memory."""
 
 import ml_dtypes
 import numpy as np
