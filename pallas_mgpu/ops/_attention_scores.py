@@ -129,10 +129,10 @@ def _sequences(name, q, cu_q, cu_k):
 
 
 @cached
-def lookup(sequences, rows, columns, before, after, bottom_right, interpret):
+def lookup(sequences, rows, columns, before, after, bottom_right, interpret, multiple=_MULTIPLE):
     """Kernel: (low, high) of rows padded to whole tiles, from cu_seqlens of rows and of columns.
     Rows beyond the last sequence see nothing."""
-    padded = pl.cdiv(rows, _MULTIPLE) * _MULTIPLE
+    padded = pl.cdiv(rows, multiple) * multiple
 
     def body(cu_rows, cu_columns, low, high):
         start = lax.axis_index("part") * _PART
@@ -170,19 +170,22 @@ def lookup(sequences, rows, columns, before, after, bottom_right, interpret):
     )
 
 
-def lookup_of(x, by_keys, interpret):
+def lookup_of(x, by_keys, interpret, multiple=_MULTIPLE):
     """The kernel above for a problem, whose arguments are (cu_seqlens_q, cu_seqlens_k)."""
     f = x.scores
-    if by_keys:
-        return lookup(f.sequences, x.keys, x.queries, f.right, f.left, f.bottom_right, interpret)
-    return lookup(f.sequences, x.queries, x.keys, f.left, f.right, f.bottom_right, interpret)
+    sizes = (
+        (x.keys, x.queries, f.right, f.left) if by_keys else (x.queries, x.keys, f.left, f.right)
+    )
+    return lookup(f.sequences, *sizes, f.bottom_right, interpret, multiple)
 
 
 class Ranges:
     """Columns that rows see, while a kernel is traced. low, high: the arrays of lookup(), or None.
-    exact: rows beyond the last one see nothing; otherwise their results mean nothing."""
+    exact: rows beyond the last one see nothing; otherwise their results mean nothing. layout: of a
+    tile of pairs."""
 
-    def __init__(self, x, by_keys, low=None, high=None, exact=False):
+    def __init__(self, x, by_keys, low=None, high=None, exact=False, layout=plgpu.Layout.WGMMA):
+        self.layout = layout
         f = x.scores._replace(right=0) if x.causal else x.scores
         self.columns, rows = (x.queries, x.keys) if by_keys else (x.keys, x.queries)
         self.rows = rows if exact and rows % _MULTIPLE else None
@@ -229,7 +232,7 @@ class Ranges:
         here = column + lax.broadcasted_iota(jnp.int32, shape, 1)
         i = row + lax.broadcasted_iota(jnp.int32, shape, 0)
         if self.arrays:
-            layout, at = plgpu.Layout.WGMMA.reduce(1), pl.ds(row, shape[0])
+            layout, at = self.layout.reduce(1), pl.ds(row, shape[0])
             low, high = (
                 lax.broadcast_in_dim(plgpu.load(a.at[at], layout=layout), shape, [0])
                 for a in self.arrays
@@ -247,9 +250,13 @@ class Ranges:
 class Tile:
     """The scores of one head and a tile of pairs, while a kernel is traced.
 
-    batch, head: of the queries; row, column: the first ones; by_keys: rows are keys."""
+    batch, head: of the queries; row, column: the first ones; by_keys: rows are keys; layout: of
+    the tile."""
 
-    def __init__(self, x, refs, batch, head, row, column, shape, by_keys):
+    def __init__(
+        self, x, refs, batch, head, row, column, shape, by_keys, layout=plgpu.Layout.WGMMA
+    ):
+        self.layout = layout
         self.x, self.f, self.refs = x, x.scores, refs
         self.batch, self.head, self.shape, self.by_keys = batch, head, shape, by_keys
         self.row, self.column = row, column
@@ -274,7 +281,7 @@ class Tile:
         if self.by_keys:
             ref = plgpu.transpose_ref(ref, (1, 0))
             sizes.reverse()
-        layout, whole = plgpu.Layout.WGMMA, self.shape
+        layout, whole = self.layout, self.shape
         there = [k for k in (0, 1) if sizes[k] > 1]
         if not there:
             return ref[0, 0].astype(jnp.float32)

@@ -30,6 +30,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_scores import PLAIN, Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, warp_specialized
 from ._tensor_memory import SMEM_BYTES
 
@@ -38,6 +39,7 @@ _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _ROWS = 128  # of a tile
 _TILES = 2  # of a block
+MULTIPLE = _TILES * _ROWS  # rows of a block
 _PART = 16  # columns that are worked on at a time
 _REGISTERS = 184, 72  # of a lane: of a softmax thread, of the others. With others ptxas spills
 _POLYNOMIALS = {"sm_103a": 0}  # of 32 exponentials, how many are polynomials; elsewhere:
@@ -73,7 +75,7 @@ class _Plan:
         fit = (SMEM_BYTES // (2 * x.dim) - self.rows) // (2 * self.block)
         self.stages = min(cfg.stages or 4, fit, max(self.key_blocks, 1))
         self.polynomials = cfg.polynomials
-        self.c = _F32(x.scale * math.log2(math.e))  # exp(x) is exp2(x log2 e)
+        self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
 
     def scratch(self):
         x = self.x
@@ -158,6 +160,11 @@ class _Block(WarpSpecialized):
             return jnp.int32(p.key_blocks)
         return jnp.minimum((self.row + (p.rows + p.block - 1)) // p.block, p.key_blocks)
 
+    def column(self, j):
+        """The first key of block j."""
+        column = j * self.plan.block
+        return column
+
     # ---- producer
 
     def producer(self):
@@ -170,7 +177,7 @@ class _Block(WarpSpecialized):
         kv_head = self.head // (x.heads // x.kv_heads)
 
         def fetch(j, _):
-            rows = pl.ds(j * self.plan.block, self.plan.block)
+            rows = pl.ds(self.column(j), self.plan.block)
             for ring, ref, smem in (
                 (self.k_ring, self.k, self.k_smem),
                 (self.v_ring, self.v, self.v_smem),
@@ -243,6 +250,7 @@ class _Block(WarpSpecialized):
             plgpu.barrier_wait(self.s_ready.at[me], phase=j)
             s = plgpu.async_load_tmem(self.scores.at[me], layout=native)
             plgpu.wait_load_tmem()
+            s = self.adjust(s, row, j)
             if masks:
                 s = self.masked(s, row, j)
             new = jnp.maximum(m, jnp.max(s, axis=1))
@@ -256,17 +264,19 @@ class _Block(WarpSpecialized):
                 p = self.exponentials(s[:, c : c + _PART], base)
                 sums = sums + jnp.sum(p, axis=1)
                 part = self.probabilities.at[me, :, c : c + _PART]
-                plgpu.async_store_tmem(part, p.astype(self.x.dtype))
+                plgpu.async_store_tmem(part, self.drop(p, row, j, c).astype(self.x.dtype))
             plgpu.commit_tmem()
             plgpu.barrier_arrive(self.p_ready.at[me])
             return new, sums
 
         # a loop of its own for blocks without a mask: a branch would copy all scores
-        whole = self.whole_blocks(row)
-        carry = column(_MASKED), column(_F32(0))
-        carry = lax.fori_loop(0, whole, functools.partial(step, False), carry)
-        m, sums = lax.fori_loop(whole, n, functools.partial(step, True), carry)
-        self.tell(me, n, pl.reciprocal(sums, approx=True))
+        start, carry = 0, (column(_MASKED), column(_F32(0)))
+        for masks, end in self.runs(row, n):
+            carry = lax.fori_loop(start, end, functools.partial(step, masks), carry)
+            start = end
+        m, sums = carry
+        sums = self.total(m, sums)
+        self.tell(me, n, self.reciprocal(sums))
         plgpu.barrier_wait(self.factors_read.at[me], phase=n)
         if self.x.return_lse:
             base = jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
@@ -300,11 +310,26 @@ class _Block(WarpSpecialized):
         i = lax.bitcast_convert_type(rounded, jnp.int32) << 23
         return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) + i, jnp.float32)
 
-    def whole_blocks(self, row):
-        """How many blocks have only keys that all queries of a tile see."""
+    def runs(self, row, n):
+        """Do the next blocks of a tile need a mask, and where they end, in order."""
         x, p = self.x, self.plan
         whole = jnp.int32(x.keys // p.block)
-        return jnp.minimum((row + 1) // p.block, whole) if x.causal else whole
+        whole = jnp.minimum((row + 1) // p.block, whole) if x.causal else whole
+        return (False, whole), (True, n)
+
+    def adjust(self, s, row, j):
+        """Scores before the mask; plain ones stay."""
+        return s
+
+    def drop(self, p, row, j, c):
+        """Probabilities that values are multiplied with, of the columns of block j from c on."""
+        return p
+
+    def total(self, m, sums):
+        return sums
+
+    def reciprocal(self, sums):
+        return pl.reciprocal(sums, approx=True)
 
     def masked(self, s, row, j):
         """The scores, _MASKED for keys that there are not or that come later than the query."""
@@ -368,10 +393,74 @@ def chosen(config, target):
     return config._replace(polynomials=_POLYNOMIALS.get(target, _POLYNOMIAL))
 
 
+class _ScoredBlock(_Block):
+    """One block of a kernel with options of the scores."""
+
+    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.refs = refs
+        arrays = refs.get("low"), refs.get("high")
+        self.ranges = Ranges(plan.x, False, *arrays, layout=self.layout)
+
+    def locate(self):
+        super().locate()
+        self.first, count = self.ranges.blocks(self.row, self.plan.rows, self.plan.block)
+        self.count = jnp.maximum(count, 1)
+
+    def blocks(self):
+        return self.count
+
+    def column(self, j):
+        column = (self.first + j) * self.plan.block
+        return column
+
+    def runs(self, row, n):
+        """Windows and sequences also begin within a block."""
+        # with ends that it knows, NVRTC takes loops apart, for which there are no registers
+        low, high, n = lax.optimization_barrier((*self.ranges.of_all(row, _ROWS), n))
+        begin, end = (low + (self.plan.block - 1)) // self.plan.block, high // self.plan.block
+        begin = jnp.clip(begin - self.first, 0, n)
+        return (True, begin), (False, jnp.clip(end - self.first, begin, n)), (True, n)
+
+    def tile(self, row, j, c):
+        """A part of the scores, whose columns are few."""
+        shape, column = (_ROWS, _PART), self.column(j) + c
+        place = self.batch, self.head, row, column
+        return Tile(self.x, self.refs, *place, shape, by_keys=False, layout=self.layout)
+
+    def adjust(self, s, row, j):
+        if not self.x.scores.adjusted:
+            return s
+        starts = range(0, self.plan.block, _PART)
+        parts = [self.tile(row, j, c).adjust(s[:, c : c + _PART])[0] for c in starts]
+        return jnp.concatenate(parts, axis=1)
+
+    def drop(self, p, row, j, c):
+        return self.tile(row, j, c).drop(p)
+
+    def masked(self, s, row, j):
+        return jnp.where(self.ranges.keep(row, self.column(j), s.shape), s, _MASKED)
+
+    def total(self, m, sums):
+        """0 for rows that see nothing."""
+        return jnp.where(m == _MASKED, _F32(0), sums)
+
+    def reciprocal(self, sums):
+        return jnp.where(sums == 0, _F32(0), super().reciprocal(sums))
+
+
 @cached
 def kernel(x, cfg, interpret):
     """x: a Problem."""
     plan = _Plan(x, cfg)
+
+    def with_options(q, k, v, *others, **scratch):
+        overlap_launches()
+        names = *x.scores.kernel_operands, "o", "lse"
+        refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
+        _ScoredBlock(plan, refs | scratch).run()
 
     def body(q, k, v, o, lse=None, **scratch):
         overlap_launches()
@@ -381,6 +470,7 @@ def kernel(x, cfg, interpret):
     if x.return_lse:
         outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
+    body = body if x.scores == PLAIN else with_options
     return warp_specialized(body, plan, outs, kernel_name="attention", **options)
 
 

@@ -564,9 +564,9 @@ def _kernel(x, cfg, cores, interpret):
 class _Packed:
     """The kernels of packed sequences: ranges of the rows, then attention."""
 
-    def __init__(self, x, cfg, cores, interpret):
-        self.ranges = _attention_scores.lookup_of(x, False, interpret)
-        self.attention = _kernel(x, cfg, cores, interpret)
+    def __init__(self, x, kernel, interpret, **how):
+        self.ranges = _attention_scores.lookup_of(x, False, interpret, **how)
+        self.attention = kernel
         self.order = x.scores.operands
 
     def __call__(self, q, k, v, *others, out=None, stream=None):
@@ -665,7 +665,7 @@ def attention(
     given). deterministic: a call repeats bit for bit. Both always hold; the options ask later
     versions to keep it so.
 
-    On Hopper also: window: ``(left, right)``; query i sees the keys from i - left to i + right,
+    On Hopper and Blackwell also: window: ``(left, right)``; query i sees the keys from i - left to i + right,
     None: all on that side; causal makes right 0. bottom_right: the diagonal of causal and window is
     ``i + keys - queries``. softcap: scores s become ``softcap * tanh(s / softcap)``. bias: is added
     to scaled and capped scores; [batch, heads, queries, keys], each dim that or 1, of q's dtype or
@@ -697,11 +697,13 @@ def attention(
         config = TensorMemoryAttentionConfig()
     if isinstance(config, TensorMemoryAttentionConfig):
         _attention_tensor_memory.check(config, dim)
-        _only_plain(scores, "on Blackwell", "plgpu.tcgen05_mma")
         target = _core.target(q.device)["name"]
         config = _attention_tensor_memory.chosen(config, target)
-        return _attention_tensor_memory.kernel(problem, config, interpret)
+        kernel = _attention_tensor_memory.kernel(problem, config, interpret)
+        if scores.sequences:
+            return _Packed(problem, kernel, interpret, multiple=_attention_tensor_memory.MULTIPLE)
+        return kernel
     config = config or choose(queries, dim, bool(causal), scores)
     _check_config(config)
-    make = _Packed if scores.sequences else _kernel
-    return make(problem, config, plgpu.sm_count(q.device), interpret)
+    kernel = _kernel(problem, config, plgpu.sm_count(q.device), interpret)
+    return _Packed(problem, kernel, interpret) if scores.sequences else kernel

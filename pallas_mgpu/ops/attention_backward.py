@@ -172,8 +172,8 @@ def attention_backward(
         )
     if _tensor_memory.runs_here(q.device):
         raise NotImplementedError(
-            f"{name}: needs wgmma, which {_core.target(q.device)['name']} lacks; write a kernel with"
-            " plgpu.tcgen05_mma, or differentiate products and softmax (ops.matmul,"
+            f"{name}: needs wgmma, which {_core.target(q.device)['name']} lacks; write a kernel"
+            " with plgpu.tcgen05_mma, or differentiate products and softmax (ops.matmul,"
             " ops.softmax_backward)"
         )
     if bias_gradient and bias is None:

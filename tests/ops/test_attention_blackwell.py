@@ -4,6 +4,7 @@ both targets' compilers take the programs, without local memory."""
 import ml_dtypes
 import numpy as np
 import pytest
+from ops import test_attention_options as scored
 from selection import only_long
 
 import pallas_mgpu as plgpu
@@ -90,3 +91,33 @@ def test_refusals(rng):
         attention.kernel(q, k, v, config=TensorMemoryAttentionConfig(-1))
     with pytest.raises(ValueError, match="polynomials None, 0, 8"):
         attention.kernel(q, k, v, config=TensorMemoryAttentionConfig(0, 4))
+
+
+SCORED = [name for name, (shape, _) in scored.CASES.items() if shape[3] != 256]
+
+
+@pytest.mark.filterwarnings("ignore:kernels on host arrays")
+@pytest.mark.parametrize("name", only_long(SCORED, "softcap", "packed, window"))
+def test_options_of_scores(name, rng):
+    """Those of Hopper, on several seeds."""
+    (grad, q, k, v), options, call = scored.problem(rng, name)
+    want, want_lse, _ = scored.reference(grad, q, k, v, **options)
+    f = attention.kernel(q, k, v, return_lse=True, config=TensorMemoryAttentionConfig(), **call)
+    arrays = [q, k, v, *(call[n] for n in ("bias", "seed") if n in call)]
+    if "cu" in options:
+        arrays += f.ranges(call["cu_seqlens_q"], call["cu_seqlens_k"])
+        f = f.attention
+    lowered = f.lower(*arrays, target="sm_100a")
+    for seed in range(2):
+        o, lse = np.zeros(q.shape, q.dtype), np.zeros(want_lse.shape, np.float32)
+        run_on_machine(lowered, arrays, [o, lse], seed=seed)
+        scored.near(o, want, q.dtype)
+        np.testing.assert_allclose(lse, want_lse, rtol=2e-4, atol=2e-4)
+    for target in ("sm_100a", "sm_103a"):
+        used = f.lower(*arrays, target=target).resources()
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+    races = plgpu.InterpretParams(detect_races=True, seed=1)
+    config = TensorMemoryAttentionConfig(polynomials=8)
+    o, lse = attention(q, k, v, return_lse=True, config=config, interpret=races, **call)
+    scored.near(o, want, q.dtype)
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-4, atol=2e-4)
