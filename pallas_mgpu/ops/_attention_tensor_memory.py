@@ -420,9 +420,14 @@ class _ScoredBlock(_Block):
         """Windows and sequences also begin within a block."""
         # with ends that it knows, NVRTC takes loops apart, for which there are no registers
         low, high, n = lax.optimization_barrier((*self.ranges.of_all(row, _ROWS), n))
-        begin, end = (low + (self.plan.block - 1)) // self.plan.block, high // self.plan.block
-        begin = jnp.clip(begin - self.first, 0, n)
-        return (True, begin), (False, jnp.clip(end - self.first, begin, n)), (True, n)
+        block, ranges = self.plan.block, self.ranges
+        begin, masked = 0, ()
+        if ranges.arrays or ranges.before is not None:
+            begin = jnp.clip((low + (block - 1)) // block - self.first, 0, n)
+            masked = ((True, begin),)
+        if not ranges.arrays and ranges.after is None and self.x.keys % block == 0:
+            return (*masked, (False, n))
+        return *masked, (False, jnp.clip(high // block - self.first, begin, n)), (True, n)
 
     def tile(self, row, j, c):
         """A part of the scores, whose columns are few."""

@@ -69,12 +69,28 @@ def softmax(dim, causal):
     return ops.attention, (q, k, v), how
 
 
+def mixed():
+    x, w = integers(70, 512), integers(200, 512, dtype=np.int8, seed=1)
+    scales = np.exp2(integers(4, 200, dtype=F32, seed=2))
+    config = ops.TensorMemoryMixedConfig(32, 3, 64)
+    return ops.mixed_matmul, (x, w, scales), dict(config=config)
+
+
+def summed():
+    sizes = np.array([3, 0, 150, 70, 29], np.int32)
+    config = ops.TensorMemoryConfig(64, False, 2, dynamic=False)
+    args = integers(300, 136), integers(300, 72, seed=1), sizes
+    return ops.transposed_ragged_dot, args, dict(config=config)
+
+
 PROGRAMS = {
     "matmul": lambda: product(384, 136, 200, 64, False, 2),
     "matmul, pairs": lambda: product(768, 264, 200, 128, True, 2),
     "matmul, dealt out": lambda: product(512, 136, 200, 64, False, 2, 2, 8, 128, False),
     "matmul, scales": scaled,
     "ragged": grouped,
+    "ragged, sums": summed,
+    "mixed": mixed,
     "attention": lambda: softmax(64, False),
 }
 
