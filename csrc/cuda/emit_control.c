@@ -55,6 +55,11 @@ static void unpack_results(pm_gen *e, pm_opid op, const char **words) {
 
 /* ---- what runs through regions ----------------------------------------------------------- */
 
+/* Has a result no variable? Results of branches and scopes that nobody reads have none. */
+static bool is_left_out(const pm_gen *e, pm_val v, const char *words) {
+  return !words && !e->slot[v].text;
+}
+
 /* Assign the values that a region yields to the variables first, first + 1 ..., or to words. */
 static void emit_yield(pm_gen *e, pm_blk block, pm_val first, const char **words) {
   const pm_opid y = pm_terminator(e->g, block);
@@ -63,6 +68,7 @@ static void emit_yield(pm_gen *e, pm_blk block, pm_val first, const char **words
   pm_slot *from = PM_NEW(e->arena, pm_slot, n + 1);
   for (uint32_t k = 0; k < n; k++) {
     const pm_val v = pm_in(e->g, y, k);
+    if (is_left_out(e, first + k, words[k])) continue;
     pm_at(e, v, "0");
     from[k] = e->slot[v];
     for (uint32_t j = 0; j < k; j++) { /* a variable that is written before it is read here */
@@ -79,6 +85,7 @@ static void emit_yield(pm_gen *e, pm_blk block, pm_val first, const char **words
   }
   for (uint32_t k = 0; k < n; k++) {
     const pm_val v = pm_in(e->g, y, k);
+    if (is_left_out(e, first + k, words[k])) continue;
     if (from[k].text == (words[k] ? words[k] : e->slot[first + k].text)) continue;
     const pm_slot keep = e->slot[v];
     e->slot[v] = from[k];
@@ -193,7 +200,7 @@ static const char **declare_results(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const char **words = declare_words(e, op);
   for (uint32_t k = 0; k < o->n_out; k++) {
-    if (!words[k]) pm_declare(e, o->out + k, o->out + k);
+    if (!words[k] && e->uses[o->out + k]) pm_declare(e, o->out + k, o->out + k);
   }
   return words;
 }
@@ -250,7 +257,9 @@ pm_code pm_cuda_SCOPE(pm_gen *e, pm_opid op) {
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "scope");
   const pm_op *o = pm_get(e->g, op);
-  for (uint32_t k = 0; k < o->n_out; k++) pm_declare(e, o->out + k, o->out + k);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (e->uses[o->out + k]) pm_declare(e, o->out + k, o->out + k);
+  }
   const char **none = PM_NEW(e->arena, const char *, o->n_out + 1); /* no branches meet */
   pm_begin(e, "{");
   if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) pm_line(e, "block_sync();");
