@@ -4,12 +4,12 @@ at one place at a time.
 `python tests/mutants/blackwell_mutants.py [--only TEXT ...] [--jobs N]`
 
 The programs are products of one block and of pairs with cluster launch control, with scales of
-blocks, grouped products and attention, with rings that come round. `WAYS` has the changes of each
-class; a mutant is one of them at one place of one program. Of all places of a class the sample has
-at least `EACH`, spread evenly over programs and ways. A mutant is noticed if the emulated machine
-refuses it under one of a few seeds, or if the results are wrong. Prints each with what noticed it;
-blackwell_mutants.txt is that list. test_blackwell_mutants.py runs a few in each run, and all in
-exhaustive ones."""
+blocks, grouped products (sums of groups, too), mixed products and attention, with rings that come
+round. `WAYS` has the changes of each class; a mutant is one of them at one place of one program. Of
+all places of a class the sample has at least `EACH`, spread evenly over programs and ways. A mutant
+is noticed if the emulated machine refuses it under one of a few seeds, or if the results are wrong.
+Prints each with what noticed it; blackwell_mutants.txt is that list. test_blackwell_mutants.py runs
+a few in each run, and all in exhaustive ones."""
 
 import argparse
 import dataclasses
@@ -283,6 +283,8 @@ SCHEDULER = "the ring of tile indices orders the same accesses, after the fence"
 SCORES = (
     "the correction warpgroup, which waits, accesses other columns; p_ready tells the multiplier"
 )
+CONVERTED = "a wait for converted weights, with a fence, follows before the product"
+TOLD = "the arrival before, at converted, has told the multiplier of the stores"
 
 EQUIVALENT = {
     r"no fence after #\d+ in _common.py: .*self.empty": NO_ACCESS,
@@ -290,6 +292,8 @@ EQUIVALENT = {
     r"^matmul, pairs: launch control: no wait #[23] ": END,
     r"^matmul(, pairs)?: fence: fence before after the barrier ": SCHEDULER,
     r"^attention: fence: (no fence before|fence before after the barrier) .*factors_ready": SCORES,
+    r"^mixed: fence: no fence after .*self.taken": CONVERTED,
+    r"^mixed: fence: (no fence before|fence before after the barrier) .*self.empty": TOLD,
 }
 
 
