@@ -26,7 +26,7 @@ from ._groups import in_bands
 from ._tensor_memory import SMEM_BYTES
 
 _ROWS = 128  # of the weights in a tile
-_BUFFERS = 2  # of weights as floats, of accumulators, of parts of the result
+_BUFFERS = 2  # of weights as floats, of accumulators
 _REGISTERS = 216, 144  # of a lane: of the epilogue, which has the sums, and of the others
 _PART = 32  # weights of a row that a lane converts at a time
 _OUT = 16  # rows of x whose results leave at a time
@@ -59,7 +59,8 @@ class _Plan:
         self.groups = x.scale_groups
         self.group_steps = pl.cdiv(x.k // self.groups, cfg.step)
         self.steps = self.groups * self.group_steps
-        used = _BUFFERS * _OUT * _ROWS * x.out_dtype.itemsize
+        self.stores = min(2, cfg.tile_m // _OUT)  # buffers of parts of the result
+        used = self.stores * _OUT * _ROWS * x.out_dtype.itemsize
         slot = (_ROWS * itemsize_bits(x.weight_dtype) // 8 + cfg.tile_m * 2) * cfg.step
         most = min((SMEM_BYTES - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
@@ -74,7 +75,7 @@ class _Plan:
         return {
             "w_smem": plgpu.SMEM((self.stages, _ROWS, cfg.step), x.weight_dtype, transforms=tiled),
             "x_smem": plgpu.SMEM((self.stages, cfg.tile_m, cfg.step), x.dtype),
-            "o_smem": plgpu.SMEM((_BUFFERS, _OUT, _ROWS), x.out_dtype),
+            "o_smem": plgpu.SMEM((self.stores, _OUT, _ROWS), x.out_dtype),
             "floats": plgpu.TMEM((_BUFFERS, _ROWS, cfg.step), x.dtype, packed=True),
             "acc": plgpu.TMEM((_BUFFERS, _ROWS, cfg.tile_m), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
@@ -246,8 +247,8 @@ class _Block(WarpSpecialized):
 
         number, sums = lax.fori_loop(0, p.groups, group, (number, [zeros for _ in starts]))
         for c, total in zip(starts, sums):
-            plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
-            buffer = self.o_smem.at[c // _OUT % _BUFFERS]
+            plgpu.wait_smem_to_gmem(p.stores - 1, wait_read_only=True)
+            buffer = self.o_smem.at[c // _OUT % p.stores]
             buffer.T[...] = total.astype(p.x.out_dtype)
             plgpu.commit_smem()
             where = self.o.at[pl.ds(row + c, _OUT), pl.ds(col, _ROWS)]

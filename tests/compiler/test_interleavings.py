@@ -12,8 +12,10 @@ import pallas_mgpu as plgpu
 from pallas_mgpu.ops import (
     TensorMemoryAttentionConfig,
     TensorMemoryConfig,
+    TensorMemoryMixedConfig,
     attention,
     matmul,
+    mixed_matmul,
 )
 
 
@@ -40,6 +42,23 @@ def softmax(keys, causal=False):
     return f.lower(q, k, k, target="sm_100a").as_text("cuda")
 
 
+@functools.cache
+def mixed(groups, steps, tiles=1):
+    """Tiles of one block, with so many groups of scales (0: none) of so many steps."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(plgpu, "sm_count", lambda device=None: 1)
+    k, n = 64 * steps * max(groups, 1), 128 * tiles
+    args = [np.zeros((16, k), np.float16), np.zeros((n, k), np.int8)]
+    args += [np.zeros((groups, n), np.float16)] if groups else []
+    mixed_matmul.maker.forget()
+    try:
+        f = mixed_matmul.kernel(*args, config=TensorMemoryMixedConfig(16, 2, 64))
+        return f.lower(*args, target="sm_100a").as_text("cuda")
+    finally:
+        patch.undo()
+        mixed_matmul.maker.forget()
+
+
 def answers(tiles, pair):
     """Of cluster launch control: the first blocks of the other tiles, then none."""
     return [t * (1 + pair) for t in range(1, tiles)] + [None]
@@ -55,6 +74,8 @@ PROGRAMS = {  # text, blocks, options
     "2 tiles taken over by a pair": lambda: (
         product(2, 1, True, True), 2, {"responses": answers(2, True), "followers": ()},
     ),
+    "mixed": lambda: (mixed(0, 2, 3), 1, {"followers": ()}),
+    "mixed, groups": lambda: (mixed(3, 2), 1, {"followers": ()}),
     "attention": lambda: (softmax(128), 1, {"followers": ()}),
     "attention, ring": lambda: (softmax(256), 1, {"followers": ()}),
     "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False, "followers": ()}),
@@ -89,6 +110,9 @@ PLANTED = [
     *(("attention", "mbarrier_wait", k) for k in range(6)),
     *(("attention", "tcgen05_commit", k) for k in range(6)),
     *(("attention", "mbarrier_arrive_expect_tx", k) for k in range(4)),
+    *(("mixed", "mbarrier_wait", k) for k in range(4)),
+    *(("mixed", "mbarrier_arrive", k) for k in (0, 2)),
+    *(("mixed", "tcgen05_commit", k) for k in range(2)),
     *(("attention", name, 0) for name in ("tmem_wait_store", "mbarrier_arrive")),
 ]
 
