@@ -90,7 +90,8 @@ class _Plan:
         self.width = self.cols // self.epilogues  # columns of an epilogue thread
         self.chunk = min(self.chunk, self.width)
         self.chunks = self.width // self.chunk
-        self.buffers = min(cfg.buffers, self.chunks)
+        # a divisor: the next tile begins with the first buffer again
+        self.buffers = max(n for n in range(1, cfg.buffers + 1) if self.chunks % n == 0)
         used = self.epilogues * self.buffers * _ROWS * self.chunk * out_bytes
         used += self.cols * 4 * ((x.bias_dtype is not None) + (x.forms.b == "each"))
         slot = (_ROWS + self.b_cols) * cfg.step

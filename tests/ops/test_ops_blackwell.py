@@ -150,3 +150,21 @@ def test_machine_code(pair, dtype, steps):
     assert found["UTCBAR"] == 2 and found["UTMALDG"] == 2
     assert found["LDTM"] == 8
     assert not found["LDL"] + found["STL"]
+
+
+@pytest.mark.parametrize("cfg", [(192, False, 0, 2), (256, False, 0, 3)], ids=repr)
+def test_store_buffers_of_many_tiles(cfg, rng, monkeypatch):
+    """Chunks of a tile that are no multiple of the buffers: the next tile waits for the right
+    store."""
+    config = TensorMemoryConfig(*cfg, dynamic=False)
+    a = rng.integers(-3, 4, (384, 64)).astype(np.float16)
+    b = rng.integers(-3, 4, (64, config.tile_n)).astype(np.float16)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 1)
+    matmul.maker.forget()
+    lowered = matmul.kernel(a, b, config=config).lower(a, b, target="sm_100a")
+    matmul.maker.forget()
+    want = (a.astype(np.float32) @ b.astype(np.float32)).astype(np.float16)
+    for seed in range(3):
+        got = np.zeros(want.shape, want.dtype)
+        run_on_machine(lowered, [a, b], [got], seed=seed)
+        np.testing.assert_array_equal(got, want)
