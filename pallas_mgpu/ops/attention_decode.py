@@ -10,6 +10,7 @@ segment without the last keys of its sequence goes to global memory, at most one
 first that is done. The share with the last keys adds up the segments, in the order of the blocks;
 it waits for blocks with lower numbers alone, which have started before it."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from .attention import _check as _check_operands
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
+_MERGE_REGISTERS = 48  # of a lane, for segments that are loaded together
 
 
 class _Problem(NamedTuple):
@@ -49,6 +51,8 @@ class _Plan:
         self.x, self.clusters = x, programs
         self.rows = x.queries * (x.heads // x.kv_heads)  # of queries with one key head
         self.columns = pl.cdiv(self.rows, 8) * 8
+        # segments that are loaded together, by the registers that a lane has
+        self.together = max(1, _MERGE_REGISTERS * 128 // (x.dim * self.columns))
         slot = 2 * _KEYS * x.dim * 2
         fixed = self.columns * (x.dim + _KEYS) * 2 + 4096
         self.stages = min(max((SMEM_BYTES // 2 - fixed) // slot, 2), 8)
@@ -63,7 +67,9 @@ class _Plan:
         found["p_smem"] = plgpu.SMEM(
             (self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
         )
-        return found | Ring.barriers(self.stages, 2, 1)
+        for prefix in ("k_", "v_"):
+            found |= Ring.barriers(self.stages, 1, 1, prefix=prefix)
+        return found
 
 
 class _Block(WarpSpecialized):
@@ -73,7 +79,8 @@ class _Block(WarpSpecialized):
         super().__init__(plan, refs)
         self.x = plan.x
         self.me = lax.axis_index("cluster")
-        self.ring = Ring(plan.stages, self.full, self.empty)
+        self.keys = Ring(plan.stages, self.k_full, self.k_empty)
+        self.values = Ring(plan.stages, self.v_full, self.v_empty)
 
     # ---- division of the work
 
@@ -129,17 +136,20 @@ class _Block(WarpSpecialized):
     # ---- producer
 
     def producer(self):
-        self.ring.drain(self.segments(self.fetch, jnp.int32(0)))
+        steps = self.segments(self.fetch, jnp.int32(0))
+        self.keys.drain(steps)
+        self.values.drain(steps)
 
     def fetch(self, found, it0):
         b, head, _, _, _, low, high = found
 
         def one(j, it):
-            self.ring.acquire(it)
-            slot = it % self.ring.stages
             at = (b, pl.ds((high - 1 - j) * _KEYS, _KEYS), head)
-            for source, slots in ((self.k, self.k_smem), (self.v, self.v_smem)):
-                plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], self.full.at[slot])
+            rings = (self.keys, self.k, self.k_smem), (self.values, self.v, self.v_smem)
+            for ring, source, slots in rings:
+                ring.acquire(it)
+                slot = ring.slot(it)
+                plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], ring.full.at[slot])
             return it + 1
 
         return lax.fori_loop(0, high - low, one, it0)
@@ -193,16 +203,24 @@ class _Block(WarpSpecialized):
 
     def step(self, acc, key, length, m, sums, it):
         c = _F32(self.x.scale * math.log2(math.e))
-        slot, n = it % self.ring.stages, self.plan.columns
-        self.ring.wait(it)
+        slot, n = self.keys.slot(it), self.plan.columns
+        self.keys.wait(it)
 
         def scores(s_acc):
             plgpu.wgmma(s_acc, self.k_smem.at[slot], self.q_smem.T)
             return s_acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
+        self.keys.release(it)
         row = key + lax.broadcasted_iota(jnp.int32, (_KEYS, n), 0)
         s = jnp.where(row < length, s, _MASKED)
+        new = jnp.maximum(m, jnp.max(s, axis=0))
+        base = jnp.where(new == _MASKED, _F32(0), new * c)
+        alpha = jnp.exp2(m * c - base)
+        e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
+        sums = sums * alpha + jnp.sum(e, axis=0)
+        self.p_smem.T[...] = e.astype(self.x.dtype)
+        self.values.wait(it)
 
         # what lies beyond the length may be NaN
         @pl.when(key + _KEYS > length)
@@ -211,17 +229,11 @@ class _Block(WarpSpecialized):
             there = key + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
             v[...] = jnp.where(there, v[...], np.zeros((), self.x.dtype))
 
-        new = jnp.maximum(m, jnp.max(s, axis=0))
-        base = jnp.where(new == _MASKED, _F32(0), new * c)
-        alpha = jnp.exp2(m * c - base)
-        e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
-        sums = sums * alpha + jnp.sum(e, axis=0)
-        self.p_smem.T[...] = e.astype(self.x.dtype)
         plgpu.commit_smem()
         acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
         plgpu.wgmma(acc, self.v_smem.at[slot].T, self.p_smem.T)
         plgpu.wgmma_wait(0)
-        self.ring.release(it)
+        self.values.release(it)
         return new, sums, it + 1
 
     def merge(self, b, head, first, low, value, m, sums):
@@ -232,20 +244,30 @@ class _Block(WarpSpecialized):
         c = _F32(self.x.scale * math.log2(math.e))
         along = plgpu.Layout.WGMMA.reduce(0)
 
-        def add(j, state):
-            value, m, sums = state
-            part = self.me - 1 - j
-            m2 = plgpu.load(self.stats.at[part, 0], layout=along)
-            s2 = plgpu.load(self.stats.at[part, 1], layout=along)
-            other = plgpu.load(self.parts.at[part], layout=plgpu.Layout.WGMMA)
-            new = jnp.maximum(m, m2)
-            base = jnp.where(new == _MASKED, _F32(0), new * c)
-            mine, theirs = jnp.exp2(m * c - base), jnp.exp2(m2 * c - base)
-            value = value * lax.broadcast_in_dim(mine, value.shape, [1])
-            value = value + other * lax.broadcast_in_dim(theirs, value.shape, [1])
-            return value, new, sums * mine + s2 * theirs
+        def load(part, there):
+            part = jnp.maximum(part, self.me - others)
+            m = plgpu.load(self.stats.at[part, 0], layout=along)
+            sums = plgpu.load(self.stats.at[part, 1], layout=along)
+            value = plgpu.load(self.parts.at[part], layout=plgpu.Layout.WGMMA)
+            return value, jnp.where(there, m, _MASKED), jnp.where(there, sums, _F32(0))
 
-        value, m, sums = lax.fori_loop(0, others, add, (value, m, sums))
+        def add(j, state):
+            first = j * together
+            # all loads before the arithmetic, so that the memory's latency comes once
+            parts = [load(self.me - 1 - (first + i), first + i < others) for i in range(together)]
+            parts.append(state)
+            new = functools.reduce(jnp.maximum, [m for _, m, _ in parts])
+            base = jnp.where(new == _MASKED, _F32(0), new * c)
+            value, sums = _F32(0), _F32(0)
+            for theirs, m, s in parts:
+                factor = jnp.exp2(m * c - base)
+                value = value + theirs * lax.broadcast_in_dim(factor, theirs.shape, [1])
+                sums = sums + s * factor
+            return value, new, sums
+
+        together = self.plan.together
+        trips = (others + (together - 1)) // together
+        value, m, sums = lax.fori_loop(0, trips, add, (value, m, sums))
         self.store(b, head, value, m * c, sums)
 
     def store(self, b, head, value, m, sums):
