@@ -4,7 +4,7 @@ both targets' compilers take the programs, without local memory."""
 import ml_dtypes
 import numpy as np
 import pytest
-from ops import test_attention_options as scored
+import test_attention_options as scored
 from selection import only_long
 
 import pallas_mgpu as plgpu
