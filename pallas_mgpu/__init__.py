@@ -194,6 +194,7 @@ _find = _finder("plgpu", _MISSING, _WRONG)
 _LATER = {
     **dict.fromkeys(("Race", "RaceAccess", "RaceLog", "get_races"), "._races"),
     **dict.fromkeys(("Autotuned", "autotune"), "._autotune"),
+    **dict.fromkeys(("ExportedKernel", "load_exported"), "._export"),
     **dict.fromkeys(("Trace", "Wait", "read_trace"), "._timeline"),
 }
 

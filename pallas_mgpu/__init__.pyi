@@ -3,6 +3,7 @@ import enum
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import (
     ClassVar,
     Final,
@@ -489,6 +490,12 @@ def autotune(
     workers: int = 2,
     rounds: int = 30,
 ) -> Callable[[Callable[..., _R]], Autotuned[_R]]: ...
+class ExportedKernel:
+    __name__: str
+    target: str
+    def __call__(self, *arrays: object, out: object = None, stream: object = None) -> object: ...
+
+def load_exported(path: str | Path) -> ExportedKernel: ...
 def dim(name: str, *, min: int = 1, max: int = 2147483646, multiple_of: int = 1) -> Dim: ...
 @overload
 def kernel(

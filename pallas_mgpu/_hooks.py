@@ -9,6 +9,7 @@ def register():
     """Give the extension its hooks, and `Array` its members."""
     _core.set_hooks(
         emulate=later("_emulate", "emulation"),
+        export=later("_export", "export"),
         html=later("_notebook", "html"),
         index_array=index.index,
         index_ref=refs.at,

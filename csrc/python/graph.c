@@ -195,12 +195,21 @@ static PyObject *arg_info(const pm_program *p, uint32_t k) {
   return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
+/* As CU_MAP_ of cuda_api.h names them. */
+static const char *const map_elements[PM_DTYPE_COUNT] = {
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+  [PM_##id] = #map,
+#include "../base/dtypes.def"
+#undef PM_DTYPE
+};
+
 static PyObject *map_info(const pm_program *p, uint32_t k) {
   const pm_tensor_map *m = &p->maps[k];
-  return Py_BuildValue("{s:i,s:i,s:s,s:i,s:N,s:N,s:N,s:N}", "param", m->param, "of", m->of, "dtype",
-                       pm_dtypes[m->dtype].text, "swizzle", m->swizzle, "dim",
-                       u64_tuple(m->dim, m->rank), "stride", u64_tuple(m->stride, m->rank), "box",
-                       u32_tuple(m->box, m->rank), "extent", u32_tuple(m->extent, m->rank));
+  return Py_BuildValue("{s:i,s:i,s:s,s:s,s:i,s:N,s:N,s:N,s:N}", "param", m->param, "of", m->of,
+                       "dtype", pm_dtypes[m->dtype].text, "element", map_elements[m->dtype],
+                       "swizzle", m->swizzle, "dim", u64_tuple(m->dim, m->rank), "stride",
+                       u64_tuple(m->stride, m->rank), "box", u32_tuple(m->box, m->rank), "extent",
+                       u32_tuple(m->extent, m->rank));
 }
 
 /* What the k-th pointer must be: (dtype, shape, bytes of alignment, operand it shares or -1). */
@@ -234,6 +243,20 @@ static PyObject *extents_info(const pm_graph *g, const pm_program *p) {
       PyTuple_SET_ITEM(item, d, PyLong_FromUnsignedLong(pm_extent_of(g, k, (uint32_t)d)));
     if (!item) Py_CLEAR(list);
     else PyList_SET_ITEM(list, k, item);
+  }
+  return list;
+}
+
+/* Of sizes from number 1: (how, of what and what, least, most, multiple, name); see ir/sizes.h. */
+static PyObject *sizes_info(const pm_graph *g) {
+  PyObject *list = PyList_New(0);
+  for (uint32_t k = 1; list && k < g->sizes.n; k++) {
+    const pm_size *s = &g->sizes.at[k];
+    PyObject *item = Py_BuildValue("(sLLLLLs)", pm_enum_text(PM_ENUM_SIZE, s->how), (long long)s->a,
+                                   (long long)s->b, (long long)s->least, (long long)s->most,
+                                   (long long)s->multiple, g->strings.at[s->name]);
+    if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
+    Py_XDECREF(item);
   }
   return list;
 }
@@ -296,7 +319,7 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   const pm_program *p = &j.program;
   return Py_BuildValue(
       "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N,s:I,"
-      "s:N,s:N})",
+      "s:N,s:N,s:N})",
       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry", p->entry, "grid",
       u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3), "shares_grid",
       p->shares_grid ? Py_True : Py_False, "meets_blocks", p->meets_blocks ? Py_True : Py_False,
@@ -307,7 +330,8 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
       given_info(j.g, p), "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid), "cluster_sizes",
       i64_tuple(j.g->cluster, j.g->n_cluster), "operands", j.g->n_operands, "sites",
       list_of(p, p->n_sites, site_info), "sizes", p->n_sizes, "grid_extents",
-      u32_tuple(j.g->grid_sizes, j.g->n_grid), "extents", extents_info(j.g, p));
+      u32_tuple(j.g->grid_sizes, j.g->n_grid), "extents", extents_info(j.g, p), "size_rules",
+      sizes_info(j.g));
 }
 
 /* ---- functions that stand for CUDA source --------------------------------------------------- */

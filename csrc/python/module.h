@@ -16,6 +16,7 @@
 /* What the core calls in Python: X(ID, keyword of set_hooks). hooks.c */
 #define PMPY_HOOKS(X)                                                               \
   X(EMULATE, emulate)               /* what runs a program on the CPU */            \
+  X(EXPORT, export)                 /* Lowered.export */                            \
   X(HTML, html)                     /* _repr_html_ of kernels and lowered ones */   \
   X(INDEX_ARRAY, index_array)       /* x[idx] of an array that is no slice */       \
   X(INDEX_REF, index_ref)           /* ref.at[idx] with arrays in idx */            \

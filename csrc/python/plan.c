@@ -389,10 +389,48 @@ static int add_strides(pmpy_plan *p, const pmpy_buffer *in) {
   return -1;
 }
 
+/* New, without outputs. */
+static pmpy_plan *allocate(PyObject *graph) {
+  pmpy_plan *p = (pmpy_plan *)plan_type->tp_alloc(plan_type, 0);
+  if (!p) return NULL;
+  p->graph = (pmpy_graph *)Py_NewRef(graph);
+  pthread_mutexattr_t a;
+  pthread_mutexattr_init(&a);
+  pthread_mutexattr_settype(&a, PTHREAD_MUTEX_ERRORCHECK);
+  p->has_lock = !pthread_mutex_init(&p->lock, &a);
+  pthread_mutexattr_destroy(&a);
+  return p;
+}
+
+/* A kernel that was compiled before, for arguments that fit: their strides are part of it. */
+static pmpy_plan *take_compiled(pmpy_plan *p, const pmpy_buffer *in, uint32_t n_in,
+                                const pm_target *target) {
+  const pm_graph *g = p->graph->g;
+  if (target && target != g->target) {
+    PyErr_Format(pmpy.exceptions[PM_E_NOT_IMPLEMENTED],
+                 "kernel %s was compiled for %s, and this call is for %s: compile it for that "
+                 "target too",
+                 g->name, g->target->text, target->text);
+    return NULL;
+  }
+  for (uint32_t i = 0; i < n_in && i < g->n_operands; i++) {
+    const int64_t *s = g->strides ? g->strides[i] : NULL;
+    if (in[i].strided == (s != NULL) && (!s || !memcmp(s, in[i].stride, in[i].rank * sizeof *s)))
+      continue;
+    PyErr_Format(PyExc_ValueError,
+                 "kernel %s: argument %u has other strides than the array that the kernel was "
+                 "compiled for%s",
+                 g->name, i, s ? "" : ", which is contiguous: pass a contiguous copy");
+    return NULL;
+  }
+  return (pmpy_plan *)Py_NewRef((PyObject *)p);
+}
+
 pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in,
                          const pm_target *target, bool strict, bool keep_text) {
   PyObject *graph = traced;
   uint32_t n_scratch = 0;
+  if (Py_TYPE(traced) == plan_type) return take_compiled((pmpy_plan *)traced, in, n_in, target);
   if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 0) graph = PyTuple_GET_ITEM(traced, 0);
   if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 2)
     n_scratch = (uint32_t)PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(traced, 2));
@@ -402,18 +440,55 @@ pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in,
                  Py_TYPE(graph)->tp_name);
     return NULL;
   }
-  pmpy_plan *p = (pmpy_plan *)plan_type->tp_alloc(plan_type, 0);
+  pmpy_plan *p = allocate(graph);
   if (!p) return NULL;
-  p->graph = (pmpy_graph *)Py_NewRef(graph);
-  pthread_mutexattr_t a;
-  pthread_mutexattr_init(&a);
-  pthread_mutexattr_settype(&a, PTHREAD_MUTEX_ERRORCHECK);
-  p->has_lock = !pthread_mutex_init(&p->lock, &a);
-  pthread_mutexattr_destroy(&a);
   if (read_outputs(p, n_in, n_scratch) < 0 || add_strides(p, in) < 0 ||
       lower_and_warn(p, target, strict, keep_text) < 0)
     Py_CLEAR(p);
   return p;
+}
+
+static pm_code generate_plain(void *ctx, pm_err *err) {
+  pmpy_plan *p = ((step *)ctx)->p;
+  const pm_cuda_options options = {.line_directives = true};
+  if (p->graph->g->stage != PM_SYNCED)
+    return pm_fail(err, PM_E_VALUE, "the graph of kernel %s is not lowered", p->graph->g->name);
+  const pm_code code = pm_generate_cuda(p->graph->g, &options, &p->program, err);
+  p->has_program = !code;
+  return code;
+}
+
+/* New: a kernel whose machine code exists, so that no compiler is asked. */
+static PyObject *compiled(PyObject *module, PyObject *args) {
+  PyObject *graph, *image;
+  unsigned n_scratch;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "O!O!I:compiled", pmpy.graph_type, &graph, &PyBytes_Type, &image,
+                        &n_scratch))
+    return NULL;
+  const pm_graph *g = ((pmpy_graph *)graph)->g;
+  pmpy_plan *p = g ? allocate(graph) : NULL;
+  if (!p) return g ? NULL : PyErr_Format(PyExc_TypeError, "compiled: the graph is not finished");
+  step s = {.p = p};
+  if (read_outputs(p, g->n_operands, n_scratch) < 0 || run(generate_plain, &s) < 0) goto failed;
+  p->cubin = (pm_cubin){.size = (size_t)PyBytes_GET_SIZE(image),
+                        .registers = -1,
+                        .spill_bytes = -1,
+                        .stack_bytes = -1,
+                        .from_disk = true};
+  p->cubin.image = pm_malloc(p->cubin.size + 1);
+  p->cubin.log = pm_malloc(1);
+  p->has_cubin = true;
+  if (!p->cubin.image || !p->cubin.log) {
+    PyErr_NoMemory();
+    goto failed;
+  }
+  memcpy(p->cubin.image, PyBytes_AS_STRING(image), p->cubin.size);
+  *p->cubin.log = 0;
+  return (PyObject *)p;
+failed:
+  Py_DECREF(p);
+  return NULL;
 }
 
 static void dealloc(PyObject *self) {
@@ -640,6 +715,19 @@ static PyObject *cubin(PyObject *self, PyObject *unused) {
   return PyBytes_FromStringAndSize(p->cubin.image, (Py_ssize_t)p->cubin.size);
 }
 
+static PyObject *export(PyObject *self, PyObject *args, PyObject *kw) {
+  PyObject *hook = pmpy_hook(PMPY_HOOK_EXPORT), *all = NULL;
+  const Py_ssize_t n = PyTuple_GET_SIZE(args);
+  if (hook && (all = PyTuple_New(n + 1))) {
+    PyTuple_SET_ITEM(all, 0, Py_NewRef(self));
+    for (Py_ssize_t i = 0; i < n; i++)
+      PyTuple_SET_ITEM(all, i + 1, Py_NewRef(PyTuple_GET_ITEM(args, i)));
+  }
+  PyObject *result = all ? PyObject_Call(hook, all, kw) : NULL;
+  Py_XDECREF(all);
+  return result;
+}
+
 static PyObject *get_graph(PyObject *self, void *unused) {
   (void)unused;
   return Py_NewRef(((pmpy_plan *)self)->graph);
@@ -692,6 +780,10 @@ static PyMethodDef methods[] = {
      "because registers run out, the largest first: bytes that a lane stores and loads. Needs "
      "nvdisasm if there are any."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
+    {"export", (PyCFunction)(void (*)(void)) export, METH_VARARGS | METH_KEYWORDS,
+     "export(directory, *, name=None): write the kernel to files, to be called without a compiler: "
+     "the cubin, a C launcher with its header, and what plgpu.load_exported() reads. See "
+     "docs/calling.md."},
     {"_repr_html_", pmpy_html, METH_NOARGS, "The lowered kernel for a notebook."},
     {NULL, NULL, 0, NULL}};
 
@@ -712,12 +804,19 @@ static PyObject *get_outputs(PyObject *self, void *unused) {
   return all;
 }
 
-static PyGetSetDef getset[] = {{"graph", get_graph, NULL, "the lowered graph", NULL},
-                               {"outputs", get_outputs, NULL,
-                                "[(shape, dtype)] of the outputs, then of the global memory that a "
-                                "call needs besides",
-                                NULL},
-                               {NULL, NULL, NULL, NULL, NULL}};
+static PyObject *get_n_results(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLong(((pmpy_plan *)self)->n_out);
+}
+
+static PyGetSetDef getset[] = {
+    {"graph", get_graph, NULL, "the lowered graph", NULL},
+    {"outputs", get_outputs, NULL,
+     "[(shape, dtype)] of the outputs, then of the global memory that a "
+     "call needs besides",
+     NULL},
+    {"n_results", get_n_results, NULL, "how many of them a call returns", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {
     {Py_tp_dealloc, dealloc},
@@ -733,7 +832,14 @@ static PyType_Spec type_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots};
 
+static PyMethodDef functions[] = {
+    {"compiled", compiled, METH_VARARGS,
+     "compiled(graph, cubin, n_scratch) -> Lowered: a lowered graph whose machine code exists; the "
+     "last n_scratch outputs are global memory that a call needs besides."},
+    {NULL, NULL, 0, NULL}};
+
 int pmpy_init_plan(PyObject *module) {
+  if (PyModule_AddFunctions(module, functions) < 0) return -1;
   plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
   if (!plan_type) return -1;
   return PyModule_AddObjectRef(module, "Lowered", (PyObject *)plan_type);
