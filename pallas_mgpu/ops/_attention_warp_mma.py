@@ -8,7 +8,11 @@ fetched under the products of these, the next values once these values have come
 the time of a whole step, with two slots.
 
 Scores are masked in the last blocks of keys only: in those on the diagonal, and in one that
-overhangs. O leaves through the shared memory of Q, 16 bytes of a row at a time."""
+overhangs. O leaves through the shared memory of Q, 16 bytes of a row at a time.
+
+With options of the scores (_attention_scores.py) a tile goes only through the blocks of keys that
+one of its rows sees, and masks those that one of its rows does not see whole. The maximum that
+exponents are relative to has a lower bound, so that rows which see nothing have the sum 0."""
 
 import math
 from typing import NamedTuple
@@ -20,11 +24,13 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_scores import PLAIN, Ranges, Tile
 from ._common import swizzled
 from ._warp_mma import await_fetch, fetch, room_of_block
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
+_LEAST = _F32(-1.0e37)  # what exponents are relative to, if no score is larger
 _PART = 64  # columns of Q and K that a product takes from shared memory at once
 
 
@@ -42,9 +48,11 @@ def _bytes(dim, cfg):
     return 2 * dim * (cfg.rows + 2 * cfg.stages * cfg.block) + 256
 
 
-def choose(queries, dim, target):
+def choose(queries, dim, target, scores=PLAIN):
     """The configuration for a number of queries and a head size: two blocks share an SM, except
     with 256 columns, whose O has the registers of both."""
+    if scores.adjusted or scores.dropout:  # registers for what is computed from scores
+        return MmaAttentionConfig(64, 32)
     room = room_of_block(target, 1 if dim == 256 else 2)
     wide = MmaAttentionConfig(128 if dim == 64 and queries > 64 else 64, 32 if dim == 256 else 64)
     return wide if _bytes(dim, wide) <= room else wide._replace(block=32)
@@ -81,6 +89,11 @@ class _Block:
         self.sign = -1 if x.scale < 0 else 1
         self.c = _F32(abs(x.scale) * math.log2(math.e))  # exp(x) is exp2(x log2 e)
 
+    def key(self, j):
+        """The first key of the block of step j."""
+        rows = j * self.cfg.block
+        return rows
+
     # ---- copies
 
     def full(self, which, slot):
@@ -89,7 +102,7 @@ class _Block:
     def fetch_keys(self, which, j, more):
         """Keys or values of block j, "k" or "v"."""
         slot = j % self.cfg.stages
-        rows = pl.ds(j * self.cfg.block, self.cfg.block)
+        rows = pl.ds(self.key(j), self.cfg.block)
         source = getattr(self, which).at[self.b, rows, self.kv_head]
         fetch(more, self.full(which, slot), (source, getattr(self, f"{which}_smem").at[slot]))
 
@@ -122,31 +135,54 @@ class _Block:
             s = jnp.where(column < x.keys - first, s, _MASKED)
         return s
 
+    def adjust(self, s, j):
+        """Scores before the mask; plain ones stay."""
+        return s
+
+    def bounded(self, m):
+        """What exponents of the rows are relative to: in plain attention each row sees a key."""
+        return m
+
+    def drop(self, p, j):
+        """Probabilities that values are multiplied with."""
+        return p
+
+    def reciprocal(self, sums):
+        out = pl.reciprocal(sums, approx=True)
+        return out
+
     def step(self, q, blocks, masked, j, carry):
         x, cfg = self.x, self.cfg
         m, sums, out = carry
         slot = j % cfg.stages
         self.next_keys("k", j, blocks)
-        s = self.scores(q, slot)
+        s = self.adjust(self.scores(q, slot), j)
         if masked:
             s = self.mask(s, j)
         now = jnp.maximum(m, jnp.max(s, axis=1))
         alpha = jnp.exp2((m - now) * self.c)
-        p = jnp.exp2(s * self.c - _along_rows(now * self.c, cfg.block))
+        p = jnp.exp2(s * self.c - _along_rows(self.bounded(now) * self.c, cfg.block))
         sums = sums * alpha + jnp.sum(p, axis=1)
         out = out * _along_rows(alpha, x.dim)
+        p = self.drop(p, j)
         self.next_keys("v", j, blocks)
         return now, sums, plgpu.mma(out, p.astype(x.dtype), self.v_smem[slot])
 
     # ---- all steps
 
-    def run(self):
+    def spans(self):
+        """The number of steps, and (first, last, masked) of those with and without a mask."""
         x, cfg = self.x, self.cfg
         blocks, whole = pl.cdiv(x.keys, cfg.block), x.keys // cfg.block
         if x.causal:
             seen = jnp.minimum(self.row + cfg.rows, x.keys)
             blocks = (seen + (cfg.block - 1)) // cfg.block
             whole = jnp.minimum(self.row // cfg.block, whole)
+        return blocks, ((0, whole, False), (whole, blocks, True))
+
+    def run(self):
+        x, cfg = self.x, self.cfg
+        blocks, spans = self.spans()
         rows = self.q.at[self.b, pl.ds(self.row, cfg.rows), self.head]
         fetch(jnp.int32(0) == 0, self.full("q", 0), (rows, self.q_smem))
 
@@ -163,7 +199,7 @@ class _Block:
             await_fetch(self.full("q", 0), 0, 0)
         zeros = jnp.zeros((cfg.rows,), jnp.float32)
         carry = zeros + _MASKED, zeros, jnp.zeros((cfg.rows, x.dim), jnp.float32)
-        for first, last, masked in ((0, whole, False), (whole, blocks, True)):
+        for first, last, masked in spans:
             if isinstance(last, int) and first == last:
                 continue
 
@@ -178,7 +214,7 @@ class _Block:
         if not self.by_tma:
             plgpu.wait_gmem_to_smem(0)
         rows = pl.ds(self.row, cfg.rows)
-        out = out * _along_rows(pl.reciprocal(sums, approx=True), x.dim)
+        out = out * _along_rows(self.reciprocal(sums), x.dim)
         self.q_smem[...] = out.astype(x.dtype)
         layout = plgpu.Layout.WG_STRIDED((cfg.rows, x.dim), vec_size=8)
         value = plgpu.load(self.q_smem, layout=layout)
@@ -192,6 +228,53 @@ class _Block:
             lse = (m * self.c + jnp.log2(sums)) * _F32(math.log(2))
             mask = None if inside else jnp.arange(cfg.rows) < x.queries - self.row
             pl.store(self.lse, (self.b, self.head, rows), lse, mask=mask)
+
+
+class _ScoredBlock(_Block):
+    """One block of a kernel with options of the scores."""
+
+    def __init__(self, x, cfg, by_tma, refs):
+        super().__init__(x, cfg, by_tma, refs)
+        self.refs = refs
+        self.ranges = Ranges(x, False, refs.get("low"), refs.get("high"))
+        self.first, self.count = self.ranges.blocks(self.row, cfg.rows, cfg.block)
+        self.seen = self.ranges.of_all(self.row, cfg.rows)
+        if x.scores.adjusted:  # the scale is in the scores
+            self.sign, self.c = 1, x.scores.factor(x.scale)
+
+    def key(self, j):
+        return (self.first + j) * self.cfg.block
+
+    def spans(self):
+        return self.count, ((0, self.count, True),)
+
+    def tile(self, j):
+        """The part of the scores of step j."""
+        shape = self.cfg.rows, self.cfg.block
+        where = self.b, self.head, self.row, self.key(j)
+        return Tile(self.x, self.refs, *where, shape, by_keys=False)
+
+    def adjust(self, s, j):
+        return self.tile(j).adjust(s)[0]
+
+    def drop(self, p, j):
+        return self.tile(j).drop(p)
+
+    def mask(self, s, j):
+        key, (low, high) = self.key(j), self.seen
+
+        def hide(s):
+            return jnp.where(self.ranges.keep(self.row, key, s.shape), s, _MASKED)
+
+        hidden = (key < low) | (key + self.cfg.block > high)
+        return lax.cond(hidden, hide, lambda s: s, s)
+
+    def bounded(self, m):
+        return jnp.maximum(m, _LEAST)
+
+    def reciprocal(self, sums):
+        """0 for rows that see nothing."""
+        return jnp.where(sums == 0, _F32(0), pl.reciprocal(sums, approx=True))
 
 
 def _along_rows(x, width):
@@ -222,11 +305,16 @@ def kernel(x, cfg, target, interpret):
     def body(q, k, v, o, lse=None, **scratch):
         _Block(x, cfg, by_tma, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
 
+    def with_options(q, k, v, *others, **scratch):
+        names = *x.scores.kernel_operands, "o", "lse"
+        refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
+        _ScoredBlock(x, cfg, by_tma, refs | scratch).run()
+
     outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
     if x.return_lse:
         outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
     return plgpu.kernel(
-        body,
+        body if x.scores == PLAIN else with_options,
         out_type=outs,
         scratch_types=_scratch(x, cfg, by_tma),
         grid=(x.batch * x.heads * pl.cdiv(x.queries, cfg.rows),),

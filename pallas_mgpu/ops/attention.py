@@ -621,14 +621,6 @@ def _check_config(config):
         )
 
 
-def _only_plain(scores, where, product):
-    if scores != PLAIN:
-        raise NotImplementedError(
-            f"attention: {where} no bias, window, softcap, dropout, bottom_right or cu_seqlens;"
-            f" write a kernel with {product}"
-        )
-
-
 @plgpu.specialize(in_place=False)
 def attention(
     q,
@@ -665,16 +657,16 @@ def attention(
     given). deterministic: a call repeats bit for bit. Both always hold; the options ask later
     versions to keep it so.
 
-    On Hopper and Blackwell also: window: ``(left, right)``; query i sees the keys from i - left to
-    i + right, None: all on that side; causal makes right 0. bottom_right: the diagonal of causal
-    and window is ``i + keys - queries``. softcap: scores s become ``softcap * tanh(s / softcap)``.
-    bias: is added to scaled and capped scores; [batch, heads, queries, keys], each dim that or 1,
-    of q's dtype or float32. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], the first row of
-    each of the sequences that are packed one after the other in the single batch entry, and the end
-    of the last one; queries see the keys of their own sequence alone, and causal, window and
+    window: ``(left, right)``; query i sees the keys from i - left to i + right, None: all on
+    that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
+    keys - queries``. softcap: scores s become ``softcap * tanh(s / softcap)``. bias: is added
+    to scaled and capped scores; [batch, heads, queries, keys], each dim that or 1, of q's dtype
+    or float32. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], the first row of each of the
+    sequences that are packed one after the other in the single batch entry, and the end of the
+    last one; queries see the keys of their own sequence alone, and causal, window and
     bottom_right count from its start. dropout: the probability by which a weight is dropped,
-    decided by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and the
-    logarithm -inf.
+    decided by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
+    the logarithm -inf.
 
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
@@ -689,11 +681,11 @@ def attention(
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse), scores)
     if config is None and _warp_mma.runs_here(q.device):
-        config = _attention_warp_mma.choose(queries, dim, _core.target(q.device))
+        config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
     if isinstance(config, MmaAttentionConfig):
         target = _core.target(q.device)["name"]
-        _only_plain(scores, f"on {target}", "plgpu.mma")
-        return _attention_warp_mma.kernel(problem, config, target, interpret)
+        kernel = _attention_warp_mma.kernel(problem, config, target, interpret)
+        return _Packed(problem, kernel, interpret) if scores.sequences else kernel
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryAttentionConfig()
     if isinstance(config, TensorMemoryAttentionConfig):

@@ -12,6 +12,7 @@ import textwrap
 import ml_dtypes
 import numpy as np
 import pytest
+import test_attention_options as scored
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
@@ -256,6 +257,30 @@ def test_attention_fits(on):
         ops.attention(x, x, x, config=MmaAttentionConfig(128, 64, 2))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", scored.CASES)
+def test_attention_options(name, target, on, rng):
+    """Results, races on two seeds, the emulated machine, and machine code without local memory."""
+    on(target)
+    (_, q, k, v), options, call = scored.problem(rng, name)
+    want, want_lse, _ = scored.reference(q, q, k, v, **options)
+    for how in ways(target in ("sm_80", "sm_120a")):
+        o, lse = ops.attention(q, k, v, return_lse=True, **call, **how)
+        scored.near(o, want, q.dtype)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+    if name == "256, causal" and target != "sm_120a":
+        return  # plain attention, whose program has 168 bytes of spills there
+    kernel = ops.attention.kernel(q, k, v, return_lse=True, **call)
+    arrays = [x for x in call.values() if isinstance(x, np.ndarray)]
+    if "cu_seqlens_q" in call:
+        kernel, rows = kernel.attention, np.zeros(-(-q.shape[1] // 384) * 384, np.int32)
+        arrays = [x for what, x in call.items() if what in ("bias", "seed") and x is not None]
+        arrays += [rows, rows]
+    used = kernel.lower(q, k, v, *arrays).resources()
+    assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -319,6 +344,27 @@ def test_programs_of_sm_80():
             p = np.exp(s - s.max(-1, keepdims=True))
             want = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v.astype(np.float32))
             np.testing.assert_allclose(got.astype(np.float32), want, rtol=2e-2, atol=2e-2)
+    q, k, v = rng.standard_normal((3, 1, 300, 2, 64)).astype(np.float16)
+    bias = rng.standard_normal((1, 2, 300, 300)).astype(np.float16)
+    for starts in None, [0, 100, 300]:
+        packed = {}
+        if starts:
+            cu = plgpu.device_put(np.asarray(starts, np.int32))
+            packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        got = ops.attention(
+            *map(plgpu.device_put, (q, k, v)), bias=plgpu.device_put(bias), softcap=5.0,
+            window=(40, 3), **packed,
+        ).numpy()
+        s = np.einsum("bqhd,bkhd->bhqk", *(x.astype(np.float32) for x in (q, k))) / 8
+        s = 5 * np.tanh(s / 5) + bias
+        i, j = np.arange(300)[:, None], np.arange(300)
+        keep = (j >= i - 40) & (j <= i + 3)
+        if starts:
+            keep &= (i < 100) == (j < 100)
+        s = np.where(keep, s, -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        want = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v.astype(np.float32))
+        np.testing.assert_allclose(got.astype(np.float32), want, rtol=2e-2, atol=2e-2)
     x = rng.standard_normal((300, 1000)).astype(np.float32)
     got = ops.rms_norm(plgpu.device_put(x)).numpy()
     np.testing.assert_allclose(got, x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6), rtol=1e-4)
