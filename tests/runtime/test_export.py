@@ -307,6 +307,14 @@ def test_exported_kernels_on_a_gpu(tmp_path, rng):
         assert (kernel(plgpu.device_put(x)).numpy() == x + 1).all()
 
 
+def _make_current():
+    """The first device's context, for this thread."""
+    cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    assert cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    assert cuda.cuCtxSetCurrent(context) == 0
+
+
 @pytest.mark.gpu
 @needs_cc
 @pytest.mark.parametrize("case", CASES)
@@ -331,6 +339,7 @@ def test_the_launcher_on_a_gpu(case, tmp_path, rng):
     ]
     there = [plgpu.device_put(x) for x in arrays]
     plgpu.synchronize()
+    _make_current()
     c = ctypes.CDLL(str(library))
     handle, image = ctypes.create_string_buffer(64), (tmp_path / f"{case}.cubin").read_bytes()
     assert getattr(c, f"{case}_load")(handle, image) == 0

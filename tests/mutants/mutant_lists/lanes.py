@@ -125,7 +125,7 @@ breaks(
         "j // stages, 2 * stages - 2)",
     ),
     blocks_on_the_diagonal_are_whole=(
-        "_Block.run",
+        "_Block.spans",
         "whole = jnp.minimum(self.row // cfg.block, whole)",
         "whole = jnp.minimum(self.row // cfg.block + 1, whole)",
     ),
