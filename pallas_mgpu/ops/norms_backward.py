@@ -8,11 +8,12 @@ of the gradient of x is
     layer_norm   r * (g - mean(g) - y * mean(g * y))
 
 The statistics of a row are computed again from x, which is read anyway, so that a forward saves
-nothing. A block works on tiles of whole rows, about 2048 elements, one after the other; rows that
-registers do not hold are read in parts, once for each pass over the row.
+nothing. Aligned rows pass through shared memory: _norms_backward_ring.py. Here are the others, and
+the formulas. A block works on tiles of whole rows, about 2048 elements, one after the other; rows
+that registers do not hold are read in parts, once for each pass over the row.
 
 Gradients of the weight and of the bias are sums over rows: each block adds up those of its own rows
-in registers, or in global memory where a row has parts, and a second kernel adds up the sums of the
+in registers, or in global memory where a row has parts, and further kernels add up the sums of the
 blocks, always in the same order."""
 
 import math
@@ -21,14 +22,17 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _norms_backward_ring
 from ._common import overlap_launches
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
+_OPERANDS = ("grad", "x", "weight", "add")
+_SHORT = 512  # elements of a row that do not pass through shared memory
 _HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
 _PART = 2048  # elements of a part of a longer row
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
@@ -54,6 +58,9 @@ class Problem(NamedTuple):
     dtypes: tuple  # of grad, x (or y), weight, add: None where there is none
     bias: bool  # also the gradient of a bias
     shape: tuple
+
+    def dtype_of(self, name):
+        return self.dtypes[_OPERANDS.index(name)]
 
     @property
     def sums(self):
@@ -187,8 +194,7 @@ class _Row:
 
 
 def _names(x):
-    found = ["grad", "x", "weight", "add"]
-    return [name for name, dtype in zip(found, x.dtypes) if dtype is not None]
+    return tuple(name for name, dtype in zip(_OPERANDS, x.dtypes) if dtype is not None)
 
 
 @cached
@@ -366,9 +372,10 @@ def sums_of_rows(rows, n, dtype, out_dtype, sms, interpret, cols=None):
 
 
 class _WithSums:
-    """The kernel of the rows, and those that add up the sums of its blocks."""
+    """The kernel of the rows, and those that add up the sums of its blocks: of each result of the
+    first, or of all together."""
 
-    def __init__(self, kernel, sums):
+    def __init__(self, kernel, *sums):
         self.kernel, self.sums = kernel, sums
 
     def __call__(self, *operands, out=None, stream=None):
@@ -377,7 +384,8 @@ class _WithSums:
                 f"{self.kernel.__name__}: out= with gradients of a weight or a bias"
             )
         found, *partial = self.kernel(*operands, stream=stream)
-        return (found, *(f(s, stream=stream) for f, s in zip(self.sums, partial)))
+        added = [f(s, stream=stream) for f, s in zip(self.sums, partial)]
+        return (found, *(added[0] if isinstance(added[0], tuple) else added))
 
 
 # ---- the functions ------------------------------------------------------------------------------
@@ -403,16 +411,30 @@ def _make(name, grad, x, weight, add, bias, eps, interpret):
     n, sms = x.shape[-1], plgpu.sm_count(x.device)
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
     problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
+    ring = _ring(problem, x.device, [v for v in (grad, x, weight, add) if v is not None], sms)
+    of = x.dtype if weight is None else weight.dtype
+    if ring:
+        kernel = _norms_backward_ring.kernel(ring, _Row, interpret)
+        if not problem.sums:
+            return kernel
+        shape = kernel.definition.outs[1].shape
+        return _WithSums(kernel, _norms_backward_ring.last_sums(*shape, n, of, interpret))
     kernel = _rows(problem, _resident(problem) * sms, interpret)
     if not problem.sums:
         return kernel
     programs, padded = kernel.definition.outs[1].shape
-    of = [] if weight is None else [weight.dtype]
-    of += [x.dtype if weight is None else weight.dtype] if bias else []
-    f32 = np.dtype(_F32)
-    return _WithSums(
-        kernel, [sums_of_rows(programs, padded, f32, dtype, sms, interpret, n) for dtype in of]
-    )
+    add_up = sums_of_rows(programs, padded, np.dtype(_F32), of, sms, interpret, n)
+    return _WithSums(kernel, *[add_up] * problem.sums)
+
+
+def _ring(x, device, operands, sms):
+    """How rows pass through shared memory; None where they cannot: TMA takes aligned rows. Lanes
+    have too many statistics of short rows."""
+    if x.n < _SHORT or not {"TMA", "CLUSTER"} <= set(_core.target(device)["features"]):
+        return None
+    if not all(v.aligned and v.shape[-1] * v.dtype.itemsize % 16 == 0 for v in operands):
+        return None
+    return _norms_backward_ring.plan(x, _names(x), sms)
 
 
 @plgpu.specialize
@@ -436,6 +458,9 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
     x = Problem("softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape)
     if inner > 1:
         return _columns(x, interpret)
+    ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device))
+    if ring:
+        return _norms_backward_ring.kernel(ring, _Row, interpret)
     return _rows(x, 0, interpret)
 
 

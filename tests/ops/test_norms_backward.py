@@ -85,6 +85,45 @@ def test_layer_norm(rng, shape, dtype):
     check(ops.layer_norm_backward(grad, x, interpret=True), want, dtype)
 
 
+RING = [(37, 640), (5, 1536), (9, 4096), (7, 5000), (300, 1000), (5, 12296), (2, 33000)]
+
+
+@pytest.mark.parametrize("shape", RING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_rows_through_shared_memory(rng, name, shape, dtype):
+    """Aligned rows, of one warpgroup, of several that share them, and of a cluster of blocks; with
+    the race detector, and the gradient of a residual branch."""
+    grad, x, add = normal(rng, shape, dtype, 3)
+    (w,) = normal(rng, shape[-1:], dtype, 1)
+    checked = plgpu.InterpretParams(detect_races=True)
+    options = {"bias": True, "eps": 1e-4} if name == "layer_norm" else {"eps": 1e-4}
+    call = getattr(ops, f"{name}_backward")
+    found = call(grad, x, w, add=add, **options, interpret=checked)
+    want = gradients(name, grad, x, w, 1e-4)
+    want = want[0] + add.astype(np.float64), *want[1:]
+    for got, expected, rows in zip(found, want, (1, rows_of(shape), rows_of(shape))):
+        check(got, expected, dtype, rows)
+    assert len(found) == len(options) + 1
+
+
+def test_layer_norm_far_from_zero(rng):
+    """The mean is a thousand times the deviation from it."""
+    (x,) = normal(rng, (6, 4096), DTYPES[0], 1)
+    x, (grad,) = x + np.float32(1000), normal(rng, x.shape, DTYPES[0], 1)
+    want = gradients("layer_norm", grad, x, None, 1e-5)[0]
+    got = ops.layer_norm_backward(grad, x, interpret=True)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(3, 16384), (2, 40000)], ids=str)
+def test_softmax_of_long_rows(rng, shape):
+    x, grad = normal(rng, shape, DTYPES[1], 2)
+    y = ops.softmax(x, interpret=True)
+    checked = plgpu.InterpretParams(detect_races=True)
+    check(ops.softmax_backward(grad, y, interpret=checked), softmax_gradient(grad, y, -1), x.dtype)
+
+
 @shapes
 @dtypes
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -103,7 +142,7 @@ def test_column_sums(rng, shape):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("n", [128, 4096, 8192, 16384])
+@pytest.mark.parametrize("n", [128, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("name", ["rms_norm_backward", "layer_norm_backward"])
 def test_no_spills(name, n):
     """At the widths of models, with the sums of all gradients in registers where they fit."""

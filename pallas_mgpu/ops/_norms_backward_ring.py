@@ -1,0 +1,350 @@
+"""Gradients of row norms: rows pass through shared memory, each element is read once.
+
+A block has four warpgroups, in teams. A team has a tile of whole rows at a time, about 2048
+elements for each warpgroup: warpgroups of a team share long rows, each has a segment of the
+columns, and a cluster of blocks shares the longest. So a lane always has the same few columns, and its sums over
+rows, the gradients of the weight and of the bias, stay in registers until the block has done its
+last row.
+
+Each warpgroup fetches its own segments by TMA, several tiles ahead, into slots of its own, computes
+from there, stores the result, and fetches the next tile into the slot. Warpgroups that share a row
+tell each other their sums over it through shared memory. There are two boxes for that, used in
+turns: who writes into a box again has met all others since they read it.
+
+Which rows a block has is fixed, and so is the order of all sums: results repeat bit for bit."""
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import SMEM_BYTES, overlap_launches
+
+_F32 = np.float32
+WARPGROUPS = 4
+_SEGMENT = 2048  # elements of a row that a warpgroup keeps in registers
+_LONGEST = 4096  # of a segment, which is read from shared memory in parts
+_PART = 1024  # elements of such a part
+_STAGES = 4
+
+
+class Plan:
+    """Numbers that follow from the shape, the rows of a tile, and the blocks of a cluster."""
+
+    def __init__(self, x, names, sms, height, cluster):
+        self.x, self.names, self.height, self.cluster = x, names, height, cluster
+        self.members = 1  # warpgroups of a team
+        while self.members < WARPGROUPS and x.n > cluster * self.members * _SEGMENT:
+            self.members *= 2
+        self.segments = cluster * self.members
+        # boxes of TMA have up to 256 columns; each lane has 16 bytes of a segment
+        grain = 256 if x.n <= _SEGMENT else 2048 // min(d.itemsize for d in x.dtypes[:2])
+        width = pl.cdiv(x.n, self.segments)
+        self.width = width if width <= 256 else pl.cdiv(width, grain) * grain
+        self.parts = 1 if self.width <= _SEGMENT else pl.cdiv(self.width, _PART)
+        self.part = pl.cdiv(self.width, self.parts)
+        self.width = self.part * self.parts
+        self.teams = WARPGROUPS // self.members
+        self.tiles = pl.cdiv(x.outer, self.height)
+        self.programs = max(1, min(sms // cluster, pl.cdiv(self.tiles, self.teams)))
+        self.of_tile = [n for n in names if n != "weight"]
+        size = sum(x.dtype_of(n).itemsize for n in self.of_tile)
+        # in registers, or in shared memory
+        self.kept = "weight" in names and self.parts > 1
+        of_block = self.members * self.width
+        self.summed = x.sums if self.teams > 1 else 0
+        room = SMEM_BYTES - 2048 - (self.teams - 1) * self.summed * of_block * 4
+        if self.kept:
+            room -= of_block * x.dtype_of("weight").itemsize
+        self.stages = min(room // (WARPGROUPS * self.height * self.width * size), _STAGES)
+
+    def fits(self):
+        return self.stages >= 2 and self.width <= _LONGEST
+
+    def scratch(self):
+        x, found = self.x, {}
+        for name in self.of_tile:
+            shape = WARPGROUPS, self.stages, self.height, self.width
+            found[f"{name}_smem"] = plgpu.SMEM(shape, x.dtype_of(name))
+        found["full"] = plgpu.Barrier(
+            num_arrivals=len(self.of_tile), num_barriers=(WARPGROUPS, self.stages)
+        )
+        if self.kept:
+            found["weight_smem"] = plgpu.SMEM((self.members, self.width), x.dtype_of("weight"))
+        if self.segments > 1:
+            shape = self.teams, 2, 2, self.segments
+            found["told_smem"] = plgpu.SMEM(shape, _F32)
+        of_teams = {"num_arrivals": self.members, "num_barriers": self.teams}
+        if self.cluster > 1:
+            found["told"] = plgpu.ClusterBarrier(collective_axes=("c",), **of_teams)
+        elif self.segments > 1:
+            found["told"] = plgpu.Barrier(**of_teams)
+        if self.summed:
+            shape = self.teams - 1, x.sums, self.members, self.width
+            found["sums_smem"] = plgpu.SMEM(shape, _F32)
+            found["joined"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+        return found
+
+
+class _Tile:
+    """A warpgroup's segment of a tile, while it is traced."""
+
+    def __init__(self, plan, refs):
+        """refs: operands, results and scratch by name."""
+        self.plan, self.x, self.refs = plan, plan.x, refs
+        self.parts, self.me = plan.parts, lax.axis_index("wg")
+        self.team, self.member = self.me // plan.members, self.me % plan.members
+        self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
+        self.segment = self.rank * plan.members + self.member
+        self.offset = self.segment * plan.width
+        step = plan.programs * plan.teams
+        self.first, self.step = lax.axis_index("program") * plan.teams + self.team, step
+        self.count = (plan.tiles - self.first + (step - 1)) // step  # tiles of the team
+        self.count = jnp.maximum(self.count, 0)
+        if "weight" in refs:
+            self.weights = [self._weight(k) for k in range(self.parts)]
+        if plan.kept:
+            for k, w in enumerate(self.weights):
+                refs["weight_smem"][self.member, pl.ds(k * plan.part, plan.part)] = w
+
+    # ---- the ring
+
+    def fetch(self, i):
+        """The team's tile number i."""
+        p, slot = self.plan, i % self.plan.stages
+        start = (self.first + i * self.step) * p.height
+        where = pl.ds(start, p.height), pl.ds(self.offset, p.width)
+        for name in p.of_tile:
+            box = self.refs[f"{name}_smem"].at[self.me, slot]
+            barrier = self.refs["full"].at[self.me, slot]
+            plgpu.copy_gmem_to_smem(self.refs[name].at[where], box, barrier)
+
+    def fetch_first(self):
+        for s in range(self.plan.stages):
+            pl.when(s < self.count)(lambda s=s: self.fetch(jnp.int32(s)))
+
+    def fetch_next(self):
+        i = self.i + self.plan.stages
+        pl.when(i < self.count)(lambda: self.fetch(i))
+
+    def at(self, i):
+        """Waits for tile number i."""
+        self.i, self.slot = i, i % self.plan.stages
+        self.start = (self.first + i * self.step) * self.plan.height
+        plgpu.barrier_wait(self.refs["full"].at[self.me, self.slot], phase=i // self.plan.stages)
+        self.told = 0  # exchanges in this tile
+        return self
+
+    # ---- elements
+
+    def load(self, name, k):
+        at = pl.ds(k * self.plan.part, self.plan.part)
+        value = self.refs[f"{name}_smem"][self.me, self.slot, :, at]
+        return value.astype(jnp.float32)
+
+    def inside(self, k):
+        """Which elements of part k lie in the row; None: all."""
+        p = self.plan
+        if p.segments * p.width == self.x.n:
+            return None
+        at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 1)
+        return at < self.x.n - (self.offset + k * p.part)
+
+    def mask(self, k):
+        """Which elements of part k lie in the array; None: all."""
+        p, found = self.plan, self.inside(k)
+        if self.x.outer % p.height:
+            at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 0)
+            there = at < self.x.outer - self.start
+            found = there if found is None else found & there
+        return found
+
+    def centred(self, v, k):
+        """v where there is an element, else 0: of a difference from the mean."""
+        mask = self.mask(k)
+        return v if mask is None else jnp.where(mask, v, 0.0)
+
+    def store(self, name, k, value):
+        p, ref, mask = self.plan, self.refs[name], self.mask(k)
+        value = value.astype(ref.dtype)
+        at = pl.ds(self.start, p.height), pl.ds(self.offset + k * p.part, p.part)
+        if mask is None:
+            ref[at] = value
+        else:
+            pl.store(ref, at, value, mask=mask)
+
+    def _weight(self, k):
+        p = self.plan
+        at = pl.ds(self.offset + k * p.part, p.part)
+        if p.segments * p.width == self.x.n:
+            return self.refs["weight"][at]
+        inside = jnp.arange(p.part) < self.x.n - (self.offset + k * p.part)
+        return pl.load(self.refs["weight"], at, mask=inside, other=0.0)
+
+    def weight(self, k):
+        """The weight of part k as a tile."""
+        p = self.plan
+        if p.kept:
+            w = self.refs["weight_smem"][self.member, pl.ds(k * p.part, p.part)]
+        else:
+            # after the barrier it is as it was loaded: float32 would take twice the registers
+            w = lax.optimization_barrier(self.weights[k])
+        return lax.broadcast_in_dim(w.astype(jnp.float32), (p.height, p.part), [1])
+
+    # ---- sums
+
+    def sum(self, part):
+        """Sums of part(k) over the rows, as columns; part returns a tuple."""
+        found = part(0)
+        for k in range(1, self.parts):
+            found = [s + v for s, v in zip(found, part(k))]
+        found = [jnp.sum(v, axis=1, keepdims=True) for v in found]
+        return self._of_all(found) if self.plan.segments > 1 else found
+
+    def _of_all(self, mine):
+        """Sums of the segments of a row."""
+        p, refs = self.plan, self.refs
+        exchanges = 2 if self.x.name == "layer_norm" else 1
+        number = self.i * exchanges + self.told
+        self.told += 1
+        box = refs["told_smem"].at[self.team, number % 2]
+        for j in range(p.cluster):
+            to = plgpu.cluster_ref(box, {"c": j}) if p.cluster > 1 else box
+            for v, value in enumerate(mine):
+                to[v, self.segment] = value.reshape(())
+        told = refs["told"].at[self.team]
+        plgpu.barrier_arrive(told)
+        plgpu.barrier_wait(told, phase=number)
+        return [sum(box[v, s] for s in range(p.segments)).reshape((1, 1)) for v in range(len(mine))]
+
+
+def _write_sums(tile, total):
+    """The sums of the block's rows: those of its teams together."""
+    p, refs = tile.plan, tile.refs
+    total = [[jnp.sum(v, axis=0) for v in of_part] for of_part in total]
+    if p.teams > 1:
+        box = refs["sums_smem"]
+
+        @pl.when(tile.team > 0)
+        def _():
+            for k, of_part in enumerate(total):
+                for s, v in enumerate(of_part):
+                    box[tile.team - 1, s, tile.member, pl.ds(k * p.part, p.part)] = v
+
+        plgpu.barrier_arrive(refs["joined"])
+        plgpu.barrier_wait(refs["joined"])
+
+    @pl.when(tile.team == 0)
+    def _():
+        for k, of_part in enumerate(total):
+            at = pl.ds(tile.offset + k * p.part, p.part)
+            for s, v in enumerate(of_part):
+                for t in range(p.teams - 1):
+                    v = v + box[t, s, tile.member, pl.ds(k * p.part, p.part)]
+                refs["sums"][s, lax.axis_index("program"), at] = v
+
+
+@cached
+def kernel(p, row, interpret):
+    """The gradient of x, and sums (sum, program, column) of each block. p: a Plan; row: what
+    computes its rows."""
+    x, names = p.x, p.names
+
+    def body(*refs, **scratch):
+        overlap_launches()
+        flat = x.outer, x.n
+        given = dict(zip((*names, "out", "sums"), refs)) | scratch
+        for name in (*p.of_tile, "out"):
+            given[name] = given[name].reshape(flat)
+        tile = _Tile(p, given)
+        tile.fetch_first()
+
+        def one(i, total):
+            of_row, found = row(tile.at(i)), []
+            for k in range(p.parts):
+                tile.store("out", k, of_row.result(k))
+                found.append([t + s for t, s in zip(total[k], of_row.sums(k))])
+            tile.fetch_next()
+            return found
+
+        zero = jnp.zeros((p.height, p.part), jnp.float32)
+        total = lax.fori_loop(0, tile.count, one, [[zero] * x.sums for _ in range(p.parts)])
+        if x.sums:
+            _write_sums(tile, total)
+
+    outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
+    if x.sums:
+        shape = x.sums, p.programs, p.segments * p.width
+        outs.append(plgpu.ShapeDtypeStruct(shape, _F32))
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outs) if x.sums else outs[0],
+        scratch_types=p.scratch(),
+        grid=(p.programs,),
+        grid_names=("program",),
+        cluster=(p.cluster,) if p.cluster > 1 else (),
+        cluster_names=("c",) if p.cluster > 1 else (),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        interpret=interpret,
+        kernel_name=f"{x.name}_backward",
+    )
+
+
+@cached
+def last_sums(sums, programs, padded, n, dtype, interpret):
+    """Kernel: of sums (sum, program, column) those over the programs, each as an array of n."""
+    height, width = min(64, programs), min(32, n)
+    steps = pl.cdiv(programs, height)
+
+    def body(x, *outs):
+        overlap_launches()
+        which, c = lax.axis_index("sum"), lax.axis_index("tile") * width
+
+        def part(k):
+            at = which, pl.ds(k * height, height), pl.ds(c, width)
+            if programs % height == 0 and padded % width == 0:
+                return x[at]
+            row = lax.broadcasted_iota(jnp.int32, (height, width), 0) + k * height
+            keep = row < programs
+            if padded % width:
+                keep &= lax.broadcasted_iota(jnp.int32, (height, width), 1) < padded - c
+            return pl.load(x, at, mask=keep, other=0.0)
+
+        if steps <= 4:  # all loads are under way at once
+            total = sum(part(k) for k in range(steps))
+        else:
+            zero = jnp.zeros((height, width), jnp.float32)
+            total = lax.fori_loop(0, steps, lambda k, t: t + part(k), zero)
+        total = jnp.sum(total, axis=0).astype(dtype)
+        for s, out in enumerate(outs):
+
+            @pl.when(which == s)
+            def _(out=out):
+                if n % width:
+                    pl.store(out, pl.ds(c, width), total, mask=jnp.arange(width) < n - c)
+                else:
+                    out[pl.ds(c, width)] = total
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(plgpu.ShapeDtypeStruct((n,), dtype) for _ in range(sums)),
+        grid=(sums, pl.cdiv(n, width)),
+        grid_names=("sum", "tile"),
+        interpret=interpret,
+        kernel_name="last_sums",
+    )
+
+
+@cached
+def plan(x, names, sms):
+    """The highest tile, or the smallest cluster, that shared memory holds; None: there is none."""
+    height = max(1, min(_SEGMENT // x.n, pl.cdiv(x.outer, WARPGROUPS)))
+    forms = [(h, 1) for h in range(height, 0, -1)] + [(1, cluster) for cluster in (2, 4, 8)]
+    for height, cluster in forms:
+        p = Plan(x, names, sms, height, cluster)
+        if p.fits() and cluster <= sms:
+            return p
+    return None
