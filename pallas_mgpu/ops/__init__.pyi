@@ -32,6 +32,7 @@ class MatmulConfig(NamedTuple):
     step: int = 64
     lag: int = 1
     serpentine: bool = True
+    slices: int = 1
 
 class MixedConfig(NamedTuple):
     consumers: int = 2

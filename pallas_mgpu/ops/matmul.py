@@ -8,7 +8,8 @@ products are done by one persistent block per SM.
 
 Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among them. Each sends
 part j of the columns of its sum to block j, through the shared memory of the cluster, and every
-block adds up its part, in the order of the blocks: results repeat bit for bit.
+block adds up its part, in the order of the blocks: results repeat bit for bit. `slices` divides K
+among blocks anywhere on the GPU, by way of global memory (_slices.py).
 
 The order of a sum over K depends on the tiling: K may be divided, and persistent blocks go through
 it backwards for every second tile. Batch-invariant products do neither, whatever their tiles: an
@@ -32,7 +33,7 @@ from pallas_mgpu import _core, _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _block_scaled, _few_rows, _tensor_memory, _warp_mma
+from . import _block_scaled, _few_rows, _slices, _tensor_memory, _warp_mma
 from ._block_scaled import BlockScaling
 from ._common import (
     REGISTERS,
@@ -71,7 +72,8 @@ class MatmulConfig(NamedTuple):
     of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while the next
     one is issued, 0 or 1; with block scales and up to 128 columns, products in flight while sums
     are scaled. ``serpentine``: every second tile of a block walks K backwards, so that it starts
-    with data that is still in L2."""
+    with data that is still in L2. ``slices``: parts of K that are multiplied as tiles of their own
+    and added up by a second kernel."""
 
     consumers: int = 2
     tile_n: int = 256
@@ -84,6 +86,7 @@ class MatmulConfig(NamedTuple):
     step: int = 64
     lag: int = 1
     serpentine: bool = True
+    slices: int = 1
 
 
 class Product(NamedTuple):
@@ -119,13 +122,14 @@ class _Plan:
         self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
         self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
         self.tiles_n = pl.cdiv(n, self.cols * cfg.cluster_n)
-        self.total = self.tiles_m * self.tiles_n  # tiles of clusters
+        self.tiles = self.tiles_m * self.tiles_n  # of clusters
+        self.total = self.tiles * cfg.slices if cfg.slices > 1 else self.tiles
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
         fit = max(sms // self.cluster, 1)
         # one tile for each cluster, whatever m turns out to be
         self.single = cfg.split > 1 or _sizes.most(self.total) <= fit
         self.clusters = self.total if self.single else _sizes.minimum(self.total, fit)
-        self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split)
+        self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split * cfg.slices)
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols // cfg.split
         self.chunk = math.gcd(128 // out_bytes, self.width)  # columns of a store buffer
@@ -164,7 +168,9 @@ class _KernelPlan(_Plan):
         # more accumulators than an even share of the registers has room for
         wide = self.cols > 128 or x.forms.blocks and self.cols == 128
         self.registers = REGISTERS.get(self.consumers) if wide else None
-        self.by_tma = _sizes.most(x.m) == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
+        # the result; rows of slices are long enough
+        aligned = _sizes.most(x.m) == 1 or x.n * x.out_dtype.itemsize % 16 == 0
+        self.by_tma = aligned or cfg.slices > 1
         # Sums are sent in whole rows: fewer, larger packets than pairs of columns.
         self.by_rows = cfg.split > 1 and self.sent * self.width % 512 == 0
         # parts in that layout would need another one beside what goes along rows or columns
@@ -222,6 +228,17 @@ class _Block(WarpSpecialized):
         cluster = lax.axis_index("cluster")
         return StaticTiles(self.plan.total, self.plan.clusters, cluster)
 
+    def slice_of(self, t):
+        """The slice and the cluster tile of unit t of the work."""
+        if self.cfg.slices == 1:
+            return 0, t
+        return t // self.plan.tiles, t % self.plan.tiles
+
+    def share_of_k(self, part):
+        """The number of this block's share of K. part: the slice."""
+        rank = self.rank("ck")
+        return part * self.cfg.split + rank if self.cfg.slices > 1 else rank
+
     def origin(self, t):
         """First row and column of this block's part of cluster tile t."""
         p, cfg = self.plan, self.cfg
@@ -255,9 +272,10 @@ class _Block(WarpSpecialized):
 
     def fetch_tile(self, t, it0):
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
+        part, t = self.slice_of(t)
         row, col = self.origin(t)
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
-        k00 = self.rank("ck") * (p.steps * step)
+        k00 = self.share_of_k(part) * (p.steps * step)
         place = self.order(it0)
 
         def fetch(s, _):
@@ -287,7 +305,10 @@ class _Block(WarpSpecialized):
         p, x, cfg = self.plan, self.x, self.cfg
         scales, rows = None, p.rows * cfg.cluster
         if x.forms.blocks:
-            reach = p.tiles_n * cfg.cluster_n * p.cols, p.steps * cfg.split * cfg.step
+            reach = (
+                p.tiles_n * cfg.cluster_n * p.cols,
+                p.steps * cfg.split * cfg.slices * cfg.step,
+            )
             scales = BlockScales(
                 self.scale_a, self.scale_b, x.m, (rows, p.cols), reach, p.consumers
             )
@@ -297,12 +318,13 @@ class _Block(WarpSpecialized):
 
     def multiply_tile(self, me, scales, t, it0):
         p, cfg = self.plan, self.cfg
+        part, t = self.slice_of(t)
         row, col = self.origin(t)
         first = col + self.rank("ck") * p.width  # column of the block's part of the result
         self.fetch_vectors(me, first)
         scaled = None
         if self.x.forms.blocks:
-            values = self.sum_blocks(me, it0, row, col, scales)
+            values = self.sum_blocks(me, it0, part, row, col, scales)
         elif scales is None:
             values, _ = self.sum(me, it0)
         else:
@@ -312,7 +334,8 @@ class _Block(WarpSpecialized):
             scaled = functools.partial(scales, loaded)
         if cfg.split > 1:
             values = self.reduce(me, *values)
-        self.epilogue(me, values, row, first, scaled)
+        result = self.o.at[part] if cfg.slices > 1 else self.o
+        self.epilogue(me, values, result, row, first, scaled)
         return it0 + p.steps
 
     def fetch_vectors(self, me, col):
@@ -361,13 +384,13 @@ class _Block(WarpSpecialized):
 
         return pl.run_scoped(multiply, plgpu.ACC((64, p.cols)))
 
-    def sum_blocks(self, me, it0, row, col, scales):
+    def sum_blocks(self, me, it0, part, row, col, scales):
         """The same with scales that change along K; in parts of 128 columns if there are more."""
         p, ring = self.plan, self.ring
         place = self.order(it0)  # as they are fetched
 
         def block_of(s):
-            return self.rank("ck") * p.steps + place(s)
+            return self.share_of_k(part) * p.steps + place(s)
 
         def wait(s):
             ring.wait(it0 + s)
@@ -407,8 +430,9 @@ class _Block(WarpSpecialized):
 
     # ---- epilogue
 
-    def epilogue(self, me, values, row, col, scaled):
-        """Scales, bias and activation; stores. values: one or more parts of the columns."""
+    def epilogue(self, me, values, result, row, col, scaled):
+        """Scales, bias and activation; stores. values: one or more parts of the columns. result:
+        a ref of (M, N)."""
         p, x = self.plan, self.x
         if self.bias is not None and x.forms.b != "each":
             plgpu.barrier_wait(self.row_full.at[me])
@@ -431,24 +455,28 @@ class _Block(WarpSpecialized):
             how = {"engine": None if p.by_tma else "plain"}
             if x.accumulate:
                 how = {"reduction_op": "add"}
-            store(buffer, part.astype(x.out_dtype), self.o.at[where], **how)
+            store(buffer, part.astype(x.out_dtype), result.at[where], **how)
 
 
 @cached
 def _kernel(x, cfg, sms, interpret):
     """x: a Product."""
+    whole, shape = x, (x.m, x.n)
+    if cfg.slices > 1:
+        x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
     plan = _KernelPlan(x, cfg, sms)
 
     def body(a, b, *refs, **scratch):
         overlap_launches()
         _Block(plan, x.named(a, b, *refs) | scratch).run()
 
-    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     options = {"interpret": interpret, "kernel_name": "matmul"}
     if isinstance(x.m, plgpu.Dim):
         a = (None, x.m) if x.ta else (x.m, None)
         options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None)
-    return warp_specialized(body, plan, out_type, **options)
+    kernel = warp_specialized(body, plan, out_type, **options)
+    return _slices.Sliced(kernel, whole, cfg.slices, interpret) if cfg.slices > 1 else kernel
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -613,7 +641,7 @@ def _check_config(config, m, ta, tb):
         or c.tile_n not in (16, 32, 64, 128, 192, 256)
         or c.consumers == 3
         and c.tile_n > 128
-        or min(c.cluster, c.cluster_n, c.split) < 1
+        or min(c.cluster, c.cluster_n, c.split, c.slices) < 1
         or c.tile_n % (8 * c.split)
         or c.cluster * c.cluster_n * c.split > 8
         or c.stages < 0
@@ -624,8 +652,8 @@ def _check_config(config, m, ta, tb):
         raise ValueError(
             "matmul: a MatmulConfig has 1 to 3 consumers, a tile_n of 16, 32, 64, 128, 192 or 256"
             " (to 128 with 3), a split that leaves a multiple of 8 columns, up to 8 blocks a"
-            " cluster (cluster * cluster_n * split), stages from 0, buffers and a group from 1, a"
-            f" step of 64 or 128 and a lag of 0 or 1; got {config}"
+            " cluster (cluster * cluster_n * split), stages from 0, buffers, a group and slices"
+            f" from 1, a step of 64 or 128 and a lag of 0 or 1; got {config}"
         )
 
 

@@ -1,0 +1,108 @@
+"""Products whose K is divided among blocks of the whole GPU: `slices` of a MatmulConfig.
+
+A first kernel writes the sum over each part of K, a *slice*, to global memory as float32: (slices,
+M, N). A second one adds the slices up in their order and does what the epilogue of an undivided
+product does: scales, bias, activation. So results repeat bit for bit. No block waits for another
+one, and the sums belong to the call: calls on several streams, and the launches of a CUDA graph,
+have nothing in common."""
+
+import math
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+from ._scaled import UNSCALED
+
+_WIDTH = 512  # elements of the result that a block adds up
+
+
+def partial(x):
+    """The Product of the first kernel. x: the whole Product."""
+    forms = x.forms if x.forms.blocks else UNSCALED  # these change along K
+    return x._replace(out_dtype=jnp.dtype(jnp.float32), bias_dtype=None, activation=None, forms=forms)
+
+
+def shape_of(x, slices):
+    """Of the sums; their rows are a multiple of 16 bytes, which TMA wants."""
+    return slices, x.m, pl.cdiv(x.n, 4) * 4
+
+
+class _Sum:
+    """One block of the second kernel, while it is traced."""
+
+    def __init__(self, x, slices, tile, refs):
+        self.x, self.slices, self.tile, self.refs = x, slices, tile, refs
+
+    def along(self, name, at, axis):
+        """A vector of the product's rows or columns, as float32 of the shape of the tile."""
+        vector = self.refs[name]
+        vector = vector.reshape((vector.size,))[at].astype(jnp.float32)
+        return lax.broadcast_in_dim(vector, self.tile, [axis])
+
+    def run(self):
+        x, (height, width) = self.x, self.tile
+        # the last ones begin earlier where it does not come out even
+        row = jnp.minimum(lax.axis_index("row") * height, x.m - height)
+        col = jnp.minimum(lax.axis_index("col") * width, x.n - width)
+        rows, cols = pl.ds(row, height), pl.ds(col, width)
+        value = self.refs["sums"][0, rows, cols]
+        for j in range(1, self.slices):
+            value = value + self.refs["sums"][j, rows, cols]
+        for axis, (name, at) in enumerate((("scale_a", rows), ("scale_b", cols))):
+            if name in self.refs and x.forms[axis] == "each":
+                value = value * self.along(name, at, axis)
+            elif name in self.refs:
+                value = value * self.refs[name].reshape((1,))[0]
+        if x.bias_dtype is not None:
+            value = value + self.along("bias", cols, 1)
+        if x.activation is not None:
+            value = x.activation(value)
+        self.refs["o"][rows, cols] = value.astype(x.out_dtype)
+
+
+@cached
+def _sum_kernel(x, slices, interpret):
+    open_rows = isinstance(x.m, plgpu.Dim)
+    width = min(x.n, _WIDTH)
+    height = 1 if open_rows else min(x.m, max(_WIDTH // width, 1))
+    scales = () if x.forms.blocks else x.forms
+    names = ["sums", *(n for n, f in zip(("scale_a", "scale_b"), scales) if f), "o"]
+    if x.bias_dtype is not None:
+        names.insert(1, "bias")
+
+    def body(*refs):
+        overlap_launches()
+        _Sum(x, slices, (height, width), dict(zip(names, refs, strict=True))).run()
+
+    options = {}
+    if open_rows:
+        options["in_shapes"] = (None, x.m, None), *(None,) * (len(names) - 2)
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),
+        grid=(pl.cdiv(x.m, height), pl.cdiv(x.n, width)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_sum",
+        **options,
+    )
+
+
+class Sliced:
+    """The product by both kernels. slicing: the first one, for partial(x)."""
+
+    def __init__(self, slicing, x, slices, interpret):
+        self.slicing, self.adding = slicing, _sum_kernel(x, slices, interpret)
+        self.blocks = x.forms.blocks
+        self.with_bias = x.bias_dtype is not None
+
+    def __call__(self, a, b, *others, out=None, stream=None):
+        if self.blocks:  # bias first, then both scales
+            bias, scales = others[: self.with_bias], others[self.with_bias :]
+            sums = self.slicing(a, b, *scales, stream=stream)
+            return self.adding(sums, *bias, out=out, stream=stream)
+        sums = self.slicing(a, b, stream=stream)
+        return self.adding(sums, *others, out=out, stream=stream)
