@@ -6,7 +6,6 @@ product does: scales, bias, activation. So results repeat bit for bit. No block 
 one, and the sums belong to the call: calls on several streams, and the launches of a CUDA graph,
 have nothing in common."""
 
-import math
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -22,7 +21,9 @@ _WIDTH = 512  # elements of the result that a block adds up
 def partial(x):
     """The Product of the first kernel. x: the whole Product."""
     forms = x.forms if x.forms.blocks else UNSCALED  # these change along K
-    return x._replace(out_dtype=jnp.dtype(jnp.float32), bias_dtype=None, activation=None, forms=forms)
+    return x._replace(
+        out_dtype=jnp.dtype(jnp.float32), bias_dtype=None, activation=None, forms=forms
+    )
 
 
 def shape_of(x, slices):
@@ -44,9 +45,10 @@ class _Sum:
 
     def run(self):
         x, (height, width) = self.x, self.tile
+        row, col = lax.axis_index("row") * height, lax.axis_index("col") * width
         # the last ones begin earlier where it does not come out even
-        row = jnp.minimum(lax.axis_index("row") * height, x.m - height)
-        col = jnp.minimum(lax.axis_index("col") * width, x.n - width)
+        row = row if height == 1 else jnp.minimum(row, x.m - height)
+        col = jnp.minimum(col, x.n - width)
         rows, cols = pl.ds(row, height), pl.ds(col, width)
         value = self.refs["sums"][0, rows, cols]
         for j in range(1, self.slices):
@@ -95,14 +97,16 @@ class Sliced:
     """The product by both kernels. slicing: the first one, for partial(x)."""
 
     def __init__(self, slicing, x, slices, interpret):
-        self.slicing, self.adding = slicing, _sum_kernel(x, slices, interpret)
-        self.blocks = x.forms.blocks
-        self.with_bias = x.bias_dtype is not None
+        self.x, self.slicing, self.adding = x, slicing, _sum_kernel(x, slices, interpret)
 
-    def __call__(self, a, b, *others, out=None, stream=None):
-        if self.blocks:  # bias first, then both scales
-            bias, scales = others[: self.with_bias], others[self.with_bias :]
-            sums = self.slicing(a, b, *scales, stream=stream)
-            return self.adding(sums, *bias, out=out, stream=stream)
-        sums = self.slicing(a, b, stream=stream)
-        return self.adding(sums, *others, out=out, stream=stream)
+    def operands(self, a, b, *others):
+        """Those of the first kernel, and those of the second one beside the sums."""
+        biases = self.x.bias_dtype is not None
+        if self.x.forms.blocks:
+            return (a, b, *others[biases:]), others[:biases]
+        return (a, b), others
+
+    def __call__(self, *operands, out=None, stream=None):
+        first, second = self.operands(*operands)
+        sums = self.slicing(*first, stream=stream)
+        return self.adding(sums, *second, out=out, stream=stream)

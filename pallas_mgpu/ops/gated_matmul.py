@@ -148,10 +148,15 @@ class _Apart:
         return (found, both) if self.products else found
 
 
+def _fits(config):
+    """K is not divided, and tiles have two halves of 64 columns or more."""
+    return config.split == config.slices == 1 and config.tile_n in (128, 256)
+
+
 def _choose(m, n, k, sms, transposed):
     """A tiling of the product whose tiles have two halves of 64 columns at least."""
     found = choose(m, 2 * n, k, sms, False, transposed)
-    if isinstance(found, MatmulConfig) and found.split == 1 and found.tile_n in (128, 256):
+    if isinstance(found, MatmulConfig) and _fits(found):
         return found
     return MatmulConfig(1, 128, cluster=1) if m <= 64 or n <= 64 else MatmulConfig(2, 256)
 
@@ -201,8 +206,8 @@ def gated_matmul(
     with transpose_b (N, K) or (2 N, K). All float16 or all bfloat16; any M, N, K. activation:
     "silu", "gelu" (by tanh), "relu" or "sigmoid". return_products: also return both products,
     (M, 2 N), which :func:`gated_linear_unit_backward` takes. config: a :class:`MatmulConfig` of the
-    product with both weights, with a tile_n of 128 or 256 and a split of 1. Elsewhere than on
-    Hopper two kernels do the same, for ``w`` alone.
+    product with both weights, with a tile_n of 128 or 256, a split of 1 and 1 slice. Elsewhere than
+    on Hopper two kernels do the same, for ``w`` alone.
 
     Returns (M, N), or the pair of it and the products, of the caller's kind of array. TypeError,
     ValueError for other dtypes and shapes.
@@ -218,11 +223,11 @@ def gated_matmul(
         return _Apart(activation, transposed, bool(return_products), interpret)
     sms, n = plgpu.sm_count(x.device), product.n // 2
     config = config or _choose(product.m, n, product.k, sms, transposed)
-    fits = isinstance(config, MatmulConfig) and config.split == 1 and config.step in (64, 128)
-    if not fits or config.tile_n not in (128, 256) or config.consumers * config.tile_n > 512:
+    fits = isinstance(config, MatmulConfig) and _fits(config) and config.step in (64, 128)
+    if not fits or config.consumers * config.tile_n > 512:
         raise ValueError(
-            f"{_NAME}: config must be a MatmulConfig with a tile_n of 128 or 256 and a split of 1;"
-            f" got {config}"
+            f"{_NAME}: config must be a MatmulConfig with a tile_n of 128 or 256, a split of"
+            f" 1 and 1 slice; got {config}"
         )
     packed = up is None
     kernel = _kernel(product, config, sms, activation, packed, bool(return_products), interpret)

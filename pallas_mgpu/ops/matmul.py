@@ -604,7 +604,8 @@ def choose_fp8(m, n, k, sms=SMS, blocks=False):
 
 def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
-    found = [cfg for cfg in candidates(m, n, k, sms, in_bytes, blocks) if cfg.split == 1]
+    found = candidates(m, n, k, sms, in_bytes, blocks)
+    found = [cfg for cfg in found if cfg.split == cfg.slices == 1]
     found = min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, in_bytes))
     return found._replace(serpentine=False)
 
@@ -730,6 +731,8 @@ def _check_accumulation(x, a, config, on_warps=False):
         why_not = "Blackwell"
     elif isinstance(config, FewRowsConfig):
         why_not = "a FewRowsConfig"
+    elif config and config.slices > 1:
+        why_not = "a config with slices"
     elif x.n * x.out_dtype.itemsize % 16:
         why_not = f"rows of {x.n} elements of {x.out_dtype}, which are no multiple of 16 bytes"
     if why_not:

@@ -7,6 +7,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+from by_steps import by_steps
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import nn
@@ -106,13 +107,11 @@ def product(run, a, b, bias=None, **options):
         options["interpret"] = True
     f = matmul.kernel(a, b, bias=bias, **options)
     arrays = [a, b] if bias is None else [a, b, bias]
-    if hasattr(f, "pads"):
-        arrays = [x if pad is None else run.call(pad, x) for x, pad in zip(arrays, f.pads)]
-        f = f.product
-    return run.call(f, *arrays)
+    return by_steps(run.call, f, arrays)
 
 
 C, F = MatmulConfig, FewRowsConfig
+SLICED = C(1, 64, 0, 1, slices=3)
 CASES = {  # shape, ta, tb, configuration, options
     "odd": ((77, 131, 99), False, False, None, {"out_dtype": bf16}),
     "odd, transposed": ((131, 77, 99), True, True, None, {}),
@@ -135,6 +134,16 @@ CASES = {  # shape, ta, tb, configuration, options
         C(1, 64, 0, 2, 1, 8, 2, 2),
         {"bias": True, "out_dtype": "float32"},
     ),
+    "slices": ((77, 131, 330), False, True, SLICED, {"bias": True, "activation": "relu"}),
+    "slices, K in two": (
+        (40, 72, 520),
+        False,
+        False,
+        C(1, 128, 0, 1, 2, 8, 1, 2, slices=2),
+        {"bias": True, "out_dtype": "float32"},
+    ),
+    "slices, persistent": ((200, 130, 200), False, False, C(1, 64, 2, 2, slices=2), {}),
+    "slices beyond K": ((3, 66, 100), True, True, SLICED, {"out_dtype": bf16}),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
     "parts that store buffers do not divide": (
@@ -155,7 +164,7 @@ CASES = {  # shape, ta, tb, configuration, options
 
 @pytest.mark.parametrize("case", CASES)
 def test_configurations(run, rng, case, monkeypatch):
-    if case == "persistent":
+    if "persistent" in case:
         monkeypatch.setattr(plgpu, "sm_count", lambda device: 3)
     shape, ta, tb, config, options = CASES[case]
     a, b = operands(rng, *shape, f16, ta, tb)
@@ -242,6 +251,7 @@ def test_out_and_spellings(rng):
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
+        (dict(config=C(slices=0)), ValueError, "slices from 1"),
         (dict(config=F(split=9)), ValueError, "split 1 to 8"),
         (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
         (dict(config=C(4)), ValueError, "1 to 3 consumers"),
