@@ -489,6 +489,9 @@ _TILES = ((2, 256), (2, 192), (2, 128), (1, 256), (1, 192), (1, 128), (2, 64), (
 # share, or that share and divide K, took up to twice the time of two blocks on every shape.
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 
+_SLICES = 32  # most parts of K that are added up by a second kernel
+_SLICE_STEPS = 4  # fewest steps of one
+
 
 def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """Configurations that make sense for a shape, roughly from large tiles to small ones.
@@ -514,7 +517,15 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
             if in_bytes == 1:  # a power of two: slots are then counted by masks and shifts
                 cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
             found.append(cfg)
+            if split == 1:
+                found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
     return found
+
+
+def _slices_of(p, sms):
+    """Numbers of slices that fill the SMs once, or half. p: the _Plan without slices."""
+    most = min(sms // (p.total * p.cluster), p.steps // _SLICE_STEPS, _SLICES)
+    return [s for s in (most, most // 2) if s > 1]
 
 
 class Rates(NamedTuple):
@@ -540,6 +551,8 @@ class Rates(NamedTuple):
     uneven: float = 1.17  # tiles of 192 columns, whose rows memory gives more slowly: fitted
     fill: float = 18400
     start: float = 1820
+    second: float = 2000  # the kernel that adds up slices begins
+    sums: float = 2500  # bytes of slices a cycle, written and read again
 
 
 def _clusters_at_once(sms, cluster):
@@ -583,7 +596,10 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
     if p.cols == 192:
         memory *= rates.uneven
     # the larger, or somewhat more where they are alike
-    return (time**6 + memory**6) ** (1 / 6) + fill + rates.start
+    total = (time**6 + memory**6) ** (1 / 6) + fill + rates.start
+    if cfg.slices > 1:
+        total += rates.second + 2 * cfg.slices * m * n * 4 / rates.sums
+    return total
 
 
 few_rows_candidates = _few_rows.candidates
