@@ -930,8 +930,8 @@ breaks(
     ),
     blocks_divide_k_in_batches=(
         "choose_invariant",
-        "in candidates(m, n, k, sms, in_bytes, blocks) if cfg.split == 1]",
-        "in candidates(m, n, k, sms, in_bytes, blocks)]",
+        "for cfg in found if cfg.split == cfg.slices == 1]",
+        "for cfg in found]",
     ),
 )
 breaks(
