@@ -6,6 +6,7 @@ product does: scales, bias, activation. So results repeat bit for bit. No block 
 one, and the sums belong to the call: calls on several streams, and the launches of a CUDA graph,
 have nothing in common."""
 
+import copy
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -110,3 +111,12 @@ class Sliced:
         first, second = self.operands(*operands)
         sums = self.slicing(*first, stream=stream)
         return self.adding(sums, *second, out=out, stream=stream)
+
+    def mapped(self, mapped, axes):
+        """The product over batches. mapped(kernel, axes); axes: for each batch dimension, those of
+        the operands."""
+        out = copy.copy(self)
+        pairs = [self.operands(*of) for of in axes]
+        out.slicing = mapped(self.slicing, [first for first, _ in pairs])
+        out.adding = mapped(self.adding, [(0, *second) for _, second in pairs])
+        return out

@@ -33,7 +33,7 @@ from pallas_mgpu import _core, _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _block_scaled, _few_rows, _slices, _tensor_memory, _warp_mma
+from . import _batches, _block_scaled, _few_rows, _slices, _tensor_memory, _warp_mma
 from ._block_scaled import BlockScaling
 from ._common import (
     REGISTERS,
@@ -683,7 +683,7 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb):
             f" or {' or '.join(FP8)} each; or both {_FP4}"
         )
     if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"matmul: a and b must have two dims, got {a.shape} and {b.shape}")
+        raise ValueError(f"matmul: a and b must have two dims or more, got {a.shape} and {b.shape}")
     k, m = a.shape if ta else a.shape[::-1]
     n, k2 = b.shape if tb else b.shape[::-1]
     if k != k2:
@@ -846,6 +846,34 @@ def _check_unscaled(a, scale_a, scale_b):
             )
 
 
+def _of_batches(a, b, bias, scales, config, invariant, **options):
+    """The product of arrays with batch dimensions. options: the other ones."""
+    if a.dtype.itemsize != 2 or any(s is not None for s in scales) or options["accumulate"]:
+        raise NotImplementedError(
+            "matmul: batch dimensions with accumulate=True, scales or operands of 8 or 4 bits;"
+            f" multiply matrix by matrix, got {a.dtype}{a.shape} and {b.dtype}{b.shape}"
+        )
+    if min(a.ndim, b.ndim) < 2 or 0 in a.shape or 0 in b.shape:
+        raise ValueError(
+            f"matmul: a and b must have two dims or more, and elements, got {a.shape} and {b.shape}"
+        )
+    ta, tb = bool(options["transpose_a"]), bool(options["transpose_b"])
+    on_hopper = not (_tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device))
+
+    def make(a, b, batch):
+        found = config
+        if found is None and on_hopper and batch > 1:
+            x = _checked(a, b, bias, None, None, ta, tb)
+            sms = max(plgpu.sm_count(a.device) // batch, 1)
+            how = () if invariant else (ta, tb)
+            found = (choose_invariant if invariant else choose)(x.m, x.n, x.k, sms, *how)
+        return matmul.__wrapped__(
+            a, b, bias=bias, config=found, batch_invariant=invariant, **options
+        )
+
+    return _batches.product(a, b, ta, tb, make, options["interpret"], int(bias is not None))
+
+
 @plgpu.specialize(in_place=False)
 def matmul(
     a,
@@ -874,6 +902,11 @@ def matmul(
     for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell a
     :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
+
+    16-bit operands may have batch dimensions before these two, which are broadcast as NumPy's are:
+    (..., M, K) and (..., K, N) give (..., M, N), in one launch (and those that pad odd rows).
+    ``batch_invariant`` then holds for the number of matrices, too. NotImplementedError for batches
+    of 8-bit operands, scales and ``accumulate``.
 
     scale_a, scale_b: float32 arrays that 8-bit operands are multiplied with, None for ones. One
     number, of shape (), (1,) or (1, 1); or one for each row of the product, (M,) or (M, 1), and
@@ -906,6 +939,11 @@ def matmul(
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
+    if max(a.ndim, b.ndim) > 2:
+        invariant = batch_invariance("matmul", batch_invariant, deterministic)
+        options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
+        options |= {"transpose_a": ta, "transpose_b": tb, "interpret": interpret}
+        return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
     x = _checked(a, b, bias, activation, out_dtype, ta, tb)
     x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
     sms = plgpu.sm_count(a.device)
