@@ -2,9 +2,9 @@
 
 A block has four warpgroups, in teams. A team has a tile of whole rows at a time, about 2048
 elements for each warpgroup: warpgroups of a team share long rows, each has a segment of the
-columns, and a cluster of blocks shares the longest. So a lane always has the same few columns, and its sums over
-rows, the gradients of the weight and of the bias, stay in registers until the block has done its
-last row.
+columns, and a cluster of blocks shares the longest. So a lane always has the same few columns, and
+its sums over rows, the gradients of the weight and of the bias, stay in registers until the block
+has done its last row.
 
 Each warpgroup fetches its own segments by TMA, several tiles ahead, into slots of its own, computes
 from there, stores the result, and fetches the next tile into the slot. Warpgroups that share a row
