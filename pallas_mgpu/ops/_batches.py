@@ -43,8 +43,8 @@ def plan_of(a, b):
     x, y = ((1,) * (count - len(batch)) + batch for batch in batches)
     if any(m != n and 1 not in (m, n) for m, n in zip(x, y)):
         raise ValueError(
-            f"matmul: the batch dimensions of a and b must be equal or 1, got {a.shape} and"
-            f" {b.shape}"
+            "matmul: the batch dimensions of a and b must be equal or 1, got"
+            f" {a.shape} and {b.shape}"
         )
     dims = [(max(m, n), m > 1, n > 1) for m, n in zip(x, y) if max(m, n) > 1]
     groups = tuple(
