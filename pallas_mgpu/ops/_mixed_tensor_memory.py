@@ -1,4 +1,4 @@
-"""Product of 16-bit floats with int8 or int4 weights on Blackwell's tensor cores.
+"""Product of 16-bit floats with int8, int4 or 8-bit float weights on Blackwell's tensor cores.
 
 As on Hopper (mixed.py) the transposed product is computed, out.T = weights @ x.T, so that the
 weights are the left operand, which `tcgen05.mma` also takes from tensor memory. A block has three

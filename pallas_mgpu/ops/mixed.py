@@ -1,4 +1,4 @@
-"""Product of 16-bit floats with int8 or int4 weights, on Hopper's tensor cores.
+"""Product of 16-bit floats with int8, int4 or 8-bit float weights, on Hopper's tensor cores.
 
 The transposed product is computed: out.T = weights @ x.T. So the weights are the left operand,
 which tensor cores take from registers: a consumer loads its 64 rows of a slot, each lane the bytes
@@ -39,7 +39,7 @@ from ._common import (
 from ._mixed_tensor_memory import TensorMemoryMixedConfig
 from ._padding import padding_of, with_padding
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8}  # of weights
 
 
 class MixedConfig(NamedTuple):
@@ -351,15 +351,15 @@ def _check_config(config, x, sms):
 
 @plgpu.specialize(in_place=False)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
-    """``x @ (weights * scales).T`` with float32 accumulation, for int8 or int4 weights (Hopper,
-    Blackwell).
+    """``x @ (weights * scales).T`` with float32 accumulation, for weights of 8 or 4 bits
+    (Hopper, Blackwell).
 
-    x: (M, K) float16 or bfloat16; weights: (N, K) int8 or int4, K contiguous; K a multiple of 64,
-    any M and N. scales: (G, N) float16, bfloat16 or float32: element (g, n) belongs to
-    ``weights[n, g * K // G : (g + 1) * K // G]``, whose length must be a multiple of 64 if G > 1;
-    None for ones. out_dtype: float16, bfloat16 or float32; that of ``x`` by default. config: a
-    :class:`MixedConfig`, on Blackwell a :class:`TensorMemoryMixedConfig`; chosen from the shape by
-    default. out: a preallocated result.
+    x: (M, K) float16 or bfloat16; weights: (N, K) int8, int4, float8_e4m3fn or float8_e5m2, K
+    contiguous; K a multiple of 64, any M and N. scales: (G, N) float16, bfloat16 or float32:
+    element (g, n) belongs to ``weights[n, g * K // G : (g + 1) * K // G]``, whose length must be a
+    multiple of 64 if G > 1; None for ones. out_dtype: float16, bfloat16 or float32; that of ``x``
+    by default. config: a :class:`MixedConfig`, on Blackwell a :class:`TensorMemoryMixedConfig`;
+    chosen from the shape by default. out: a preallocated result.
 
     Weights become floats of the dtype of ``x`` exactly, and scales multiply float32 sums. Returns
     (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
@@ -368,7 +368,8 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
     if x.dtype.name not in ("float16", "bfloat16"):
         raise TypeError(f"{name}: x must be float16 or bfloat16, got {x.dtype}")
     if weights.dtype.name not in _BITS:
-        raise TypeError(f"{name}: weights must be int8 or int4, got {weights.dtype}")
+        accepted = ", ".join(_BITS)
+        raise TypeError(f"{name}: weights must be one of {accepted}, got {weights.dtype}")
     if x.ndim != 2 or weights.ndim != 2:
         raise ValueError(
             f"{name}: x and weights must have two dims, got {x.shape} and {weights.shape}"

@@ -11,6 +11,7 @@ from pallas_mgpu.ops import TensorMemoryMixedConfig, mixed_matmul
 
 f16, bf16, f32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 I8, I4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
+E4, E5 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 C = TensorMemoryMixedConfig
 
 CASES = {  # rows, columns, K, groups of scales, dtypes of weights, x, scales and result, config
@@ -19,6 +20,10 @@ CASES = {  # rows, columns, K, groups of scales, dtypes of weights, x, scales an
     "columns": (5, 300, 192, 1, I4, bf16, bf16, f32, C(16)),  # K ends within a step
     "no scales": (70, 77, 64, 0, I8, f16, None, f16, C(64, 0, 64)),  # stores not by TMA
     "bands": (300, 136, 128, 0, I8, bf16, None, bf16, C(96, group=2)),
+    "e4m3": (40, 200, 256, 2, E4, bf16, f32, bf16, C(32, 2)),
+    "e4m3 to float16": (20, 128, 192, 1, E4, f16, f16, f32, C(32, 2, 64)),
+    "e5m2": (130, 136, 128, 0, E5, bf16, None, f32, C(128)),
+    "e5m2 to float16": (16, 128, 128, 1, E5, f16, f32, f16, C(16, 0, 64)),
 }
 
 
@@ -26,8 +31,13 @@ CASES = {  # rows, columns, K, groups of scales, dtypes of weights, x, scales an
 @pytest.mark.parametrize("name", CASES)
 def test_products(name, rng, monkeypatch):
     m, n, k, groups, weights, dtype, scales, out, cfg = CASES[name]
-    x, info = rng.integers(-3, 4, (m, k)).astype(dtype), ml_dtypes.iinfo(weights)
-    w = rng.integers(info.min, info.max + 1, (n, k)).astype(weights)  # also the least number
+    x = rng.integers(-3, 4, (m, k)).astype(dtype)
+    if weights in (E4, E5):
+        w = rng.integers(-15, 16, (n, k)) * 2.0 ** rng.integers(-6, 3, (n, k))
+        w = w.astype(weights)
+    else:
+        info = ml_dtypes.iinfo(weights)
+        w = rng.integers(info.min, info.max + 1, (n, k)).astype(weights)  # also the least number
     args, full = [x, w], w.astype(np.float64)
     if groups:
         args.append(rng.choice([0.5, 1, 2], (groups, n)).astype(scales))
@@ -53,7 +63,7 @@ def test_products(name, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("m", [1, 64, 4096])
-@pytest.mark.parametrize("weights, groups", [(I4, 64), (I8, 0)], ids=str)
+@pytest.mark.parametrize("weights, groups", [(I4, 64), (I8, 0), (E4, 64), (E5, 0)], ids=str)
 def test_chosen(m, weights, groups, monkeypatch):
     """What a call on such a GPU runs has no local memory."""
     monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_100a")

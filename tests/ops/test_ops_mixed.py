@@ -15,6 +15,7 @@ pytestmark = pytest.mark.covering(1, share=True)
 
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 I8, I4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
+E4, E5 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 UNIT = {F16: 2**-11, BF16: 2**-8, F32: 2**-22}  # of the rounding of a result
 C = MixedConfig
 
@@ -30,8 +31,11 @@ def few_programs(monkeypatch):
 
 def operands(rng, m, n, k, groups, weights=I4, dtype=BF16, scales=F32):
     x = rng.standard_normal((m, k)).astype(dtype)
-    info = ml_dtypes.iinfo(weights)
-    w = rng.integers(info.min, info.max + 1, (n, k)).astype(weights)  # also the least number
+    if weights in (E4, E5):
+        w = rng.standard_normal((n, k)).astype(weights)
+    else:
+        info = ml_dtypes.iinfo(weights)
+        w = rng.integers(info.min, info.max + 1, (n, k)).astype(weights)  # also the least number
     if not groups:
         return x, w
     return x, w, (rng.random((groups, n)) + 0.5).astype(scales)
@@ -66,6 +70,12 @@ def test_groups(run, rng, weights, groups):
 )
 def test_dtypes(run, rng, dtype, scales, out_dtype):
     check(run, operands(rng, 7, 64, 128, 2, I8, dtype, scales), out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("weights", [E4, E5], ids=str)
+def test_float8(run, rng, weights, dtype):
+    check(run, operands(rng, 20, 70, 192, 3, weights, dtype), out_dtype=F32)
 
 
 @pytest.mark.parametrize("m, n, k, groups", [(1, 1, 64, 0), (17, 77, 192, 3), (130, 200, 128, 2)])
@@ -106,7 +116,7 @@ def test_what_callers_get(rng):
 def test_chosen_configurations(m):
     """No spills, and tensor cores that nothing serialises."""
     spec = plgpu.ShapeDtypeStruct
-    for weights, groups in ((I4, 64), (I8, 0)):
+    for weights, groups in ((I4, 64), (I8, 0), (E4, 64)):
         given = [spec((m, 8192), BF16), spec((8192, 8192), weights)]
         given += [spec((groups, 8192), BF16)] if groups else []
         config = choose(m, 8192, 8192, max(groups, 1))
@@ -121,7 +131,7 @@ def test_chosen_configurations(m):
     "change, error, words",
     [
         (dict(x=np.zeros((4, 128), F32)), TypeError, "x must be float16 or bfloat16, got float32"),
-        (dict(weights=np.zeros((8, 128), F16)), TypeError, "weights must be int8 or int4"),
+        (dict(weights=np.zeros((8, 128), F16)), TypeError, "weights must be one of int8"),
         (dict(weights=np.zeros((8, 64), I8)), ValueError, "differ in K"),
         (dict(weights=np.zeros(128, I8)), ValueError, "two dims"),
         (dict(x=np.zeros((0, 128), F16)), ValueError, "empty operands"),
