@@ -1,7 +1,8 @@
 """Attention (forward) on Blackwell's tensor cores: scores, probabilities and O in tensor memory.
 
 A block has two tiles of 128 queries of a head. Each has a *softmax* thread; one *correction* thread
-changes the sums O of both. Of a fourth thread one warp, the *multiplier*, issues all products, and
+changes the sums O of both. Their scores and sums share 512 columns of tensor memory, so a head_dim
+of 192 has blocks of 64 keys instead of 128, and one of 256 a single tile of queries. Of a fourth thread one warp, the *multiplier*, issues all products, and
 one, the *producer*, fetches Q, and K and V in separate rings.
 
 For each block of keys and each tile the multiplier computes S = Q K; the softmax thread loads it, a
@@ -38,8 +39,9 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _ROWS = 128  # of a tile
-_TILES = 2  # of a block
-MULTIPLE = _TILES * _ROWS  # rows of a block
+_TILINGS = {64: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 64), 256: (1, 64)}
+"""Of each head_dim: tiles of a block, and keys that are worked on together."""
+MULTIPLE = 2 * _ROWS  # rows of the most that a block has
 _PART = 16  # columns that are worked on at a time
 _REGISTERS = 184, 72  # of a lane: of a softmax thread, of the others. With others ptxas spills
 _POLYNOMIALS = {"sm_103a": 0}  # of 32 exponentials, how many are polynomials; elsewhere:
@@ -54,7 +56,7 @@ _COEFFICIENTS = {
 
 class TensorMemoryAttentionConfig(NamedTuple):
     """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128 keys
-    each; 0: as many as fit, at most 4. ``polynomials``: of 32 exponentials, how many are computed
+    each (64 from head_dim 192 on); 0: as many as fit, at most 4. ``polynomials``: of 32 exponentials, how many are computed
     by polynomials, a multiple of 8; None: 8, on sm_103a none."""
 
     stages: int = 0
@@ -64,12 +66,11 @@ class TensorMemoryAttentionConfig(NamedTuple):
 class _Plan:
     """What follows from a problem and a configuration."""
 
-    consumers = _TILES + 1  # threads besides the producer
-    block = 128  # keys
-
     def __init__(self, x, cfg):
         self.x, self.axes = x, {}
-        self.rows = _ROWS * _TILES
+        self.tiles, self.block = _TILINGS[x.dim]
+        self.consumers = self.tiles + 1  # threads besides the producer
+        self.rows = _ROWS * self.tiles
         self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
         self.clusters = x.batch * x.heads * self.q_tiles
         fit = (SMEM_BYTES // (2 * x.dim) - self.rows) // (2 * self.block)
@@ -78,7 +79,7 @@ class _Plan:
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
 
     def scratch(self):
-        x = self.x
+        x, tiles = self.x, self.tiles
 
         def ring(prefix):
             return {
@@ -87,20 +88,20 @@ class _Plan:
                 f"{prefix}_empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
             }
 
-        each = {"num_barriers": _TILES, "orders_tensor_core": True}
+        each = {"num_barriers": tiles, "orders_tensor_core": True}
         # P of a tile takes half of the columns of its S, and lies over them
-        scores = plgpu.TMEM((_TILES, _ROWS, self.block), jnp.float32)
-        probabilities = plgpu.TMEM((_TILES, _ROWS, 2 * self.block), x.dtype, packed=True)
+        scores = plgpu.TMEM((tiles, _ROWS, self.block), jnp.float32)
+        probabilities = plgpu.TMEM((tiles, _ROWS, 2 * self.block), x.dtype, packed=True)
         return {
-            "q_smem": plgpu.SMEM((_TILES, _ROWS, x.dim), x.dtype),
-            "q_full": plgpu.Barrier(num_arrivals=_TILES),
+            "q_smem": plgpu.SMEM((tiles, _ROWS, x.dim), x.dtype),
+            "q_full": plgpu.Barrier(num_arrivals=tiles),
             "sp": plgpu.RefUnion([scores], [probabilities]),
-            "out": plgpu.TMEM((_TILES, _ROWS, x.dim), jnp.float32),
+            "out": plgpu.TMEM((tiles, _ROWS, x.dim), jnp.float32),
             "s_ready": plgpu.Barrier(**each),
             "p_ready": plgpu.Barrier(num_arrivals=2, **each),  # P is stored, O corrected
-            "factors": plgpu.SMEM((_TILES, _ROWS), _F32),  # what O is multiplied with
+            "factors": plgpu.SMEM((tiles, _ROWS), _F32),  # what O is multiplied with
             "factors_ready": plgpu.Barrier(**each),  # and P V of the block before is added
-            "factors_read": plgpu.Barrier(num_barriers=_TILES),
+            "factors_read": plgpu.Barrier(num_barriers=tiles),
             "out_ready": plgpu.Barrier(**each),
             **ring("k"),
             **ring("v"),
@@ -129,20 +130,20 @@ class _Block(WarpSpecialized):
     def run(self):
         me = lax.axis_index("wg")
 
-        @pl.when(me < _TILES)
+        @pl.when(me < self.plan.tiles)
         def _():
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
             self.locate()
             self.attend(me)
 
-        @pl.when(me == _TILES)
+        @pl.when(me == self.plan.tiles)
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             self.locate()
             self.correct()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(me > _TILES)
+        @pl.when(me > self.plan.tiles)
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
@@ -169,7 +170,7 @@ class _Block(WarpSpecialized):
 
     def producer(self):
         x, n = self.x, self.blocks()
-        for i in range(_TILES):
+        for i in range(self.plan.tiles):
             rows = pl.ds(self.row + i * _ROWS, _ROWS)
             plgpu.copy_gmem_to_smem(
                 self.q.at[self.batch, rows, self.head], self.q_smem.at[i], self.q_full
@@ -198,14 +199,14 @@ class _Block(WarpSpecialized):
         n = self.blocks()
         plgpu.barrier_wait(self.q_full)
         self.k_ring.wait(jnp.int32(0))
-        for i in range(_TILES):
+        for i in range(self.plan.tiles):
             self.score(i, jnp.int32(0))
         self.release(self.k_ring, jnp.int32(0))
 
         def step(j, _):
             more = j + 1 < n
             self.v_ring.wait(j)
-            for i in range(_TILES):
+            for i in range(self.plan.tiles):
                 plgpu.barrier_wait(self.p_ready.at[i], phase=j)
                 plgpu.tcgen05_mma(
                     self.out.at[i],
@@ -351,14 +352,14 @@ class _Block(WarpSpecialized):
             return found
 
         def step(j, _):
-            for i in range(_TILES):
+            for i in range(self.plan.tiles):
                 alpha = factors(i, j)
                 grown = (j > 0) & jnp.any(alpha != _F32(1))
                 pl.when(grown)(lambda i=i, alpha=alpha: self.rescale(i, alpha, native))
                 plgpu.barrier_arrive(self.p_ready.at[i])
 
         lax.fori_loop(0, n, step, None)
-        for i in range(_TILES):
+        for i in range(self.plan.tiles):
             by = factors(i, n)
             plgpu.barrier_wait(self.out_ready.at[i])
             self.finish(i, by, native)
@@ -486,8 +487,8 @@ def check(config, dim):
             "attention: stages are 0 or more and polynomials None, 0, 8, 16, 24 or 32, got"
             f" {config}"
         )
-    if dim not in (64, 128):
+    if dim not in _TILINGS:
         raise NotImplementedError(
-            f"attention: head_dim must be 64 or 128 on Blackwell, got {dim}; pad q, k and v with "
-            "zeros and give scale"
+            f"attention: head_dim must be one of {', '.join(map(str, _TILINGS))} on Blackwell, got"
+            f" {dim}; pad q, k and v with zeros and give scale"
         )

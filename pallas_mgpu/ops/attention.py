@@ -591,7 +591,7 @@ def _check(q, k, v, name="attention"):
             )
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
-    if dim not in (64, 128, 256):
+    if dim not in (64, 96, 128, 192, 256):
         raise NotImplementedError(
             f"{name}: head_dim must be 64, 128 or 256, got {dim}; pad q, k and v with zeros and "
             "give scale"

@@ -25,6 +25,12 @@ CASES = {  # batch, queries, heads, head_dim, keys, heads of keys; dtype, config
         (0, 24),
         {"causal": True, "return_lse": True},
     ),
+    "head_dim 96": ((1, 300, 2, 96, 300, 1), bf16, (), {"return_lse": True}),
+    "head_dim 96, causal": ((1, 300, 2, 96, 300, 1), f16, (2,), {"causal": True}),
+    "head_dim 192": ((1, 300, 2, 192, 300, 1), f16, (), {"return_lse": True}),
+    "head_dim 192, causal": ((1, 300, 2, 192, 400, 1), bf16, (), {"causal": True}),
+    "head_dim 256": ((1, 200, 2, 256, 300, 1), f16, (), {"return_lse": True}),
+    "head_dim 256, causal": ((1, 300, 2, 256, 300, 2), bf16, (), {"causal": True}),
     "scale": ((1, 256, 2, 64, 384, 2), bf16, (3,), {"scale": 0.7}),
 }
 
