@@ -2,8 +2,9 @@
 
 A block has two tiles of 128 queries of a head. Each has a *softmax* thread; one *correction* thread
 changes the sums O of both. Their scores and sums share 512 columns of tensor memory, so a head_dim
-of 192 has blocks of 64 keys instead of 128, and one of 256 a single tile of queries. Of a fourth thread one warp, the *multiplier*, issues all products, and
-one, the *producer*, fetches Q, and K and V in separate rings.
+of 192 has blocks of 64 keys instead of 128, and one of 256 a single tile of queries. Of a fourth
+thread one warp, the *multiplier*, issues all products, and one, the *producer*, fetches Q, and K
+and V in separate rings.
 
 For each block of keys and each tile the multiplier computes S = Q K; the softmax thread loads it, a
 row a lane, tells the correction what earlier sums are multiplied with, and stores the probabilities
@@ -55,9 +56,10 @@ _COEFFICIENTS = {
 
 
 class TensorMemoryAttentionConfig(NamedTuple):
-    """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128 keys
-    each (64 from head_dim 192 on); 0: as many as fit, at most 4. ``polynomials``: of 32 exponentials, how many are computed
-    by polynomials, a multiple of 8; None: 8, on sm_103a none."""
+    """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128
+    keys each (64 from head_dim 192 on); 0: as many as fit, at most 4. ``polynomials``: of 32
+    exponentials, how many are computed by polynomials, a multiple of 8; None: 8, on sm_103a
+    none."""
 
     stages: int = 0
     polynomials: int | None = None
