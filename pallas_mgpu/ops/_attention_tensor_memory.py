@@ -56,8 +56,8 @@ _COEFFICIENTS = {
 
 
 class TensorMemoryAttentionConfig(NamedTuple):
-    """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128
-    keys each (64 from head_dim 192 on); 0: as many as fit, at most 4. ``polynomials``: of 32
+    """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128 keys
+    each (64 from head_dim 192 on); 0: as many as fit, at most 4. ``polynomials``: of 32
     exponentials, how many are computed by polynomials, a multiple of 8; None: 8, on sm_103a
     none."""
 
@@ -482,15 +482,10 @@ def kernel(x, cfg, interpret):
     return warp_specialized(body, plan, outs, kernel_name="attention", **options)
 
 
-def check(config, dim):
-    """ValueError, NotImplementedError for what there is no kernel for."""
+def check(config):
+    """ValueError for what there is no kernel for."""
     if config.stages < 0 or config.polynomials not in (None, *range(0, 33, 8)):
         raise ValueError(
             "attention: stages are 0 or more and polynomials None, 0, 8, 16, 24 or 32, got"
             f" {config}"
-        )
-    if dim not in _TILINGS:
-        raise NotImplementedError(
-            f"attention: head_dim must be one of {', '.join(map(str, _TILINGS))} on Blackwell, got"
-            f" {dim}; pad q, k and v with zeros and give scale"
         )

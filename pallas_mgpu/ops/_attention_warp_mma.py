@@ -60,6 +60,11 @@ def choose(queries, dim, target, scores=PLAIN):
 
 def check(config, dim, target):
     c = config
+    if dim not in (64, 128, 256):
+        raise NotImplementedError(
+            f"attention: head_dim must be 64, 128 or 256 on {target['name']}, got {dim}; pad q, k"
+            " and v with zeros and give scale"
+        )
     if c.rows not in (64, 128) or c.block not in range(16, 129, 16) or c.stages < 2:
         raise ValueError(
             "attention: an MmaAttentionConfig has 64 or 128 rows, a block that is a multiple of 16"

@@ -47,6 +47,7 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     store,
+    swizzled,
     warp_specialized,
 )
 from ._promises import batch_invariance
@@ -55,7 +56,7 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
-_OUT = 128  # columns of O that leave at a time
+_OUT = 128  # columns of O that leave at a time, at most
 
 
 class AttentionConfig(typing.NamedTuple):
@@ -84,7 +85,7 @@ def choose(queries, head_dim, causal, scores=PLAIN):
     if head_dim == 64:
         full = not causal
         return AttentionConfig(min(3, most), 128, 4, lazy=full, late=False, hold=full)
-    if head_dim == 128:
+    if head_dim in (96, 128):
         return AttentionConfig(min(2, most), 128, 2, q_registers=True)
     return AttentionConfig(min(2, most), 64, 2)
 
@@ -121,7 +122,7 @@ class _Plan:
         self.counted = x.causal and self.total > self.clusters
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         # The next queries are fetched while these are in use, where there is room.
-        self.out = min(x.dim, _OUT)
+        self.out = math.gcd(x.dim, _OUT)
         used = 2 * self.rows * x.dim + 2 * self.stages * self.block * x.dim + self.rows * self.out
         self.q_slots = 2 if not cfg.q_registers and 2 * used + 2048 <= SMEM_BYTES else 1
         self.q_ahead = cfg.q_registers or self.q_slots > 1
@@ -132,8 +133,7 @@ class _Plan:
         x, consumers = self.x, self.consumers
 
         def smem(*shape):
-            transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-            return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+            return plgpu.SMEM(shape, x.dtype, transforms=swizzled(math.gcd(x.dim, 64), x.dtype))
 
         found = {
             "q_smem": smem(self.q_slots, consumers, 64, x.dim),
@@ -459,10 +459,10 @@ class _Block(WarpSpecialized):
         sums = jnp.sum(sums, axis=1)
         factor = _along_rows(self.reciprocal(sums), x.dim)
         value = (value * factor).astype(x.dtype)
-        for c in range(0, x.dim, _OUT):
+        for c in range(0, x.dim, p.out):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             there = self.o.at[b, at, head, pl.ds(c, p.out)]
-            store(self.o_smem.at[me], value[:, c : c + _OUT], there)
+            store(self.o_smem.at[me], value[:, c : c + p.out], there)
         if x.return_lse:
             lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
             store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="plain")
@@ -577,7 +577,7 @@ class _Packed:
         return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
 
-def _check(q, k, v, name="attention"):
+def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256)):
     for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
@@ -591,9 +591,10 @@ def _check(q, k, v, name="attention"):
             )
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
-    if dim not in (64, 96, 128, 192, 256):
+    if dim not in dims:
+        accepted = ", ".join(map(str, dims))
         raise NotImplementedError(
-            f"{name}: head_dim must be 64, 128 or 256, got {dim}; pad q, k and v with zeros and "
+            f"{name}: head_dim must be one of {accepted}, got {dim}; pad q, k and v with zeros and "
             "give scale"
         )
     if k.shape != v.shape:
@@ -646,10 +647,10 @@ def attention(
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32.
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
-    bfloat16, row-major; head_dim 64, 128 or (not on sm_100a) 256; any lengths. Query head h uses
-    key head ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale: of the
-    scores, ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of the
-    sum of exponentials of the scores, float32 [batch, heads, queries]. config: an
+    bfloat16, row-major; head_dim 64, 128, 256 or (Hopper, sm_100a) 96 or 192; any lengths. Query
+    head h uses key head ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale:
+    of the scores, ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of
+    the sum of exponentials of the scores, float32 [batch, heads, queries]. config: an
     :class:`AttentionConfig`, on Blackwell a :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86,
     sm_89 and sm_120a a :class:`MmaAttentionConfig`; chosen from the shape by default. out: a
     preallocated result, or a pair of them. batch_invariant: the bits of a query's result depend on
@@ -689,7 +690,7 @@ def attention(
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryAttentionConfig()
     if isinstance(config, TensorMemoryAttentionConfig):
-        _attention_tensor_memory.check(config, dim)
+        _attention_tensor_memory.check(config)
         target = _core.target(q.device)["name"]
         config = _attention_tensor_memory.chosen(config, target)
         kernel = _attention_tensor_memory.kernel(problem, config, interpret)

@@ -157,7 +157,7 @@ def attention_backward(
     NotImplementedError for other head_dims.
     """
     name = "attention_backward"
-    _check(q, k, v, name)
+    _check(q, k, v, name, (64, 128, 256))
     batch, queries, heads, dim = q.shape
     for what, x in (("grad", grad), ("o", o)):
         if x.shape != q.shape or x.dtype != q.dtype:

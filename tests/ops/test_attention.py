@@ -49,7 +49,16 @@ def check(run, qkv, causal=False, scale=None, config=None, programs=2, tolerance
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "queries,keys,dim",
-    [(256, 256, 128), (300, 170, 128), (70, 515, 64), (401, 401, 64), (130, 257, 256), (1, 3, 64)],
+    [
+        (256, 256, 128),
+        (300, 170, 128),
+        (70, 515, 64),
+        (401, 401, 64),
+        (130, 257, 256),
+        (1, 3, 64),
+        (200, 150, 96),
+        (150, 300, 192),
+    ],
 )
 def test_lengths(run, rng, queries, keys, dim, causal):
     check(run, operands(rng, 1, queries, keys, 2, 2, dim), causal)
