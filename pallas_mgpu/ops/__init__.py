@@ -1,6 +1,7 @@
 """Ready kernels, written in the public language alone."""
 
 from .adamw import adamw
+from .append_pages import append_pages
 from .attention import (
     AttentionConfig,
     MmaAttentionConfig,
@@ -13,6 +14,7 @@ from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .gated_matmul import gated_matmul
 from .matmul import FewRowsConfig, MatmulConfig, MmaConfig, TensorMemoryConfig, matmul
+from .merge_attention import merge_attention
 from .mixed import MixedConfig, TensorMemoryMixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
 from .norms_backward import (
@@ -39,6 +41,7 @@ __all__ = [
     "TensorMemoryConfig",
     "TensorMemoryMixedConfig",
     "adamw",
+    "append_pages",
     "attention",
     "attention_backward",
     "attention_decode",
@@ -52,6 +55,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "matmul",
+    "merge_attention",
     "mixed_matmul",
     "quantize",
     "ragged_dot",

@@ -577,6 +577,11 @@ def attention_decode(
     v: np.ndarray,
     *,
     kv_lengths: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
     interpret: Interpret = None,
@@ -590,6 +595,11 @@ def attention_decode(
     v: np.ndarray,
     *,
     kv_lengths: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
     interpret: Interpret = None,
@@ -603,6 +613,11 @@ def attention_decode(
     v: A,
     *,
     kv_lengths: A | None = None,
+    page_table: A | None = None,
+    sinks: A | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
     interpret: Interpret = None,
@@ -616,10 +631,79 @@ def attention_decode(
     v: A,
     *,
     kv_lengths: A | None = None,
+    page_table: A | None = None,
+    sinks: A | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
     interpret: Interpret = None,
     out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def merge_attention(
+    o: np.ndarray,
+    lse: np.ndarray,
+    *,
+    return_lse: Literal[False] = False,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def merge_attention(
+    o: np.ndarray,
+    lse: np.ndarray,
+    *,
+    return_lse: Literal[True],
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def merge_attention(
+    o: A,
+    lse: A,
+    *,
+    return_lse: Literal[False] = False,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def merge_attention(
+    o: A,
+    lse: A,
+    *,
+    return_lse: Literal[True],
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def append_pages(
+    k_pages: np.ndarray,
+    v_pages: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    page_table: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def append_pages(
+    k_pages: A,
+    v_pages: A,
+    k: A,
+    v: A,
+    page_table: A,
+    lengths: A,
+    *,
+    interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[A, A]: ...
 @overload

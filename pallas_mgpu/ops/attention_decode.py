@@ -8,7 +8,11 @@ has an equal share of it, whatever the lengths, which are read when the kernel r
 A share is worked on from its end to its beginning, one *segment* for each (sequence, head). A
 segment without the last keys of its sequence goes to global memory, at most one of a share and the
 first that is done. The share with the last keys adds up the segments, in the order of the blocks;
-it waits for blocks with lower numbers alone, which have started before it."""
+it waits for blocks with lower numbers alone, which have started before it.
+
+Pages of a cache are copied in pieces that lie in one page each. Head dims that are no multiple of
+64 are filled up with zeros in shared memory, by TMA. Keys before the windows of all queries are
+not read: the blocks of a sequence begin with the first one that its first query sees."""
 
 import functools
 import math
@@ -21,8 +25,8 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_scores import PLAIN, Scores, Tile, options
 from ._common import SMEM_BYTES, Ring, WarpSpecialized, swizzled, warp_specialized
-from .attention import _check as _check_operands
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -41,6 +45,10 @@ class _Problem(NamedTuple):
     scale: float
     return_lse: bool
     lengths: bool
+    value_dim: int
+    page: int = 0  # keys of a page; 0: no pages
+    scores: Scores = PLAIN  # windows count from the end of the keys
+    sinks: bool = False
 
 
 class _Plan:
@@ -51,25 +59,28 @@ class _Plan:
         self.x, self.clusters = x, programs
         self.rows = x.queries * (x.heads // x.kv_heads)  # of queries with one key head
         self.columns = pl.cdiv(self.rows, 8) * 8
+        self.dim, self.value_dim = (pl.cdiv(n, 64) * 64 for n in (x.dim, x.value_dim))
+        self.piece = math.gcd(x.page, _KEYS) if x.page else _KEYS  # keys of a copy
         # segments that are loaded together, by the registers that a lane has
-        self.together = max(1, _MERGE_REGISTERS * 128 // (x.dim * self.columns))
-        slot = 2 * _KEYS * x.dim * 2
-        fixed = self.columns * (x.dim + _KEYS) * 2 + 4096
-        # half of the memory: with more in flight, 1 x 32768 keys took 45.1 us instead of 40.5
+        self.together = max(1, _MERGE_REGISTERS * 128 // (self.value_dim * self.columns))
+        slot = _KEYS * (self.dim + self.value_dim) * 2
+        fixed = self.columns * (self.dim + _KEYS) * 2 + 4096
         self.stages = min(max((SMEM_BYTES // 2 - fixed) // slot, 2), 8)
 
     def scratch(self):
         x = self.x
-        tile = plgpu.SMEM((self.stages, _KEYS, x.dim), x.dtype, transforms=swizzled(64, x.dtype))
-        found = {"k_smem": tile, "v_smem": tile}
+        found = {
+            name: plgpu.SMEM((self.stages, _KEYS, dim), x.dtype, transforms=swizzled(64, x.dtype))
+            for name, dim in (("k_smem", self.dim), ("v_smem", self.value_dim))
+        }
         found["q_smem"] = plgpu.SMEM(
-            (self.columns, x.dim), x.dtype, transforms=swizzled(64, x.dtype)
+            (self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
         )
         found["p_smem"] = plgpu.SMEM(
             (self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
         )
         for prefix in ("k_", "v_"):
-            found |= Ring.barriers(self.stages, 1, 1, prefix=prefix)
+            found |= Ring.barriers(self.stages, _KEYS // self.piece, 1, prefix=prefix)
         return found
 
 
@@ -78,12 +89,21 @@ class _Block(WarpSpecialized):
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.x = plan.x
+        self.x, self.refs = plan.x, refs
         self.me = lax.axis_index("cluster")
         self.keys = Ring(plan.stages, self.k_full, self.k_empty)
         self.values = Ring(plan.stages, self.v_full, self.v_empty)
 
     # ---- division of the work
+
+    def extent(self, n):
+        """The first block of keys that a sequence of n keys needs, and how many it needs."""
+        x, end = self.x, (n + (_KEYS - 1)) // _KEYS
+        # an empty sequence has one block, all masked
+        if x.scores.left is None:
+            return 0, jnp.maximum(end, 1)
+        first = jnp.clip(n - (x.queries + x.scores.left), 0, x.keys) // _KEYS
+        return first, jnp.maximum(end - first, 1)
 
     def share(self):
         """Blocks of keys before each sequence's end (all heads), and this block's first and last
@@ -93,8 +113,7 @@ class _Block(WarpSpecialized):
             n = jnp.clip(self.lengths[...], 0, x.keys)
         else:
             n = jnp.full((x.batch,), x.keys, jnp.int32)
-        # an empty sequence has one unit, all masked
-        blocks = jnp.maximum((n + (_KEYS - 1)) // _KEYS, 1)
+        _, blocks = self.extent(n)
         self.ends = jnp.cumsum(blocks) * x.kv_heads
         self.total = jnp.sum(blocks) * x.kv_heads
         return self.start(self.me), self.start(self.me + 1)
@@ -117,7 +136,7 @@ class _Block(WarpSpecialized):
         x = self.x
         b = jnp.sum((self.ends < end).astype(jnp.int32))
         length = jnp.clip(self.lengths[b], 0, x.keys) if x.lengths else jnp.int32(x.keys)
-        blocks = jnp.maximum((length + (_KEYS - 1)) // _KEYS, 1)
+        _, blocks = self.extent(length)
         stop = jnp.max(jnp.where(self.ends < end, self.ends, 0))  # where the sequence begins
         head = (end - 1 - stop) // blocks
         first = stop + head * blocks
@@ -142,23 +161,50 @@ class _Block(WarpSpecialized):
         self.values.drain(steps)
 
     def fetch(self, found, it0):
-        b, head, _, _, _, low, high = found
+        b, head, _, _, length, low, high = found
+        before, _ = self.extent(length)
 
         def one(j, it):
-            at = (b, pl.ds((high - 1 - j) * _KEYS, _KEYS), head)
+            key = (before + high - 1 - j) * _KEYS
+            pieces = self.pieces(b, head, key, length)
             rings = (self.keys, self.k, self.k_smem), (self.values, self.v, self.v_smem)
             for ring, source, slots in rings:
                 ring.acquire(it)
                 slot = ring.slot(it)
-                plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], ring.full.at[slot])
+                for rows, at in pieces:
+                    here = slots.at[slot] if rows is None else slots.at[slot, rows]
+                    there = self.whole(source, at, here.shape[-1])
+                    plgpu.copy_gmem_to_smem(there, here, ring.full.at[slot])
             return it + 1
 
         return lax.fori_loop(0, high - low, one, it0)
 
+    def whole(self, source, at, width):
+        """Rows of the cache; those shorter than a row of a slot are filled up with zeros."""
+        if source.shape[-1] == width:
+            return source.at[at]
+        # beyond the end, which TMA allows
+        start = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
+        return source.at[(*at, pl.ds(start, width))]
+
+    def pieces(self, b, head, key, length):
+        """Rows of a slot (None: all) and where in the cache they are, for each copy of a block."""
+        x, n = self.x, self.plan.piece
+        if not x.page:
+            return [(None, (b, pl.ds(key, _KEYS), head))]
+        last = jnp.maximum(length - 1, 0) // x.page  # entries beyond it may be anything
+        found = []
+        for i in range(0, _KEYS, n):
+            page = self.page_table[b, jnp.minimum((key + i) // x.page, last)]
+            page = jnp.clip(page, 0, self.k.shape[0] - 1)
+            at = page, pl.ds((key + i) % x.page, n), head
+            found.append((None if n == _KEYS else pl.ds(i, n), at))
+        return found
+
     # ---- consumer
 
     def consumer(self, me):
-        pl.run_scoped(self.attend, plgpu.ACC((self.x.dim, self.plan.columns)))
+        pl.run_scoped(self.attend, plgpu.ACC((self.plan.value_dim, self.plan.columns)))
 
     def attend(self, acc):
         self.segments(lambda found, it: self.attend_segment(acc, found, it), jnp.int32(0))
@@ -169,20 +215,33 @@ class _Block(WarpSpecialized):
         q = self.q.reshape((x.batch * x.queries, x.kv_heads, group, x.dim))
         row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (p.columns,), 0), p.rows - 1)
         at = b * x.queries + row // group, head, row % group
-        self.q_smem[...] = q[at]
+        if p.dim == x.dim:
+            self.q_smem[...] = q[at]
+        else:
+            (at, keep), zero = self.elements(at, p.dim, x.dim), np.zeros((), x.dtype)
+            self.q_smem[...] = pl.load(q, at, mask=keep, other=zero)
         plgpu.commit_smem()
+
+    def elements(self, at, width, dim):
+        """Indices of single elements of rows with so many of them, and which are there."""
+        shape = self.plan.columns, width
+        row, head, member = at
+        row, member = (lax.broadcast_in_dim(i, shape, [0]) for i in (row, member))
+        column = lax.broadcasted_iota(jnp.int32, shape, 1)
+        return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
 
     def attend_segment(self, acc, found, it0):
         b, head, first, blocks, length, low, high = found
         n = self.plan.columns
+        before, _ = self.extent(length)
         self.load_queries(b, head)
-        acc[...] = jnp.zeros((self.x.dim, n), _F32)
+        acc[...] = jnp.zeros((self.plan.value_dim, n), _F32)
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((n,), _F32), along)
 
         def one(j, state):
-            return self.step(acc, (high - 1 - j) * _KEYS, length, *state)
+            return self.step(acc, (before + high - 1 - j) * _KEYS, length, *state)
 
         m, sums, it = lax.fori_loop(0, high - low, one, (m, sums, it0))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=None)
@@ -203,7 +262,7 @@ class _Block(WarpSpecialized):
         return it
 
     def step(self, acc, key, length, m, sums, it):
-        c = _F32(self.x.scale * math.log2(math.e))
+        c = self.x.scores.factor(self.x.scale)
         slot, n = self.keys.slot(it), self.plan.columns
         self.keys.wait(it)
 
@@ -213,8 +272,10 @@ class _Block(WarpSpecialized):
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
-        row = key + lax.broadcasted_iota(jnp.int32, (_KEYS, n), 0)
-        s = jnp.where(row < length, s, _MASKED)
+        if self.x.scores.adjusted:
+            tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
+            s, _ = tile.adjust(s)
+        s = jnp.where(self.seen(key, length), s, _MASKED)
         new = jnp.maximum(m, jnp.max(s, axis=0))
         base = jnp.where(new == _MASKED, _F32(0), new * c)
         alpha = jnp.exp2(m * c - base)
@@ -237,12 +298,26 @@ class _Block(WarpSpecialized):
         self.values.release(it)
         return new, sums, it + 1
 
+    def seen(self, key, length):
+        """Which keys of a block which queries see."""
+        x, shape = self.x, (_KEYS, self.plan.columns)
+        left, right = x.scores.left, x.scores.right
+        row = key + lax.broadcasted_iota(jnp.int32, shape, 0)
+        keep = row < length
+        if left is right is None:
+            return keep
+        query = lax.broadcasted_iota(jnp.int32, shape, 1) // (x.heads // x.kv_heads)
+        diagonal = query + (length - x.queries)
+        if right is not None:
+            keep = keep & (row <= diagonal + right)
+        return keep if left is None else keep & (row >= diagonal - left)
+
     def merge(self, b, head, first, low, value, m, sums):
         """Adds the segments of blocks with lower numbers, then stores the result."""
         start = self.owner(first)
         others = lax.select(low > 0, self.me - start, 0)
         plgpu.semaphore_wait(self.done.at[self.me], others, memory_scope="gpu")
-        c = _F32(self.x.scale * math.log2(math.e))
+        c = self.x.scores.factor(self.x.scale)
         along = plgpu.Layout.WGMMA.reduce(0)
 
         def load(part, there):
@@ -274,18 +349,40 @@ class _Block(WarpSpecialized):
     def store(self, b, head, value, m, sums):
         x, p = self.x, self.plan
         group = x.heads // x.kv_heads
-        factor = jnp.where(sums == 0, _F32(0), 1 / sums)
-        value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
         row = lax.broadcasted_iota(jnp.int32, (p.columns,), 0)
+        if x.sinks:
+            along = plgpu.Layout.WGMMA.reduce(0)
+            sink = self.sinks[head * group + row % group] * _F32(math.log2(math.e))
+            sink = plgpu.layout_cast(sink, along)
+            top = jnp.maximum(m, sink)
+            alpha = jnp.exp2(m - top)
+            m, sums = top, sums * alpha + jnp.exp2(sink - top)
+            factor = jnp.where(sums == 0, _F32(0), alpha / sums)
+        else:
+            factor = jnp.where(sums == 0, _F32(0), 1 / sums)
+        value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
         keep = row < p.rows
         at = b * x.queries + row // group, head, row % group
-        o = self.o.reshape((x.batch * x.queries, x.kv_heads, group, x.dim))
-        mask = lax.broadcast_in_dim(keep, (p.columns, x.dim), [0])
-        pl.store(o, at, value.T, mask=mask)
+        o = self.o.reshape((x.batch * x.queries, x.kv_heads, group, x.value_dim))
+        mask = lax.broadcast_in_dim(keep, (p.columns, p.value_dim), [0])
+        if p.value_dim == x.value_dim:
+            pl.store(o, at, value.T, mask=mask)
+        else:
+            there, inside = self.elements(at, p.value_dim, x.value_dim)
+            pl.store(o, there, value.T, mask=mask & inside)
         if x.return_lse:
             lse = (jnp.where(m <= _MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
             at = b, head * group + row % group, row // group
             pl.store(self.lse, at, lse, mask=keep)
+
+
+def _parts(plan):
+    """Segments that another block finishes, and their maxima and sums."""
+    programs = plan.clusters
+    return (
+        plgpu.ShapeDtypeStruct((programs, plan.value_dim, plan.columns), _F32),
+        plgpu.ShapeDtypeStruct((programs, 2, plan.columns), _F32),
+    )
 
 
 @cached
@@ -293,18 +390,28 @@ def _kernel(x, programs, interpret):
     plan = _Plan(x, programs)
 
     def body(q, k, v, *others, **scratch):
-        names = ["lengths"] * x.lengths + ["o"] + ["lse"] * x.return_lse + ["parts", "stats"]
+        names = ["lengths"] * x.lengths + ["page_table"] * bool(x.page) + ["sinks"] * x.sinks
+        names += ["o"] + ["lse"] * x.return_lse + ["parts", "stats"]
         refs = dict(q=q, k=k, v=v) | dict(zip(names, others, strict=True))
         done = pl.get_global(plgpu.SemaphoreType.REGULAR((programs,)))
         _Block(plan, refs | scratch | {"done": done}).run()
 
-    outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)]
+    outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
     if x.return_lse:
         outs.append(plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
-    outs.append(plgpu.ShapeDtypeStruct((programs, x.dim, plan.columns), _F32))
-    outs.append(plgpu.ShapeDtypeStruct((programs, 2, plan.columns), _F32))
     return warp_specialized(
-        body, plan, tuple(outs), interpret=interpret, kernel_name="attention_decode"
+        body, plan, (*outs, *_parts(plan)), interpret=interpret, kernel_name="attention_decode"
+    )
+
+
+@cached
+def _memory(x, programs, interpret):
+    """Makes what _parts() says, for calls with out=, which must give all results of a kernel."""
+    return plgpu.kernel(
+        lambda *refs: None,
+        out_type=_parts(_Plan(x, programs)),
+        interpret=interpret,
+        kernel_name="attention_decode_memory",
     )
 
 
@@ -313,30 +420,45 @@ class _Decode:
 
     def __init__(self, x, programs, interpret):
         self.kernel, self.return_lse = _kernel(x, programs, interpret), x.return_lse
+        self.memory = _memory(x, programs, interpret)
 
     def __call__(self, *operands, out=None, stream=None):
         if out is not None:
-            raise NotImplementedError(
-                "attention_decode: out= is not taken yet; copy the result into it"
-            )
-        found = self.kernel(*operands, stream=stream)
+            outs = tuple(out) if self.return_lse and isinstance(out, (tuple, list)) else (out,)
+            if len(outs) != 1 + self.return_lse:
+                raise ValueError(
+                    "attention_decode: with return_lse=True, out must be (result, logarithms)"
+                )
+            out = (*outs, *self.memory(operands[0], stream=stream))
+        found = self.kernel(*operands, out=out, stream=stream)
         return (found[0], found[1]) if self.return_lse else found[0]
 
 
-def _check(q, k, v, kv_lengths):
-    _check_operands(q, k, v, "attention_decode")
-    group = q.shape[2] // k.shape[2]
-    if q.shape[3] not in (64, 128) or q.shape[1] * group > 64:
-        raise NotImplementedError(
-            "attention_decode: head_dim must be 64 or 128, and up to 64 queries share a key head"
-            f" (queries * heads / kv_heads); got q {q.shape}, k {k.shape}; use ops.attention"
-        )
-    if kv_lengths is not None and (
-        kv_lengths.shape != (q.shape[0],) or kv_lengths.dtype != np.int32
-    ):
+def _check(q, k, v):
+    for what, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(
+                f"attention_decode: {what} must have four dims, none of them 0, got {x.shape}"
+            )
+        if q.dtype.name not in ("float16", "bfloat16") or x.dtype != q.dtype:
+            raise TypeError(
+                "attention_decode: q, k and v must all be float16 or all bfloat16, got"
+                f" {q.dtype}, {k.dtype} and {v.dtype}"
+            )
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"attention_decode: kv_lengths must be int32 of shape ({q.shape[0]},), got"
-            f" {kv_lengths.dtype} of shape {kv_lengths.shape}"
+            "attention_decode: q and k must have one head_dim, k and v the same dims before theirs,"
+            f" and q a multiple of their heads; got {q.shape}, {k.shape} and {v.shape}"
+        )
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    size = pl.cdiv(rows, 8) * 8 * pl.cdiv(v.shape[3], 64) * 64
+    dims = k.shape[3], v.shape[3]
+    if any(d % 8 or not 32 <= d <= 256 for d in dims) or rows > 64 or size > 64 * 128:
+        raise NotImplementedError(
+            "attention_decode: the head_dims must be multiples of 8 from 32 to 256, and up to 64"
+            " queries share a key head (queries * heads / kv_heads), 42 with values of more than"
+            f" 128 and 32 of more than 192; got q {q.shape}, k {k.shape}, v {v.shape}; use"
+            " ops.attention"
         )
     if _core.target(q.device)["name"] != "sm_90a":
         raise NotImplementedError(
@@ -345,27 +467,95 @@ def _check(q, k, v, kv_lengths):
         )
 
 
+def _check_array(name, x, shape, dtype):
+    fits = len(x.shape) == len(shape) and all(w in (None, n) for n, w in zip(x.shape, shape))
+    if not fits or x.dtype != dtype or 0 in x.shape:
+        want = ", ".join("any" if n is None else str(n) for n in shape)
+        want += "," * (len(shape) == 1)
+        raise ValueError(
+            f"attention_decode: {name} must be {np.dtype(dtype)} of shape ({want}), got {x.dtype}"
+            f" of shape {x.shape}"
+        )
+
+
+def _check_pages(q, k, page_table):
+    if page_table is None:
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"attention_decode: q {q.shape} and k {k.shape} differ in batch; give page_table"
+                " for caches in pages"
+            )
+        return
+    _check_array("page_table", page_table, (q.shape[0], None), np.int32)
+    if k.shape[1] % 8 or k.shape[1] < 16:
+        raise NotImplementedError(
+            "attention_decode: a page must have a multiple of 8 keys, at least 16; got"
+            f" {k.shape[1]} (k {k.shape})"
+        )
+
+
 @plgpu.specialize(in_place=False)
-def attention_decode(q, k, v, *, kv_lengths=None, scale=None, return_lse=False, interpret=None):
+def attention_decode(
+    q,
+    k,
+    v,
+    *,
+    kv_lengths=None,
+    page_table=None,
+    sinks=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    scale=None,
+    return_lse=False,
+    interpret=None,
+):
     """``softmax(scale * q @ k.T) @ v`` of few queries with a long cache, divided over the keys.
 
-    q: [batch, queries, heads, head_dim]; k, v: [batch, capacity, kv_heads, head_dim]; float16 or
-    bfloat16, row-major; head_dim 64 or 128; up to 64 queries for each key head (queries * heads /
-    kv_heads). Every query sees all keys. kv_lengths: int32 [batch], the keys that each sequence has
-    (clipped to the capacity), read when the kernel runs: no length compiles a program, and a CUDA
-    graph that is replayed uses the lengths of that moment. What the cache holds beyond them may be
-    anything. scale: of the scores, ``head_dim ** -0.5`` by default. return_lse: also return the
-    natural logarithm of the sum of exponentials of the scores, float32 [batch, heads, queries]. A
-    sequence without keys has the result 0 and the logarithm -inf.
+    q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: the same with
+    a dim of its own; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
+    queries for each key head (queries * heads / kv_heads), 42 where v's dim is above 128 and 32
+    where it is above 192. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
+    the capacity), read when the kernel runs: no length compiles a program, and a CUDA graph that is
+    replayed uses the lengths of that moment. What the cache holds beyond them may be anything.
+
+    page_table: int32 [batch, pages of a sequence]; k and v are then [pages, page_size, kv_heads,
+    dim], key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``,
+    and page_size is a multiple of 8 from 16. Entries beyond a sequence's length may be anything;
+    others are clipped to the pages that there are.
+
+    The queries are the last ones of a sequence: query i is at the position ``length - queries +
+    i``. By default each sees all keys; causal: those up to its position. window: ``(left, right)``:
+    those from its position - left to its position + right, None: all on that side; causal makes
+    right 0. softcap: scores s become ``softcap * tanh(s / softcap)``. sinks: float32 [heads], a
+    score of each head that takes part in the softmax and has no value; it is part of the logarithms
+    too. scale: of the scores, ``head_dim ** -0.5`` by default. return_lse: also return the natural
+    logarithm of the sum of exponentials of the scores, float32 [batch, heads, queries];
+    :func:`merge_attention` takes it. out: a preallocated result, or a pair of them. A query that
+    sees no key has the result 0 and, without sinks, the logarithm -inf.
 
     A call repeats bit for bit; the bits of a sequence depend on the lengths of all. Hopper
-    (sm_90a). Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that,
-    lse). TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims
-    and more queries.
+    (sm_90a). Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that,
+    lse). TypeError, ValueError for other dtypes and shapes, NotImplementedError for other dims and
+    more queries.
     """
-    _check(q, k, v, kv_lengths)
-    scale = float(q.shape[3] ** -0.5 if scale is None else scale)
-    shape = (*q.shape, k.shape[1], k.shape[2])
-    x = _Problem(*shape, q.dtype, scale, bool(return_lse), kv_lengths is not None)
+    _check(q, k, v)
+    _check_pages(q, k, page_table)
+    batch, queries, heads, dim = q.shape
+    if kv_lengths is not None:
+        _check_array("kv_lengths", kv_lengths, (batch,), np.int32)
+    if sinks is not None:
+        _check_array("sinks", sinks, (heads,), _F32)
+    none = None, None, None, None
+    scores = options("attention_decode", q, k, none, False, window, True, softcap, 0.0)
+    right = 0 if causal else scores.right
+    right = None if queries == 1 else right  # the last query sees the last key in any case
+    scores = scores._replace(right=right, bottom_right=False)
+    scale = float(dim**-0.5 if scale is None else scale)
+    page = 0 if page_table is None else k.shape[1]
+    keys = page_table.shape[1] * page if page else k.shape[1]
+    shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale
+    given = bool(return_lse), kv_lengths is not None, v.shape[3], page, scores, sinks is not None
+    x = _Problem(*shape, *given)
     units = x.batch * x.kv_heads * pl.cdiv(x.keys, _KEYS)
     return _Decode(x, min(plgpu.sm_count(q.device), units), interpret)

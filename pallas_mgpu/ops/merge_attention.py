@@ -1,0 +1,97 @@
+"""Merges results of attention over parts of the keys, by their logarithms of sums.
+
+With l the logarithm of a part, a result is the mean of the parts' results with weights exp(l). A
+block takes a few rows (queries of one head) and goes through the parts once, as attention goes
+through blocks of keys: the largest logarithm so far, the sum of weights, the weighted results."""
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+
+_F32 = np.float32
+_FLOATS = ("float16", "bfloat16", "float32")
+_TILE = 1024  # elements of a block
+
+
+@cached
+def _kernel(shape, dtype, return_lse, interpret):
+    parts, batch, queries, heads, dim = shape
+    rows = batch * queries * heads
+    tile = max(1, _TILE // dim), dim
+
+    def body(o, lse, out, out_lse=None):
+        overlap_launches()
+        row = lax.axis_index("tile") * tile[0] + lax.broadcasted_iota(jnp.int32, tile, 0)
+        column = lax.broadcasted_iota(jnp.int32, tile, 1)
+        keep = row < rows
+        row = jnp.minimum(row, rows - 1)
+        b, query, head = row // (queries * heads), row // heads % queries, row % heads
+
+        def add(part, state):
+            value, m, total = state
+            log = lse[part, b, head, query]
+            new = jnp.maximum(m, log)
+            base = jnp.where(new == -np.inf, _F32(0), new)
+            mine, theirs = jnp.exp(m - base), jnp.exp(log - base)
+            found = o[part, b, query, head, column].astype(jnp.float32)
+            # a part without keys may hold anything
+            found = jnp.where(log == -np.inf, _F32(0), found)
+            return value * mine + found * theirs, new, total * mine + theirs
+
+        zero = jnp.zeros(tile, _F32)
+        start = zero, jnp.full(tile, _F32(-np.inf)), zero
+        value, m, total = lax.fori_loop(0, parts, add, start)
+        value = jnp.where(total == 0, _F32(0), value / total)
+        pl.store(out, (b, query, head, column), value.astype(dtype), mask=keep)
+        if return_lse:
+            log = jnp.where(m == -np.inf, _F32(0), m) + jnp.log(total)
+            pl.store(out_lse, (b, head, query), log, mask=keep & (column == 0))
+
+    outs = plgpu.ShapeDtypeStruct(shape[1:], dtype)
+    if return_lse:
+        outs = outs, plgpu.ShapeDtypeStruct((batch, heads, queries), _F32)
+    return plgpu.kernel(
+        body,
+        out_type=outs,
+        grid=(pl.cdiv(rows, tile[0]),),
+        grid_names=("tile",),
+        interpret=interpret,
+        kernel_name="merge_attention",
+    )
+
+
+@plgpu.specialize(in_place=False)
+def merge_attention(o, lse, *, return_lse=False, interpret=None):
+    """The result of attention over all keys from those over parts of them (Hopper).
+
+    o: [parts, batch, queries, heads, head_dim], float16, bfloat16 or float32; lse: float32 [parts,
+    batch, heads, queries], the natural logarithms of the sums of exponentials that
+    :func:`attention` and :func:`attention_decode` return; -inf: no keys, ``o`` may be anything
+    there. return_lse: also return the logarithm for all keys, float32 [batch, heads, queries]. out:
+    a preallocated result, or a pair of them. Sinks belong to one of the parts.
+
+    Returns [batch, queries, heads, head_dim] of o's dtype, computed in float32, or (that, lse); 0
+    and -inf where no part has keys. TypeError, ValueError for other dtypes and shapes.
+    """
+    if o.dtype.name not in _FLOATS or lse.dtype != _F32:
+        raise TypeError(
+            "merge_attention: o must be float16, bfloat16 or float32, and lse float32; got"
+            f" {o.dtype} and {lse.dtype}"
+        )
+    if o.ndim != 5 or 0 in o.shape:
+        raise ValueError(
+            "merge_attention: o must have the dims [parts, batch, queries, heads, head_dim], none"
+            f" of them 0; got shape {o.shape}"
+        )
+    parts, batch, queries, heads, _ = o.shape
+    if lse.shape != (parts, batch, heads, queries):
+        raise ValueError(
+            f"merge_attention: lse must have the shape {(parts, batch, heads, queries)} for o"
+            f" {o.shape}, got {lse.shape}"
+        )
+    return _kernel(o.shape, np.dtype(o.dtype), bool(return_lse), interpret)
