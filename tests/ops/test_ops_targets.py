@@ -39,6 +39,10 @@ CALLS = {
     "layer_norm, long rows": lambda **o: ops.layer_norm(long, long[0], long[0], **o),
     "gated_linear_unit": lambda **o: ops.gated_linear_unit(x, x, **o),
     "rotary": lambda **o: ops.rotary(heads, angles, angles, **o),
+    "merge_attention": lambda **o: ops.merge_attention(heads[None], lse[None], **o),
+    "append_pages": lambda **o: ops.append_pages(
+        zeros(4, 16, 2, 64), zeros(4, 16, 2, 64), *[zeros(1, 1, 2, 64)] * 2, table, few_lengths, **o
+    ),
     "cross_entropy": lambda **o: ops.cross_entropy(x, targets, **o),
     "column_sums": lambda **o: ops.column_sums(square, **o),
     "quantize": lambda **o: ops.quantize(x, **o),
