@@ -28,6 +28,7 @@ targets = zeros(16, dtype=np.int32)
 square, sizes = zeros(256, 256), np.full(2, 128, np.int32)
 settings = np.asarray([0.1, 0.9, 0.99, 1e-8, 0.1, 1], f32)
 memory = {"config": ops.TensorMemoryConfig()}
+table, few_lengths = np.zeros((1, 2), np.int32), np.zeros(1, np.int32)
 
 CALLS = {
     "softmax": lambda **o: ops.softmax(x, **o),
