@@ -496,7 +496,7 @@ _TILES = ((2, 256), (2, 192), (2, 128), (1, 256), (1, 192), (1, 128), (2, 64), (
 # share, or that share and divide K, took up to twice the time of two blocks on every shape.
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 
-_SLICES = 32  # most parts of K that are added up by a second kernel
+_SLICES = 64  # most parts of K that are added up by a second kernel
 _SLICE_STEPS = 4  # fewest steps of one
 
 
@@ -558,8 +558,11 @@ class Rates(NamedTuple):
     uneven: float = 1.17  # tiles of 192 columns, whose rows memory gives more slowly: fitted
     fill: float = 18400
     start: float = 1820
-    second: float = 2000  # the kernel that adds up slices begins
-    sums: float = 2500  # bytes of slices a cycle, written and read again
+    # from times of slices, and of products beside them, on an H200:
+    few_way: float = 510  # as way, where A has less than 64 rows
+    few_intake: float = 33  # bytes of slots that one SM takes in in a cycle there
+    second: float = 3000  # the kernel that adds up slices begins
+    sums: float = 3500  # bytes of slices a cycle, written and read again
 
 
 def _clusters_at_once(sms, cluster):
@@ -590,6 +593,8 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
     if in_bytes == 1:
         l2 = max(l2, slot / rates.intake)
     way = rates.way[cfg.consumers > 1] * line / 128
+    if m < 64 and in_bytes == 2:
+        way = max(way, rates.few_way, slot / rates.few_intake)
     latency = rates.latency / (p.stages - cfg.lag)
     step = max(tensor, l2, way, latency) + rates.step + fetched * active / rates.power
     epilogue = rates.epilogue + rates.column * p.width
@@ -599,7 +604,9 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
     if cfg.split > 1:  # blocks are not persistent
         time += rates.restart * (waves - 1)
     fill = min(p.stages, p.steps) * slot * active / rates.fill
-    memory = ((m * k + k * n) * in_bytes + m * n * 2) / rates.memory
+    # few blocks ask for less than memory gives
+    memory = (m * k + k * n) * in_bytes + m * n * 2
+    memory /= min(rates.memory, active * rates.intake)
     if p.cols == 192:
         memory *= rates.uneven
     # the larger, or somewhat more where they are alike
