@@ -1,7 +1,7 @@
 """Products whose K is divided among blocks of the whole GPU: `slices` of a MatmulConfig.
 
-A first kernel writes the sum over each part of K, a *slice*, to global memory as float32: (slices,
-M, N). A second one adds the slices up in their order and does what the epilogue of an undivided
+A first kernel writes the sum over each part of K, a *slice*, to global memory as float32: (M,
+slices, N). A second one adds the slices up in their order and does what the epilogue of an undivided
 product does: scales, bias, activation. So results repeat bit for bit. No block waits for another
 one, and the sums belong to the call: calls on several streams, and the launches of a CUDA graph,
 have nothing in common."""
@@ -28,8 +28,9 @@ def partial(x):
 
 
 def shape_of(x, slices):
-    """Of the sums; their rows are a multiple of 16 bytes, which TMA wants."""
-    return slices, x.m, pl.cdiv(x.n, 4) * 4
+    """Of the sums. Rows are first, where their number may be known at run time only, and are a
+    multiple of 16 bytes, which TMA wants."""
+    return x.m, slices, pl.cdiv(x.n, 4) * 4
 
 
 class _Sum:
@@ -51,9 +52,9 @@ class _Sum:
         row = row if height == 1 else jnp.minimum(row, x.m - height)
         col = jnp.minimum(col, x.n - width)
         rows, cols = pl.ds(row, height), pl.ds(col, width)
-        value = self.refs["sums"][0, rows, cols]
+        value = self.refs["sums"][rows, 0, cols]
         for j in range(1, self.slices):
-            value = value + self.refs["sums"][j, rows, cols]
+            value = value + self.refs["sums"][rows, j, cols]
         for axis, (name, at) in enumerate((("scale_a", rows), ("scale_b", cols))):
             if name in self.refs and x.forms[axis] == "each":
                 value = value * self.along(name, at, axis)
@@ -82,7 +83,7 @@ def _sum_kernel(x, slices, interpret):
 
     options = {}
     if open_rows:
-        options["in_shapes"] = (None, x.m, None), *(None,) * (len(names) - 2)
+        options["in_shapes"] = (x.m, None, None), *(None,) * (len(names) - 2)
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),

@@ -341,7 +341,7 @@ class _Block(WarpSpecialized):
             scaled = functools.partial(scales, loaded)
         if cfg.split > 1:
             values = self.reduce(me, *values)
-        result = self.o.at[part] if cfg.slices > 1 else self.o
+        result = self.o.at[:, part] if cfg.slices > 1 else self.o
         self.epilogue(me, values, result, row, first, scaled)
         return it0 + p.steps
 

@@ -136,3 +136,13 @@ def test_on_a_gpu():
     for m in (5, 6, 7, 64, 65, 333, 999, 2999, 8191, 37):
         a = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
         torch.testing.assert_close(ops.matmul(a, b), a @ b, rtol=2e-2, atol=0.5)
+
+
+def test_slices_of_k():
+    """A long K, divided among blocks: both kernels serve all rows of a bucket."""
+    bits = products([90, 128, 65], 24, 2048, transpose_b=True)[0]
+    assert [x.shape for x in bits] == [(90, 24), (128, 24), (65, 24)]
+    kernels = [
+        ops.matmul.kernel(spec(m, 2048), spec(24, 2048), transpose_b=True) for m in (90, 127)
+    ]
+    assert kernels[0] is kernels[1] and hasattr(kernels[0], "slicing")
