@@ -50,14 +50,17 @@ def _product(x, shape, out_dtype):
 
 def _matmul_fake(a, b, bias=None, scale_a=None, scale_b=None, activation=None, out_dtype=None,
                  transpose_a=False, transpose_b=False, batch_invariant=False):  # fmt: skip
-    m = a.shape[1] if transpose_a else a.shape[0]
-    n = b.shape[0] if transpose_b else b.shape[1]
+    m = a.shape[-1] if transpose_a else a.shape[-2]
+    n = b.shape[-2] if transpose_b else b.shape[-1]
     dtype = out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
-    return a.new_empty((m, n), dtype=dtype)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return a.new_empty((*batch, m, n), dtype=dtype)
 
 
 def _matmul_setup(ctx, inputs, output):
     a, b, bias, _, _, activation, _, ctx.ta, ctx.tb, ctx.invariant = inputs
+    if max(a.ndim, b.ndim) > 2:
+        raise NotImplementedError("pallas_mgpu::matmul has no gradient for batches of matrices")
     if a.dtype.itemsize == 1:
         raise NotImplementedError("pallas_mgpu::matmul has no gradient for 8-bit floats")
     ctx.activation, ctx.bias = activation, None if bias is None else bias.dtype

@@ -62,6 +62,18 @@ def _mapped(kernel, axes):
     return definition.make()
 
 
+def _reshaped(x, shape):
+    """shape: None for that of x."""
+    if shape is None or x.shape == shape:
+        return x
+    if not hasattr(x, "reshape"):
+        raise NotImplementedError(
+            f"matmul: batch dimensions of a {type(x).__name__} of shape {tuple(x.shape)} that are to"
+            f" be {shape}; pass an array with a method reshape"
+        )
+    return x.reshape(shape)
+
+
 class _Reshaped:
     """The product of reshaped arrays. shapes: of the operands and of the result, as the kernel
     wants them; shape: of the result."""
@@ -70,15 +82,11 @@ class _Reshaped:
         self.product, self.shapes, self.inner, self.shape = product, shapes, inner, shape
 
     def __call__(self, *operands, out=None, stream=None):
-        given = [
-            x if s is None or x.shape == s else x.reshape(s)
-            for x, s in zip(operands, itertools.chain(self.shapes, itertools.repeat(None)))
-        ]
-        if self.inner == self.shape:
-            return self.product(*given, out=out, stream=stream)
-        into = None if out is None else out.reshape(self.inner)
+        shapes = itertools.chain(self.shapes, itertools.repeat(None))
+        given = [_reshaped(x, s) for x, s in zip(operands, shapes)]
+        into = None if out is None else _reshaped(out, self.inner)
         found = self.product(*given, out=into, stream=stream)
-        return found.reshape(self.shape) if out is None else out
+        return _reshaped(found, self.shape) if out is None else out
 
 
 def product(a, b, ta, tb, make, interpret, extra):
