@@ -1,10 +1,10 @@
 """Products whose K is divided among blocks of the whole GPU: `slices` of a MatmulConfig.
 
 A first kernel writes the sum over each part of K, a *slice*, to global memory as float32: (M,
-slices, N). A second one adds the slices up in their order and does what the epilogue of an undivided
-product does: scales, bias, activation. So results repeat bit for bit. No block waits for another
-one, and the sums belong to the call: calls on several streams, and the launches of a CUDA graph,
-have nothing in common."""
+slices, N). A second one adds the slices up in their order and does what the epilogue of an
+undivided product does: scales, bias, activation. So results repeat bit for bit. No block waits for
+another one, and the sums belong to the call: calls on several streams, and the launches of a CUDA
+graph, have nothing in common."""
 
 import copy
 
