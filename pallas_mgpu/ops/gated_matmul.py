@@ -14,9 +14,10 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu._caches import cached
 
-from . import _tensor_memory, _warp_mma
+from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import overlap_launches, store, swizzled, warp_specialized
 from ._padding import padding_of, with_padding
+from ._tensor_memory import TensorMemoryConfig
 from .gated import _SLOPES, gated_linear_unit
 from .matmul import MatmulConfig, Product, _Block, _KernelPlan, choose, matmul
 
@@ -133,7 +134,7 @@ def _kernel(x, cfg, sms, activation, packed, products, interpret):
 
 
 class _Apart:
-    """The same by kernels of their own, for GPUs without wgmma."""
+    """The same by kernels of their own, for GPUs without wgmma and tcgen05."""
 
     def __init__(self, activation, transposed, products, interpret):
         self.products = products
@@ -159,6 +160,10 @@ def _choose(m, n, k, sms, transposed):
     if isinstance(found, MatmulConfig) and _fits(found):
         return found
     return MatmulConfig(1, 128, cluster=1) if m <= 64 or n <= 64 else MatmulConfig(2, 256)
+
+
+def _padded(kernel, operands, interpret):
+    return with_padding(kernel, [padding_of(a, interpret) for a in operands if a is not None])
 
 
 def _checked(x, w, up, activation, transposed):
@@ -199,29 +204,37 @@ def gated_matmul(
     config=None,
     interpret=None,
 ):
-    """``activation(x @ w) * (x @ up)`` in one kernel, accumulated in float32 (Hopper): SwiGLU,
-    GeGLU and others.
+    """``activation(x @ w) * (x @ up)`` in one kernel, accumulated in float32: SwiGLU, GeGLU
+    and others.
 
     x: (M, K); w, up: (K, N) each, or ``w`` alone, whose columns are both, gate first: (K, 2 N);
     with transpose_b (N, K) or (2 N, K). All float16 or all bfloat16; any M, N, K. activation:
     "silu", "gelu" (by tanh), "relu" or "sigmoid". return_products: also return both products,
     (M, 2 N), which :func:`gated_linear_unit_backward` takes. config: a :class:`MatmulConfig` of the
-    product with both weights, with a tile_n of 128 or 256, a split of 1 and 1 slice. Elsewhere than
-    on Hopper two kernels do the same, for ``w`` alone.
+    product with both weights, with a tile_n of 128 or 256, a split of 1 and 1 slice; on Blackwell a
+    :class:`TensorMemoryConfig` with such a tile_n, with pair 256. On GPUs without wgmma and
+    tcgen05, two kernels do the same, for ``w`` alone.
 
     Returns (M, N), or the pair of it and the products, of the caller's kind of array. TypeError,
     ValueError for other dtypes and shapes.
     """
     transposed = bool(transpose_b)
     product = _checked(x, w, up, activation, transposed)
-    if _tensor_memory.runs_here(x.device) or _warp_mma.runs_here(x.device):
+    if _warp_mma.runs_here(x.device) and not isinstance(config, TensorMemoryConfig):
         if up is not None or config is not None:
             raise NotImplementedError(
                 f"{_NAME}: up= and config= on {_core.target(x.device)['name']}; pass both weights"
                 " as one array"
             )
         return _Apart(activation, transposed, bool(return_products), interpret)
-    sms, n = plgpu.sm_count(x.device), product.n // 2
+    sms, n, packed = plgpu.sm_count(x.device), product.n // 2, up is None
+    if config is None and _tensor_memory.runs_here(x.device):
+        config = _gated_tensor_memory.choose(product, packed)
+    if isinstance(config, TensorMemoryConfig):
+        _gated_tensor_memory.check(config, product, packed)
+        how = _SLOPES[activation], packed, bool(return_products), interpret
+        kernel = _gated_tensor_memory.kernel(product, config, sms, *how)
+        return _padded(kernel, (x, w, up), interpret)
     config = config or _choose(product.m, n, product.k, sms, transposed)
     fits = isinstance(config, MatmulConfig) and _fits(config) and config.step in (64, 128)
     if not fits or config.consumers * config.tile_n > 512:
@@ -229,8 +242,5 @@ def gated_matmul(
             f"{_NAME}: config must be a MatmulConfig with a tile_n of 128 or 256, a split of"
             f" 1 and 1 slice; got {config}"
         )
-    packed = up is None
     kernel = _kernel(product, config, sms, activation, packed, bool(return_products), interpret)
-    pads = [padding_of(x, interpret), padding_of(w, interpret)]
-    pads += [] if packed else [padding_of(up, interpret)]
-    return with_padding(kernel, pads)
+    return _padded(kernel, (x, w, up), interpret)

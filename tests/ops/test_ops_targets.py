@@ -137,10 +137,6 @@ def test_refused(name, calls):
 BY_NAME = {  # what an op says on such a GPU before any kernel is made
     "attention_backward": HOPPER["attention_backward"],
     "attention_decode": HOPPER["attention_decode"],
-    "gated_matmul": lambda **o: ops.gated_matmul(square, square, square, **o),
-    "gated_matmul, config": lambda **o: ops.gated_matmul(
-        square, square, config=ops.MatmulConfig(), **o
-    ),
 }
 
 
@@ -181,6 +177,14 @@ PORTABLE = {name: call for name, call in CALLS.items() if "matmul" not in name} 
     "attention": lambda **o: ops.attention(heads, heads, heads, **o),
     "gated_matmul": HOPPER["gated_matmul"],  # elsewhere it is two kernels
 }
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_120a"])
+@pytest.mark.parametrize("what", [{"up": square}, {"config": ops.MatmulConfig()}], ids=list)
+def test_gated_matmul_refused_by_name(target, what, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+    with pytest.raises(NotImplementedError, match=rf"^gated_matmul: .*{target}.*; pass both"):
+        ops.gated_matmul(square, square, **what, interpret=True)
 
 
 @pytest.mark.filterwarnings("ignore")
