@@ -1,10 +1,11 @@
 /* Kernels as custom calls of XLA: handlers for its foreign function interface (xla_abi.h).
  *
  * The attributes of a call contain all of the kernel: `graph`, the text of the lowered graph;
- * `cubin`, in hexadecimal digits, "" on the CPU; `hash`, over both; `name`. A kernel is made from
- * them once per process, in the stage INSTANTIATE, and found again by its hash; so an executable
- * that another process compiled runs the same kernel. On a GPU the module is loaded in the stage
- * INITIALIZE, so that EXECUTE only launches, on XLA's stream.
+ * `cubin`, in hexadecimal digits, "" on the CPU; `program`, the digest of its text; `hash`, over
+ * graph and cubin; `name`. A kernel is made from them once per process, in the stage INSTANTIATE,
+ * and found again by its hash; so an executable that another process compiled runs the same kernel,
+ * or fails by name where its version of this package generates another program. On a GPU the module
+ * is loaded in the stage INITIALIZE, so that EXECUTE only launches, on XLA's stream.
  *
  * On the CPU, the interpreter runs on the buffers of XLA. Nothing here takes the GIL or allocates
  * through Python. Known kernels are never removed: readers need no lock. */
@@ -140,6 +141,20 @@ static pm_code read_cubin(xla_span text, pm_cubin *out, pm_err *err) {
   return PM_OK;
 }
 
+/* What a launch must be follows from the program, whose text is generated here once more. */
+static pm_code check_program(xla_span digest, const char *name, const pm_program *p, pm_err *err) {
+  char text[33];
+  uint64_t hash[2];
+  pm_digest(p->text, p->size, hash);
+  snprintf(text, sizeof text, "%016llx%016llx", (unsigned long long)hash[0],
+           (unsigned long long)hash[1]);
+  if (digest.size == strlen(text) && !memcmp(digest.at, text, digest.size)) return PM_OK;
+  return pm_fail(err, PM_E_VALUE,
+                 "kernel %s was compiled by another version of pallas_mgpu, whose programs differ; "
+                 "compile the function that calls it again",
+                 name);
+}
+
 typedef struct making {
   call_kernel *k;
   const xla_call *c;
@@ -164,9 +179,10 @@ static pm_code make(void *ctx, pm_err *err) {
     for (int d = 0; d < t->rank; d++) k->bytes[i] *= (size_t)t->dim[d];
   }
   if (!cubin.size) return PM_OK;
-  const pm_cuda_options options = {.line_directives = true};
-  if (read_cubin(cubin, &k->cubin, err)) return err->code;
-  return pm_generate_cuda(g, &options, &k->program, err);
+  const pm_cuda_options options = {.line_directives = false};
+  if (read_cubin(cubin, &k->cubin, err) || pm_generate_cuda(g, &options, &k->program, err))
+    return err->code;
+  return check_program(attribute(m->c, "program"), g->name, &k->program, err);
 }
 
 /* The kernel of a call, made if it is not known yet; NULL with err. */

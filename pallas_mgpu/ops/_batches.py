@@ -68,8 +68,8 @@ def _reshaped(x, shape):
         return x
     if not hasattr(x, "reshape"):
         raise NotImplementedError(
-            f"matmul: batch dimensions of a {type(x).__name__} of shape {tuple(x.shape)} that are to"
-            f" be {shape}; pass an array with a method reshape"
+            f"matmul: batch dimensions of a {type(x).__name__} of shape {tuple(x.shape)} that are"
+            f" to be {shape}; pass an array with a method reshape"
         )
     return x.reshape(shape)
 

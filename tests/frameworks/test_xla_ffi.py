@@ -4,9 +4,13 @@ they answer about themselves, and that a call of another version is an error, no
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p
 
+import numpy as np
 import pytest
 
-from pallas_mgpu import _core
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, ops
+
+STRING, INSTANTIATE = 4, 0
 
 
 class Version(Structure):
@@ -71,6 +75,10 @@ class Call(Structure):
     ]
 
 
+class Span(Structure):
+    _fields_ = [("at", c_char_p), ("size", c_size_t)]
+
+
 class Metadata(Structure):
     _fields_ = [("size", c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
 
@@ -90,8 +98,18 @@ def handler(k):
     return CFUNCTYPE(c_void_p, POINTER(Call))(get(_core.xla_handlers()[k], None))
 
 
-def call(k, major=0, minor=3, api_size=None, call_size=None, extension=None):
-    """The error of a call, or None."""
+def attributes_of(strings):
+    """Attributes that are strings, and what must outlive them."""
+    n = len(strings)
+    names, values = ((Span * n)(*(Span(t, len(t)) for t in x)) for x in (strings, strings.values()))
+    at = [(c_void_p * n)(*(ctypes.addressof(x) for x in spans)) for spans in (names, values)]
+    types = (c_int * n)(*[STRING] * n)
+    pointers = (ctypes.cast(x, c_void_p) for x in (types, *at))
+    return Attributes(ctypes.sizeof(Attributes), None, n, *pointers), (names, values, at, types)
+
+
+def call(k, major=0, minor=3, api_size=None, call_size=None, extension=None, stage=3, strings=None):
+    """The error of a call, or None. strings: attributes."""
     said = []
 
     @CREATE
@@ -101,7 +119,9 @@ def call(k, major=0, minor=3, api_size=None, call_size=None, extension=None):
 
     api = Api(size=api_size or ctypes.sizeof(Api), version=Version(32, None, major, minor))
     api.error_create = create
-    frame = Call(size=call_size or ctypes.sizeof(Call), api=ctypes.pointer(api), stage=3)
+    frame = Call(size=call_size or ctypes.sizeof(Call), api=ctypes.pointer(api), stage=stage)
+    if strings:
+        frame.attributes, kept = attributes_of(strings)
     if extension is not None:
         frame.extensions = ctypes.cast(byref(extension), c_void_p)
     assert bool(handler(k)(byref(frame))) == bool(said)
@@ -144,3 +164,19 @@ def test_structs_that_are_too_small(k, short):
 def test_a_call_without_attributes(k):
     code, text = call(k)
     assert code == 3 and "ValueError" in text and "no hash" in text
+
+
+def test_a_kernel_of_another_version():
+    """What a launch must be is made from the graph again: not for a cubin of another program."""
+    x = plgpu.ShapeDtypeStruct((8, 256), np.float16)
+    lowered = ops.softmax.kernel(x).lower(x, target="sm_90a")
+    strings = {
+        b"graph": lowered.as_text("graph").encode(),
+        b"cubin": lowered.cubin().hex().encode(),
+        b"name": b"softmax",
+    }
+    program = _core.digest(lowered.graph.cuda(line=False)[0].encode()).encode()
+    other = strings | {b"hash": b"0123", b"program": program[::-1]}
+    code, text = call(1, stage=INSTANTIATE, strings=other)
+    assert code == 3 and "compiled by another version of pallas_mgpu" in text
+    assert call(1, stage=INSTANTIATE, strings=other | {b"program": program}) is None
