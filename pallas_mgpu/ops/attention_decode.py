@@ -238,13 +238,15 @@ class _Block(WarpSpecialized):
         acc[...] = jnp.zeros((self.plan.value_dim, n), _F32)
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
-        sums = plgpu.layout_cast(jnp.zeros((n,), _F32), along)
+        sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
 
         def one(j, state):
-            return self.step(acc, (before + high - 1 - j) * _KEYS, length, *state)
+            return self.step(acc, (before + high - 1 - j) * _KEYS, length, j > 0, *state)
 
         m, sums, it = lax.fori_loop(0, high - low, one, (m, sums, it0))
-        value = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+        value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+        self.values.release(it - 1)
+        sums = jnp.sum(sums, axis=0)
         ends = high == blocks
 
         @pl.when(~ends)
@@ -261,7 +263,9 @@ class _Block(WarpSpecialized):
 
         return it
 
-    def step(self, acc, key, length, m, sums, it):
+    def step(self, acc, key, length, later, m, sums, it):
+        """Scores of a block and their product with the values, which is still in flight then.
+        later: is there one of the block before? sums: of each row of the scores."""
         c = self.x.scores.factor(self.x.scale)
         slot, n = self.keys.slot(it), self.plan.columns
         self.keys.wait(it)
@@ -272,6 +276,7 @@ class _Block(WarpSpecialized):
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
+        pl.when(later)(lambda: self.values.release(it - 1))
         if self.x.scores.adjusted:
             tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
             s, _ = tile.adjust(s)
@@ -280,7 +285,7 @@ class _Block(WarpSpecialized):
         base = jnp.where(new == _MASKED, _F32(0), new * c)
         alpha = jnp.exp2(m * c - base)
         e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
-        sums = sums * alpha + jnp.sum(e, axis=0)
+        sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
         self.p_smem.T[...] = e.astype(self.x.dtype)
         self.values.wait(it)
 
@@ -294,8 +299,6 @@ class _Block(WarpSpecialized):
         plgpu.commit_smem()
         acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
         plgpu.wgmma(acc, self.v_smem.at[slot].T, self.p_smem.T)
-        plgpu.wgmma_wait(0)
-        self.values.release(it)
         return new, sums, it + 1
 
     def seen(self, key, length):

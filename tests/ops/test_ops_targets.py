@@ -25,6 +25,7 @@ heads, lse = zeros(1, 256, 2, 128), zeros(1, 2, 256, dtype=f32)
 few = zeros(16, dtype=f32)
 angles = zeros(256, 64, dtype=f32)
 targets = zeros(16, dtype=np.int32)
+table, few_lengths = np.zeros((1, 2), np.int32), np.zeros(1, np.int32)
 square, sizes = zeros(256, 256), np.full(2, 128, np.int32)
 settings = np.asarray([0.1, 0.9, 0.99, 1e-8, 0.1, 1], f32)
 memory = {"config": ops.TensorMemoryConfig()}
