@@ -10,6 +10,9 @@ segment without the last keys of its sequence goes to global memory, at most one
 first that is done. The share with the last keys adds up the segments, in the order of the blocks;
 it waits for blocks with lower numbers alone, which have started before it.
 
+Where results are small there are two consumers, which take the blocks of a segment in turns; the
+first one adds up both results in the end.
+
 Pages of a cache are copied in pieces that lie in one page each. Head dims that are no multiple of
 64 are filled up with zeros in shared memory, by TMA. Keys before the windows of all queries are
 not read: the blocks of a sequence begin with the first one that its first query sees."""
@@ -31,7 +34,8 @@ from ._common import SMEM_BYTES, Ring, WarpSpecialized, swizzled, warp_specializ
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
-_MERGE_REGISTERS = 96  # of a lane, for segments that are loaded together
+_MERGE_REGISTERS = 96  # of a lane, for segments that are loaded together, by all consumers
+_CONSUMERS = 2  # where the accumulators are small
 
 
 class _Problem(NamedTuple):
@@ -52,7 +56,7 @@ class _Problem(NamedTuple):
 
 
 class _Plan:
-    consumers, registers = 1, None
+    registers = None
     axes: dict[str, int] = {}
 
     def __init__(self, x, programs):
@@ -62,9 +66,11 @@ class _Plan:
         self.dim, self.value_dim = (pl.cdiv(n, 64) * 64 for n in (x.dim, x.value_dim))
         self.piece = math.gcd(x.page, _KEYS) if x.page else _KEYS  # keys of a copy
         # segments that are loaded together, by the registers that a lane has
-        self.together = max(1, _MERGE_REGISTERS * 128 // (self.value_dim * self.columns))
+        result = self.value_dim * self.columns
+        self.consumers = _CONSUMERS if result <= 16 * 128 else 1
+        self.together = max(1, _MERGE_REGISTERS // self.consumers * 128 // result)
         slot = _KEYS * (self.dim + self.value_dim) * 2
-        fixed = self.columns * (self.dim + _KEYS) * 2 + 4096
+        fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + result * 4 + 4096
         self.stages = min(max((SMEM_BYTES // 2 - fixed) // slot, 2), 8)
 
     def scratch(self):
@@ -74,11 +80,15 @@ class _Plan:
             for name, dim in (("k_smem", self.dim), ("v_smem", self.value_dim))
         }
         found["q_smem"] = plgpu.SMEM(
-            (self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
+            (self.consumers, self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
         )
         found["p_smem"] = plgpu.SMEM(
-            (self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
+            (self.consumers, self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
         )
+        if self.consumers > 1:
+            found["half"] = plgpu.SMEM((self.value_dim, self.columns), _F32)
+            found["half_stats"] = plgpu.SMEM((2, self.columns), _F32)
+            found["handed"] = found["taken"] = plgpu.Barrier()
         for prefix in ("k_", "v_"):
             found |= Ring.barriers(self.stages, _KEYS // self.piece, 1, prefix=prefix)
         return found
@@ -204,22 +214,22 @@ class _Block(WarpSpecialized):
     # ---- consumer
 
     def consumer(self, me):
-        pl.run_scoped(self.attend, plgpu.ACC((self.plan.value_dim, self.plan.columns)))
+        def attend(acc):
+            self.segments(lambda found, it: self.attend_segment(acc, me, found, it), jnp.int32(0))
 
-    def attend(self, acc):
-        self.segments(lambda found, it: self.attend_segment(acc, found, it), jnp.int32(0))
+        pl.run_scoped(attend, plgpu.ACC((self.plan.value_dim, self.plan.columns)))
 
-    def load_queries(self, b, head):
+    def load_queries(self, me, b, head):
         x, p = self.x, self.plan
         group = x.heads // x.kv_heads
         q = self.q.reshape((x.batch * x.queries, x.kv_heads, group, x.dim))
         row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (p.columns,), 0), p.rows - 1)
         at = b * x.queries + row // group, head, row % group
         if p.dim == x.dim:
-            self.q_smem[...] = q[at]
+            self.q_smem[me] = q[at]
         else:
             (at, keep), zero = self.elements(at, p.dim, x.dim), np.zeros((), x.dtype)
-            self.q_smem[...] = pl.load(q, at, mask=keep, other=zero)
+            self.q_smem[me] = pl.load(q, at, mask=keep, other=zero)
         plgpu.commit_smem()
 
     def elements(self, at, width, dim):
@@ -230,23 +240,54 @@ class _Block(WarpSpecialized):
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
         return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
 
-    def attend_segment(self, acc, found, it0):
-        b, head, first, blocks, length, low, high = found
-        n = self.plan.columns
+    def attend_segment(self, acc, me, found, it0):
+        """Consumers take the blocks in turns."""
+        b, head, _, _, length, low, high = found
+        n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)
-        self.load_queries(b, head)
+        self.load_queries(me, b, head)
         acc[...] = jnp.zeros((self.plan.value_dim, n), _F32)
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
+        steps = (high - low + (consumers - 1) - me) // consumers
 
         def one(j, state):
-            return self.step(acc, (before + high - 1 - j) * _KEYS, length, j > 0, *state)
+            s = j * consumers + me
+            key = (before + high - 1 - s) * _KEYS
+            return self.step(acc, me, key, length, j > 0, it0 + s, *state)
 
-        m, sums, it = lax.fori_loop(0, high - low, one, (m, sums, it0))
+        m, sums = lax.fori_loop(0, steps, one, (m, sums))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-        self.values.release(it - 1)
-        sums = jnp.sum(sums, axis=0)
+        last = it0 + (steps - 1) * consumers + me
+        pl.when(steps > 0)(lambda: self.values.release(last))
+        mine = value, m, jnp.sum(sums, axis=0)
+        if consumers == 1:
+            self.finish(found, *mine)
+        else:
+            pl.when(me == 1)(lambda: self.hand_over(*mine))
+            pl.when(me == 0)(lambda: self.finish(found, *self.sum_of([self.take_over(), mine])))
+        return it0 + (high - low)
+
+    def hand_over(self, value, m, sums):
+        """The second consumer's part of a segment."""
+        self.half[...] = value
+        self.half_stats[0] = m
+        self.half_stats[1] = sums
+        plgpu.barrier_arrive(self.handed)
+        plgpu.barrier_wait(self.taken)
+
+    def take_over(self):
+        along = plgpu.Layout.WGMMA.reduce(0)
+        plgpu.barrier_wait(self.handed)
+        m, sums = (plgpu.load(self.half_stats.at[i], layout=along) for i in (0, 1))
+        value = plgpu.load(self.half, layout=plgpu.Layout.WGMMA)
+        plgpu.barrier_arrive(self.taken)
+        return value, m, sums
+
+    def finish(self, found, value, m, sums):
+        """Hands the segment to the block with the last keys, or merges all that there are."""
+        b, head, first, blocks, _, low, high = found
         ends = high == blocks
 
         @pl.when(~ends)
@@ -261,22 +302,24 @@ class _Block(WarpSpecialized):
         def _():
             self.merge(b, head, first, low, value, m, sums)
 
-        return it
-
-    def step(self, acc, key, length, later, m, sums, it):
+    def step(self, acc, me, key, length, later, it, m, sums):
         """Scores of a block and their product with the values, which is still in flight then.
-        later: is there one of the block before? sums: of each row of the scores."""
+        later: is there one of an earlier block? sums: of each row of the scores."""
         c = self.x.scores.factor(self.x.scale)
         slot, n = self.keys.slot(it), self.plan.columns
         self.keys.wait(it)
 
+        q_smem, p_smem = (
+            plgpu.transpose_ref(ref.at[me], (1, 0)) for ref in (self.q_smem, self.p_smem)
+        )
+
         def scores(s_acc):
-            plgpu.wgmma(s_acc, self.k_smem.at[slot], self.q_smem.T)
+            plgpu.wgmma(s_acc, self.k_smem.at[slot], q_smem)
             return s_acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
-        pl.when(later)(lambda: self.values.release(it - 1))
+        pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
         if self.x.scores.adjusted:
             tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
             s, _ = tile.adjust(s)
@@ -286,7 +329,7 @@ class _Block(WarpSpecialized):
         alpha = jnp.exp2(m * c - base)
         e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
         sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
-        self.p_smem.T[...] = e.astype(self.x.dtype)
+        p_smem[...] = e.astype(self.x.dtype)
         self.values.wait(it)
 
         # what lies beyond the length may be NaN
@@ -298,8 +341,8 @@ class _Block(WarpSpecialized):
 
         plgpu.commit_smem()
         acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
-        plgpu.wgmma(acc, self.v_smem.at[slot].T, self.p_smem.T)
-        return new, sums, it + 1
+        plgpu.wgmma(acc, self.v_smem.at[slot].T, p_smem)
+        return new, sums
 
     def seen(self, key, length):
         """Which keys of a block which queries see."""
@@ -320,7 +363,6 @@ class _Block(WarpSpecialized):
         start = self.owner(first)
         others = lax.select(low > 0, self.me - start, 0)
         plgpu.semaphore_wait(self.done.at[self.me], others, memory_scope="gpu")
-        c = self.x.scores.factor(self.x.scale)
         along = plgpu.Layout.WGMMA.reduce(0)
 
         def load(part, there):
@@ -334,20 +376,24 @@ class _Block(WarpSpecialized):
             first = j * together
             # all loads before the arithmetic, so that the memory's latency comes once
             parts = [load(self.me - 1 - (first + i), first + i < others) for i in range(together)]
-            parts.append(state)
-            new = functools.reduce(jnp.maximum, [m for _, m, _ in parts])
-            base = jnp.where(new == _MASKED, _F32(0), new * c)
-            value, sums = _F32(0), _F32(0)
-            for theirs, m, s in parts:
-                factor = jnp.exp2(m * c - base)
-                value = value + theirs * lax.broadcast_in_dim(factor, theirs.shape, [1])
-                sums = sums + s * factor
-            return value, new, sums
+            return self.sum_of([*parts, state])
 
         together = self.plan.together
         trips = (others + (together - 1)) // together
         value, m, sums = lax.fori_loop(0, trips, add, (value, m, sums))
-        self.store(b, head, value, m * c, sums)
+        self.store(b, head, value, m * self.x.scores.factor(self.x.scale), sums)
+
+    def sum_of(self, parts):
+        """One (result, maximum, sum) of several, whose results are not divided yet."""
+        c = self.x.scores.factor(self.x.scale)
+        new = functools.reduce(jnp.maximum, [m for _, m, _ in parts])
+        base = jnp.where(new == _MASKED, _F32(0), new * c)
+        value, sums = _F32(0), _F32(0)
+        for theirs, m, s in parts:
+            factor = jnp.exp2(m * c - base)
+            value = value + theirs * lax.broadcast_in_dim(factor, theirs.shape, [1])
+            sums = sums + s * factor
+        return value, new, sums
 
     def store(self, b, head, value, m, sums):
         x, p = self.x, self.plan
