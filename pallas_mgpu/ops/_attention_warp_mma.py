@@ -96,8 +96,7 @@ class _Block:
 
     def key(self, j):
         """The first key of the block of step j."""
-        rows = j * self.cfg.block
-        return rows
+        return j * self.cfg.block
 
     # ---- copies
 
@@ -153,8 +152,7 @@ class _Block:
         return p
 
     def reciprocal(self, sums):
-        out = pl.reciprocal(sums, approx=True)
-        return out
+        return pl.reciprocal(sums, approx=True)
 
     def step(self, q, blocks, masked, j, carry):
         x, cfg = self.x, self.cfg
