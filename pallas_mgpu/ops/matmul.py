@@ -33,7 +33,7 @@ from pallas_mgpu import _core, _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _batches, _block_scaled, _few_rows, _slices, _tensor_memory, _warp_mma
+from . import _batches, _block_scaled, _few_rows, _float32, _slices, _tensor_memory, _warp_mma
 from ._block_scaled import BlockScaling
 from ._common import (
     REGISTERS,
@@ -158,6 +158,8 @@ class _KernelPlan(_Plan):
         if in_bytes == 1:
             along = x.bias_dtype.itemsize if x.bias_dtype is not None else 0
             along += 4 if x.forms.b == "each" else 0
+        elif x.bias_dtype is not None:
+            along = x.bias_dtype.itemsize
         super().__init__(x.m, x.n, x.k, x.out_dtype.itemsize, cfg, sms, in_bytes, along)
         self.x = x
         if self.stages < 1 + bool(cfg.lag):
@@ -691,10 +693,10 @@ def _check_config(config, m, ta, tb):
 def _checked(a, b, bias, activation, out_dtype, ta, tb):
     """The Product of such operands."""
     fp8 = a.dtype.name in FP8 and b.dtype.name in FP8 or a.dtype == b.dtype == _FP4
-    if not fp8 and (a.dtype.name not in ("float16", "bfloat16") or b.dtype != a.dtype):
+    if not fp8 and (a.dtype.name not in _FLOATS or b.dtype != a.dtype):
         raise TypeError(
-            f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype};"
-            f" or {' or '.join(FP8)} each; or both {_FP4}"
+            f"matmul: a and b must both be {', '.join(_FLOATS)} or {_FP4}, or {' or '.join(FP8)}"
+            f" each; got {a.dtype} and {b.dtype}"
         )
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"matmul: a and b must have two dims or more, got {a.shape} and {b.shape}")
@@ -753,6 +755,8 @@ def _check_accumulation(x, a, config, on_warps=False):
     why_not = None
     if a.dtype.name in FP8 and not on_warps or a.dtype == _FP4:
         why_not = "operands of 8 or 4 bits"
+    elif a.dtype.name == "float32":
+        why_not = "float32 operands"
     elif x.bias_dtype is not None or x.activation is not None:
         why_not = "a bias or an activation"
     elif on_warps:
@@ -860,11 +864,24 @@ def _check_unscaled(a, scale_a, scale_b):
             )
 
 
+def _of_float32(x, a, b, bias, config, invariant, interpret):
+    def make(x, a, b):
+        operands, sms = (a, b, bias, None, None), plgpu.sm_count(a.device)
+        if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
+            return _on_warps(x, operands, config, False, interpret)
+        on_blackwell = config is None and _tensor_memory.runs_here(a.device)
+        if on_blackwell or isinstance(config, TensorMemoryConfig):
+            return _in_tensor_memory(x, operands, config, sms, interpret)
+        return _of_16_bits(x, a, b, config, invariant, sms, interpret)
+
+    return _float32.product(x, a, b, make, interpret)
+
+
 def _of_batches(a, b, bias, scales, config, invariant, **options):
     """The product of arrays with batch dimensions. options: the other ones."""
     if a.dtype.itemsize != 2 or any(s is not None for s in scales) or options["accumulate"]:
         raise NotImplementedError(
-            "matmul: batch dimensions with accumulate=True, scales or operands of 8 or 4 bits;"
+            "matmul: batch dimensions with accumulate=True, scales or other than 16-bit operands;"
             f" multiply matrix by matrix, got {a.dtype}{a.shape} and {b.dtype}{b.shape}"
         )
     if min(a.ndim, b.ndim) < 2 or 0 in a.shape or 0 in b.shape:
@@ -909,18 +926,21 @@ def matmul(
     """``activation(a @ b + bias)`` with float32 accumulation.
 
     a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; row-major,
-    any M, N, K; both float16 or bfloat16, or both 8-bit floats, float8_e4m3fn or float8_e5m2, also
-    mixed. bias: (N,), dtype of ``a``, for 8-bit floats any 16- or 32-bit float. activation: a
+    any M, N, K; both float16, bfloat16 or float32, or both 8-bit floats, float8_e4m3fn or
+    float8_e5m2, also mixed. bias: (N,), dtype of ``a``, for 8-bit floats any 16- or 32-bit float. activation: a
     function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or
     float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a :class:`MatmulConfig`,
     for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell a
     :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
 
+    float32 operands are split into two bfloat16 parts each by kernels of their own, and multiplied
+    as three products of these: the error of a term is about 2**-16 of it. Infinities give NaN.
+
     16-bit operands may have batch dimensions before these two, which are broadcast as NumPy's are:
     (..., M, K) and (..., K, N) give (..., M, N), in one launch (and those that pad odd rows).
     ``batch_invariant`` then holds for the number of matrices, too. NotImplementedError for batches
-    of 8-bit operands, scales and ``accumulate``.
+    of other operands, scales and ``accumulate``.
 
     scale_a, scale_b: float32 arrays that 8-bit operands are multiplied with, None for ones. One
     number, of shape (), (1,) or (1, 1); or one for each row of the product, (M,) or (M, 1), and
@@ -964,6 +984,11 @@ def matmul(
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
+    if a.dtype.name == "float32":
+        _check_unscaled(a, scale_a, scale_b)
+        if accumulate:
+            _check_accumulation(x, a, config)
+        return _of_float32(x, a, b, bias, config, invariant, interpret)
     on_blackwell = config is None and _tensor_memory.runs_here(a.device)
     on_blackwell |= isinstance(config, TensorMemoryConfig)
     if x.scaling and not on_blackwell:

@@ -1,0 +1,77 @@
+"""Products of float32 matrices by three bfloat16 ones.
+
+x = high + low + the rest, where high is x rounded to bfloat16 and low what is left, rounded. The
+product is high * high + high * low + low * high: what is dropped is about 2**-16 of each term. A
+kernel writes the parts of an operand one after the other along K, those of A as (high, high, low)
+and those of B as (high, low, high); one product of three times the K adds everything up."""
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches, unaligned
+from ._padding import with_padding
+
+PARTS = 3
+_LOW = (False, False, True), (False, True, False)  # of A and of B: is a part the low one?
+_WIDTH = 1024  # elements that a block splits
+
+
+def _shape_of(shape, axis):
+    """Of the parts. Rows are a multiple of 16 bytes."""
+    rows, cols = shape
+    rows, cols = (rows * PARTS, cols) if axis == 0 else (rows, cols * PARTS)
+    return rows, pl.cdiv(cols, 8) * 8
+
+
+@cached
+def _splitting(shape, axis, low, aligned, interpret):
+    """Kernel: the parts of a matrix along an axis. Where blocks do not come out even the last ones
+    begin earlier, and write once more what others write, too."""
+    (rows, cols), out = shape, _shape_of(shape, axis)
+    width = min(cols, _WIDTH)
+    height = min(rows, max(_WIDTH // width, 1))
+    filled = cols if axis == 0 else cols * PARTS
+
+    def body(x, o):
+        overlap_launches()
+        x = x.reshape(shape)
+        r = jnp.minimum(lax.axis_index("row") * height, rows - height)
+        c = jnp.minimum(lax.axis_index("col") * width, cols - width)
+        value = x[pl.ds(r, height), pl.ds(c if aligned else unaligned(c), width)]
+        high = value.astype(jnp.bfloat16)
+        rest = (value - high.astype(jnp.float32)).astype(jnp.bfloat16)
+        for j, is_low in enumerate(low):
+            at = (r + j * rows, c) if axis == 0 else (r, c + j * cols)
+            o[pl.ds(at[0], height), pl.ds(at[1], width)] = rest if is_low else high
+
+        @pl.when(lax.axis_index("col") == 0)
+        def _():
+            if out[1] > filled:
+                for j in range(PARTS if axis == 0 else 1):
+                    zeros = jnp.zeros((height, out[1] - filled), jnp.bfloat16)
+                    o[pl.ds(r + j * rows, height), filled:] = zeros
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(out, jnp.bfloat16),
+        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_split",
+    )
+
+
+def product(x, a, b, make, interpret):
+    """The function of float32 arrays. x: their Product. make(x, a, b): a product of bfloat16."""
+    bf16, infos, kernels = jnp.dtype(jnp.bfloat16), [], []
+    a_shape = a.shape
+    if x.ta and x.m == 1:  # a column is a row, too
+        x, a_shape = x._replace(ta=False), (1, x.k)
+    of_a, of_b = (a, a_shape, 0 if x.ta else 1), (b, b.shape, 1 if x.tb else 0)
+    for (operand, shape, axis), low in zip((of_a, of_b), _LOW):
+        infos.append(plgpu.ArrayInfo(_shape_of(shape, axis), bf16, operand.device))
+        kernels.append(_splitting(shape, axis, low, operand.aligned, interpret))
+    inner = make(x._replace(k=x.k * PARTS, dtypes=(bf16, bf16)), *infos)
+    return with_padding(inner, [*kernels, *(None,) * (x.bias_dtype is not None)])
