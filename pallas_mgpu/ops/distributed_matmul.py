@@ -15,7 +15,9 @@ tile goes to all devices. A kernel ends once all devices have told that their su
 
 Staging memory has two halves, and flags count up, as in distributed.py. Operands are fetched
 through a ring of slots in shared memory (_common.py). The blocks are persistent: all of them run
-at once, so that a block that waits for one of another device waits for one that runs."""
+at once, so that a block that waits for one of another device waits for one that runs.
+
+On Blackwell each consumer issues its own products of 64 rows, into tensor memory."""
 
 import math
 
@@ -26,7 +28,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import distributed
+from . import _tensor_memory, distributed
 from ._common import SMS, Ring, StaticTiles, store, swizzled
 from .distributed import _THREADS, Collective
 
@@ -64,18 +66,28 @@ class _Device:
 class _Products:
     """The ring of a block, and the products of its consumers."""
 
+    acc = None  # accumulators in tensor memory
+
     def __init__(self, k, refs):
         vars(self).update(refs)
         self.steps = pl.cdiv(k, _STEP)
         self.ring = Ring(_STAGES, self.full, self.empty, self.a_smem, self.b_smem)
 
     @staticmethod
-    def scratch(dtype):
-        return {
+    def scratch(dtype, tensor_memory):
+        found = {
             "a_smem": plgpu.SMEM((_STAGES, _ROWS, _STEP), dtype, transforms=swizzled(_STEP, dtype)),
             "b_smem": plgpu.SMEM((_STAGES, _STEP, _COLUMNS), dtype, transforms=swizzled(64, dtype)),
             **Ring.barriers(_STAGES, 2, _CONSUMERS),
         }
+        if tensor_memory:
+            found["empty"] = plgpu.Barrier(
+                num_arrivals=_CONSUMERS, num_barriers=_STAGES, orders_tensor_core=True
+            )
+            found["acc"] = plgpu.TMEM((_CONSUMERS, 64, _COLUMNS), jnp.float32)
+            of_each = {"num_barriers": _CONSUMERS, "orders_tensor_core": True}
+            found |= {"done": plgpu.Barrier(**of_each), "taken": plgpu.Barrier(**of_each)}
+        return found
 
     def fetch(self, a, b, row, col, it0):
         """Producer: the tile of A and of B of each step, from step number it0 on. a: (where, ref)
@@ -101,6 +113,8 @@ class _Products:
 
     def sum(self, wg, it0):
         """Consumer: its 64 rows of the product, float32."""
+        if self.acc is not None:
+            return self.sum_in_tensor_memory(wg, it0)
 
         def multiply(acc):
             def step(s, _):
@@ -118,6 +132,27 @@ class _Products:
 
         return pl.run_scoped(multiply, plgpu.ACC((64, _COLUMNS)))
 
+    def sum_in_tensor_memory(self, wg, it0):
+        """The same on Blackwell. The tensor cores release slots."""
+        acc, done = self.acc.at[wg], self.done.at[wg]
+
+        def step(s, _):
+            it = it0 + s
+            slot = self.ring.slot(it)
+            self.ring.wait(it)
+            a = self.a_smem.at[slot, pl.ds(wg * 64, 64)]
+            plgpu.tcgen05_mma(acc, a, self.b_smem.at[slot], self.empty.at[slot], accumulate=s > 0)
+
+        lax.fori_loop(0, self.steps, step, None)
+        plgpu.tcgen05_commit_arrive(done)
+        plgpu.barrier_wait(done)
+        value = plgpu.async_load_tmem(acc)
+        plgpu.wait_load_tmem()
+        # all lanes have it before the next product overwrites it
+        plgpu.barrier_arrive(self.taken.at[wg])
+        plgpu.barrier_wait(self.taken.at[wg])
+        return value
+
 
 def _roles(producer, consumer, courier=None):
     wg = lax.axis_index("wg")
@@ -129,7 +164,7 @@ def _roles(producer, consumer, courier=None):
 
 
 @cached
-def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
+def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     size = mesh.size
     tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
     each = tiles_m * tiles_n
@@ -198,14 +233,14 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
         num_threads=_CONSUMERS + 2,
         flags=(1, 1),
         scratch_types={
-            **_Products.scratch(dtype),
+            **_Products.scratch(dtype, tmem),
             "o_smem": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), out_dtype),
         },
     )
 
 
 @cached
-def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
+def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     """m: rows of the result of a device."""
     size = mesh.size
     tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
@@ -279,7 +314,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
         num_threads=_CONSUMERS + 1,
         flags=(each * _CONSUMERS, 1),
         scratch_types={
-            **_Products.scratch(dtype),
+            **_Products.scratch(dtype, tmem),
             "sums": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), jnp.float32),
             "o_smem": plgpu.SMEM((_CONSUMERS, 64, _CHUNK), out_dtype),
         },
@@ -287,7 +322,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
 
 
 @cached
-def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
+def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     size = mesh.size
     tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
     all_tiles = tiles_m * tiles_n
@@ -376,11 +411,15 @@ def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret):
         num_threads=_CONSUMERS + 1,
         flags=(ends + 1, 1),
         scratch_types={
-            **_Products.scratch(dtype),
+            **_Products.scratch(dtype, tmem),
             "sums": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), jnp.float32),
             "o_smem": plgpu.SMEM((_CONSUMERS, 64, _CHUNK), out_dtype),
         },
     )
+
+
+def _has_tensor_memory(mesh):
+    return _tensor_memory.runs_here(mesh.devices[0] if mesh.devices else None)
 
 
 def _operands(a, b, mesh, what):
@@ -411,7 +450,8 @@ def all_gather_matmul(
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), mesh.size))
     blocks = min(distributed._blocks(blocks, what), most)
-    f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret)
+    how = blocks, interpret, _has_tensor_memory(mesh)
+    f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(a, b, out=out)
 
 
@@ -432,7 +472,8 @@ def matmul_reduce_scatter(
     m = rows // size
     most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), size))
     blocks = min(distributed._blocks(blocks, what), most)
-    f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret)
+    how = blocks, interpret, _has_tensor_memory(mesh)
+    f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(a, b, out=out)
 
 
@@ -450,5 +491,6 @@ def matmul_all_reduce(
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     each = pl.cdiv(math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS))), size)
     blocks = min(distributed._blocks(blocks, what), each * size)
-    f = _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret)
+    how = blocks, interpret, _has_tensor_memory(mesh)
+    f = _reduced(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(a, b, out=out)
