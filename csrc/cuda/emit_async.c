@@ -748,18 +748,19 @@ pm_code pm_cuda_SHUFFLE_TILE(pm_gen *e, pm_opid op) {
  * turns, then those that the kernel numbers itself. */
 pm_code pm_cuda_ENTER_SECTION(pm_gen *e, pm_opid op) {
   pm_note(e, op, "enter_section");
-  pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);
+  pm_print_meeting(e, op, "", "turn_take", pm_str(e, "%u + wg", e->g->n_threads + 1), "");
   return PM_OK;
 }
 
 pm_code pm_cuda_LEAVE_SECTION(pm_gen *e, pm_opid op) {
   const unsigned first = e->g->n_threads + 1;
   pm_note(e, op, "leave_section");
-  pm_line(e, "turn_pass(wg + 1 < %u ? %u + wg : %u);", e->n_turns, first + 1, first);
+  pm_print_arrival(e, "", "turn_pass",
+                   pm_str(e, "wg + 1 < %u ? %u + wg : %u", e->n_turns, first + 1, first), "");
   return PM_OK;
 }
 
-static pm_code named(pm_gen *e, pm_opid op, const char *fn) {
+static pm_code named(pm_gen *e, pm_opid op, const char *fn, bool waits) {
   const pm_val which = pm_in(e->g, op, 0);
   const unsigned first = e->g->n_threads + 1 + e->n_turns;
   pm_scalar number;
@@ -767,12 +768,18 @@ static pm_code named(pm_gen *e, pm_opid op, const char *fn) {
   const char *id = pm_constant(e->g, which, &number)
                        ? pm_str(e, "%lld", (long long)(first + number.i))
                        : pm_str(e, "%u + (u32)(%s)", first, pm_scalar_of(e, which));
-  pm_line(e, "%s(%s, %lld);", fn, id, (long long)*pm_attr(e->g, op, PM_ATTR_N));
+  const char *lanes = pm_str(e, "%lld", (long long)*pm_attr(e->g, op, PM_ATTR_N));
+  if (waits) pm_print_meeting(e, op, "", fn, id, lanes);
+  else pm_print_arrival(e, "", fn, id, lanes);
   return PM_OK;
 }
 
-pm_code pm_cuda_NAMED_SYNC(pm_gen *e, pm_opid op) { return named(e, op, "named_barrier_sync"); }
-pm_code pm_cuda_NAMED_ARRIVE(pm_gen *e, pm_opid op) { return named(e, op, "named_barrier_arrive"); }
+pm_code pm_cuda_NAMED_SYNC(pm_gen *e, pm_opid op) {
+  return named(e, op, "named_barrier_sync", true);
+}
+pm_code pm_cuda_NAMED_ARRIVE(pm_gen *e, pm_opid op) {
+  return named(e, op, "named_barrier_arrive", false);
+}
 
 pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   pm_note(e, op, "set_max_registers");
@@ -806,6 +813,7 @@ pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
   PM_TRY(pm_gen_block(e, region));
   e->warps = false;
   pm_end(e);
+  pm_print_exit(e, &e->warp_exit);
   for (pm_val v = 1; v < e->g->values.n; v++) {
     if (!waited[v] || !e->phase[v]) continue;
     pm_begin(e, "{");

@@ -262,7 +262,10 @@ pm_code pm_cuda_SCOPE(pm_gen *e, pm_opid op) {
   }
   const char **none = PM_NEW(e->arena, const char *, o->n_out + 1); /* no branches meet */
   pm_begin(e, "{");
-  if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) pm_line(e, "block_sync();");
+  if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) {
+    if (e->arrivals) pm_print_meeting(e, op, "", "", "0", pm_str(e, "%u", e->program->block));
+    else pm_line(e, "block_sync();");
+  }
   PM_TRY(emit_branch(e, op, 0, none));
   pm_end(e);
   return PM_OK;

@@ -90,10 +90,14 @@ struct pm_gen {
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
   PM_VEC(pm_program_site) sites; /* of checks and of watched waits */
   bool checks, watches;          /* there are such */
-  pm_opid masked;                /* the masked access that is printed */
-  uint32_t n_turns;              /* threads that take turns, 0: none do */
-  uint32_t tmem_slot;            /* byte in SMEM of the address of tensor memory */
-  const char *profile;           /* the profiler's variable; NULL: it is off */
+  bool leaves, left;             /* a check leaves the kernel; from a region of one lane or warp */
+  const char *lane_exit, *warp_exit; /* labels at the ends of those regions, NULL: unused */
+  uint32_t arrivals;   /* byte in SMEM of the counters in place of named barriers, or 0 */
+  pm_opid turn;        /* an ENTER_SECTION */
+  pm_opid masked;      /* the masked access that is printed */
+  uint32_t n_turns;    /* threads that take turns, 0: none do */
+  uint32_t tmem_slot;  /* byte in SMEM of the address of tensor memory */
+  const char *profile; /* the profiler's variable; NULL: it is off */
   struct ptx_function {
     const char *name, *text;
   } * ptx;
@@ -378,6 +382,17 @@ void pm_print_last_wait(pm_gen *e);
 /* ---- checks (sanitize.c) ------------------------------------------------------------------- */
 
 /* What must hold before the op accesses memory. */
+/* Of a region of one lane, or one warp, that has ended: the label that its checks go to, and the
+ * vote by which the others follow. */
+void pm_print_exit(pm_gen *e, const char **label);
+/* After the body, which begins at byte `begin` of the text: where its checks go to. */
+void pm_print_leave(pm_gen *e, uint32_t begin);
+/* Calls of a function of named barriers, with the id and `lanes`, "": two warpgroups. `who`: "" or
+ * "if (..) ". */
+void pm_print_arrival(pm_gen *e, const char *who, const char *function, const char *id,
+                      const char *lanes);
+void pm_print_meeting(pm_gen *e, pm_opid op, const char *who, const char *function, const char *id,
+                      const char *lanes);
 void pm_check_indices(pm_gen *e, pm_opid op);
 /* The condition of a masked access, and that the indices of element `reg` are inside. */
 const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *reg);

@@ -316,6 +316,7 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   }
   e->lane = false;
   pm_end(e);
+  pm_print_exit(e, &e->lane_exit);
   if (t.flows || t.sticky) pm_line(e, "warp_sync();");
   if (t.sticky && !is_last(e->g, block, end, false)) pm_line(e, "%s", pm_meet(e));
   return PM_OK;

@@ -12,6 +12,7 @@
 #define _GNU_SOURCE /* memmem */
 #include <stdlib.h>
 
+#include "../base/env.h"
 #include "gen.h"
 
 enum { MOST_TILES = INT32_MAX - (1 << 24) }; /* so that no counter of them overflows */
@@ -257,6 +258,7 @@ typedef struct survey {
   PM_VEC(pm_opid) semaphores; /* of the block */
   uint32_t n_words;           /* semaphores of the launch */
   bool *keeps_phase;  /* by value: barrier allocations with a wait that does not know its phase */
+  bool meets_lanes;   /* there are named barriers beside those of warpgroups */
   bool meets_cluster; /* a block uses the memory of another one of its cluster */
   bool in_warps;      /* warps go ways of their own */
 } survey;
@@ -316,16 +318,38 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->program->pdl = true;
   } else if (code == PM_OP_ENTER_SECTION) {
     s->e->n_turns = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
+    s->e->turn = op;
+    s->meets_lanes = true;
+  } else if (code == PM_OP_NAMED_SYNC || code == PM_OP_NAMED_ARRIVE) {
+    s->meets_lanes = true;
+  } else if (code == PM_OP_SCOPE) {
+    s->meets_lanes |= *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1;
   } else if (code == PM_OP_WARP_MAP) {
     s->in_warps = true;
     s->e->warps_store |= pm_warps_store(g, op);
   }
 }
 
+enum { N_ARRIVALS = 16 }; /* as many as there are named barriers */
+
+/* Counters in place of named barriers, which have no wait that gives up. */
+static pm_code place_arrivals(pm_gen *e) {
+  pm_program *p = e->program;
+  const uint32_t size = 4 * N_ARRIVALS;
+  e->arrivals = (uint32_t)pm_round_up(pm_max(p->smem_bytes, 16), 16);
+  p->smem_bytes = e->arrivals + size;
+  if (p->smem_bytes <= e->target->smem) return PM_OK;
+  return pm_fail(e->err, PM_E_VALUE,
+                 "kernel %s: %s=1 takes %u bytes of SMEM for its named barriers and ordered "
+                 "sections; with them it needs %u bytes, a block has %lld",
+                 e->g->name ? e->g->name : "", pm_env_table[PM_ENV_SANITIZE].variable, size,
+                 p->smem_bytes, (long long)e->target->smem);
+}
+
 /* Counts of all barriers, zeros in semaphores, a word of phase bits for those allocations that need
  * one. */
 static pm_code print_barriers(pm_gen *e, const survey *s) {
-  if (!s->barriers.n && !s->semaphores.n) return PM_OK;
+  if (!s->barriers.n && !s->semaphores.n && !e->arrivals) return PM_OK;
   for (uint32_t k = 0; k < s->barriers.n; k++) {
     const pm_op *o = pm_get(e->g, s->barriers.at[k]);
     const int64_t n = pm_type_size(pm_typeof(e->g, o->out));
@@ -364,6 +388,7 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     pm_line(e, "block_semaphore_init(smem + %lld, %lld);", at, n);
   }
+  if (e->arrivals) pm_line(e, "block_semaphore_init(smem + %u, %d);", e->arrivals, N_ARRIVALS);
   if (s->barriers.n) pm_line(e, "mbarrier_init_fence();");
   pm_end(e);
   return PM_OK;
@@ -405,6 +430,21 @@ static pm_code print_counters_done(pm_gen *e, bool in_warps) {
   return PM_OK;
 }
 
+/* What threads do between the start, which all share, and the end. */
+static pm_code print_work(pm_gen *e) {
+  const char *first = pm_str(e, "%u", e->g->n_threads + 1);
+  const uint32_t begin = e->out.n;
+  if (e->n_turns)
+    pm_print_arrival(e, pm_str(e, "if (wg == %u) ", e->n_turns - 1), "turn_pass", first, "");
+  pm_find_lane_barriers(e);
+  PM_TRY(pm_gen_block(e, 1));
+  pm_print_last_wait(e);
+  /* the barrier that thread 0 would wait for is left at rest */
+  if (e->n_turns) pm_print_meeting(e, e->turn, "if (wg == 0) ", "turn_take", first, "");
+  pm_print_leave(e, begin);
+  return PM_OK;
+}
+
 static pm_code print_body(pm_gen *e) {
   const pm_graph *g = e->g;
   survey s = {.e = e, .keeps_phase = PM_NEW(e->arena, bool, g->values.n)};
@@ -417,6 +457,7 @@ static pm_code print_body(pm_gen *e) {
     pm_bind(e, v, pm_name_of(e, v), PM_FORM_SCALAR);
   }
   pm_print_profile_start(e);
+  if (s.meets_lanes && e->options->check_waits) PM_TRY(place_arrivals(e));
   PM_TRY(print_barriers(e, &s));
   const bool tmem = pm_has_tmem(e), pairs = tmem && pm_tmem_is_of_pairs(e);
   if (tmem) pm_print_tmem_alloc(e, e->tmem_slot);
@@ -424,18 +465,13 @@ static pm_code print_body(pm_gen *e) {
   if (s.meets_cluster || pairs) {
     pm_line(e, "cluster_sync();");
     /* the other one orders barriers alone */
-    if (s.semaphores.n || tmem) pm_line(e, "block_sync();");
-  } else if (s.barriers.n || s.semaphores.n || tmem) {
+    if (s.semaphores.n || tmem || e->arrivals) pm_line(e, "block_sync();");
+  } else if (s.barriers.n || s.semaphores.n || tmem || e->arrivals) {
     pm_line(e, "block_sync();");
   }
   if (tmem) pm_print_tmem_address(e, e->tmem_slot);
   pm_print_profile_ready(e);
-  if (e->n_turns) pm_line(e, "if (wg == %u) turn_pass(%u);", e->n_turns - 1, g->n_threads + 1);
-  pm_find_lane_barriers(e);
-  PM_TRY(pm_gen_block(e, 1));
-  pm_print_last_wait(e);
-  /* the barrier that thread 0 would wait for is left at rest */
-  if (e->n_turns) pm_line(e, "if (wg == 0) turn_take(%u);", g->n_threads + 1);
+  PM_TRY(print_work(e));
   PM_TRY(print_counters_done(e, s.in_warps));
   pm_print_profile_end(e);
   /* no block may end while another one of its cluster can still reach its shared memory */

@@ -2,9 +2,17 @@
  *
  * Before an access, the dynamic starts of its view, the coordinates of blocks and the numbers of
  * devices are compared with their limits; a wait gives up after some seconds. The first failure is
- * noted in a record in global memory, with the number of its site; then the lanes return from the
- * kernel, and others that wait for them follow when they see the record. Nothing traps, which would
- * cost the products their overlap and the process its CUDA context. Where lanes have indices of
+ * noted in a record in global memory, with the number of its site; then the lanes go to the end of
+ * the kernel, and others that wait for them follow when they see the record. Nothing traps, which
+ * would cost the products their overlap and the process its CUDA context.
+ *
+ * A warpgroup leaves as a whole: one lane, or one warp, goes to the end of the region that it runs
+ * alone, where the others learn of it by a vote. All leave to one label, after which the kernel
+ * ends as usual: blocks of a cluster meet, tensor memory is freed, counters become zero. The
+ * hardware's named barriers have no wait that gives up, so in their place, where warpgroups meet,
+ * each warp adds one to a counter in shared memory and waits until it has the round's arrivals. A
+ * block that begins after the failure leaves at once. setmaxnreg still waits for registers without
+ * an end. Where lanes have indices of
  * their own, in an array, those that are outside are noted, and their elements left out. What lies
  * outside of an argument is clipped by copies, so their side in global memory is not checked; nor
  * are the starts of views that are accessed under a mask that is an array.
@@ -35,10 +43,16 @@ static const char *ref_name(pm_gen *e, pm_val view) {
   return pm_typeof(e->g, view)->kind == PM_SEMAPHORE ? "semaphore" : "a ref";
 }
 
-/* A block of a cluster stays until no other one can reach it. A lane may leave alone, as its block
- * stays for the others. */
-static const char *leave(const pm_gen *e) {
-  return pm_blocks(e->g) > 1 && !e->lane ? "{ cluster_sync(); return; }" : "return;";
+/* ---- the way out --------------------------------------------------------------------------- */
+
+static const char *leave(pm_gen *e) {
+  const char **label = e->lane ? &e->lane_exit : e->warps ? &e->warp_exit : NULL;
+  e->leaves = true;
+  if (!label) return "goto leave;";
+  if (!*label) *label = pm_unique(e, e->lane ? "lane_exit" : "warp_exit");
+  if (!e->left) pm_put(&e->registers_of_ptx, "  bool left = false;\n");
+  e->left = true;
+  return pm_str(e, "{ left = true; goto %s; }", *label);
 }
 
 /* All lanes that go on together stop together. */
@@ -47,6 +61,26 @@ static void stop_if(pm_gen *e, const char *condition) {
   char text[32];
   snprintf(text, sizeof text, "if (%s) %%s", any);
   pm_line(e, text, condition, leave(e));
+}
+
+void pm_print_exit(pm_gen *e, const char **label) {
+  if (!*label) return;
+  pm_line(e, "%s:;", *label);
+  *label = NULL;
+  stop_if(e, "left");
+}
+
+void pm_print_leave(pm_gen *e, uint32_t begin) {
+  if (!e->leaves) return;
+  const char *body = pm_str(e, "%s", e->out.at + begin);
+  e->out.n = begin;
+  if (e->options->check_waits)
+    pm_line(e, "if (lanes_any(wg, sanitizer_stopped(sanitizer))) goto leave;");
+  pm_line(e, "{");
+  pm_put(&e->out, body);
+  pm_line(e, "}");
+  pm_line(e, "leave:");
+  pm_line(e, "sanitizer_settle(sanitizer);");
 }
 
 /* ---- indices ------------------------------------------------------------------------------- */
@@ -222,10 +256,36 @@ void pm_print_watched_wait(pm_gen *e, pm_opid op, const char *how, const char *a
   if (!e->lane) pm_line(e, "%s", pm_meet(e));
 }
 
+void pm_print_arrival(pm_gen *e, const char *who, const char *function, const char *id,
+                      const char *lanes) {
+  if (e->arrivals)
+    pm_line(e, "%sbarrier_arrive_counted(smem + %u, %s, %s);", who, e->arrivals, id,
+            *lanes ? lanes : "256");
+  else pm_line(e, "%s%s(%s%s%s);", who, function, id, *lanes ? ", " : "", lanes);
+}
+
+void pm_print_meeting(pm_gen *e, pm_opid op, const char *who, const char *function, const char *id,
+                      const char *lanes) {
+  const pm_program_site s = {.waits = true, .ref = ""};
+  if (!e->arrivals) {
+    pm_line(e, "%s%s(%s%s%s);", who, function, id, *lanes ? ", " : "", lanes);
+    return;
+  }
+  pm_begin(e, "%s{", who);
+  stop_if(e, pm_str(e, "barrier_sync_timed(smem + %u, %s, %s, %uu, sanitizer)", e->arrivals, id,
+                    *lanes ? lanes : "256", add_site(e, op, s)));
+  pm_end(e);
+}
+
 /* ---- the record ---------------------------------------------------------------------------- */
 
 void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n) {
   char what[64];
+  if (s->waits && !*s->ref) {
+    snprintf(buf, n, "%s did not end: the others did not come for %d seconds", s->op,
+             PM_SANITIZE_SECONDS);
+    return;
+  }
   if (s->waits) {
     snprintf(buf, n, "%s of '%s' did not end: nothing completed it for %d seconds", s->op, s->ref,
              PM_SANITIZE_SECONDS);

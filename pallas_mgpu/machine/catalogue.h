@@ -161,6 +161,8 @@ bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
 void host_cluster_sync(int line);
 u32 host_cluster_rank();
 void host_outside(i32 i, i32 limit, u32 site, int line) __attribute__((noreturn));
+bool host_stopped();
+bool host_late();
 void host_timed(u32 site); /* of the wait that comes next */
 void host_launches_done(int line); /* griddepcontrol.wait */
 u32 host_peer_offset(u32 rank, int line);
@@ -1047,40 +1049,48 @@ FN void fence_proxy_async_global(LINE) { host_proxy_fence(true, line); }
 
 FN bool index_outside(i32 i, i32 limit, u32 site, u32 *, LINE) {
   if (i < 0 || i > limit) host_outside(i, limit, site, line);
-  return false;
+  return i < 0 || i > limit;
 }
 /* A wait that cannot end is one that ends late. */
 FN bool mbarrier_wait_timed(u32 b, u32 parity, u32 site, u32 *, LINE) {
   host_timed(site);
   host_mbarrier_wait(b, parity, false, line);
-  return false;
+  return host_late();
 }
 FN bool mbarrier_wait_cluster_timed(u32 b, u32 parity, u32 site, u32 *, LINE) {
   host_timed(site);
   host_mbarrier_wait(b, parity, true, line);
-  return false;
+  return host_late();
 }
 template <bool SYSTEM>
 FN bool semaphore_wait_timed(u32 *s, u32 n, u32 site, u32 *, LINE) {
   host_timed(site);
   host_semaphore_wait(s, 0, n, false, line);
-  return false;
+  return host_late();
 }
 template <bool SYSTEM>
 FN bool semaphore_take_timed(u32 *s, u32 n, u32 site, u32 *, LINE) {
   host_timed(site);
   host_semaphore_wait(s, 0, n, true, line);
-  return false;
+  return host_late();
 }
 FN bool block_semaphore_wait_timed(u32 s, u32 n, u32 site, u32 *, LINE) {
   host_timed(site);
   host_semaphore_wait(nullptr, s, n, false, line);
-  return false;
+  return host_late();
 }
 FN bool block_semaphore_take_timed(u32 s, u32 n, u32 site, u32 *, LINE) {
   host_timed(site);
   host_semaphore_wait(nullptr, s, n, true, line);
-  return false;
+  return host_late();
+}
+FN bool sanitizer_stopped(const u32 *) { return host_stopped(); }
+FN void sanitizer_settle(const u32 *) {}
+FN void barrier_arrive_counted(u32, u32 id, u32 lanes, LINE) { host_bar_arrive(id, lanes, line); }
+FN bool barrier_sync_timed(u32, u32 id, u32 lanes, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_bar_sync(id, lanes, line);
+  return host_late();
 }
 
 /* A wait that the host has ended, in its own words: see device/watch.cuh. */

@@ -151,6 +151,7 @@ extern "C" void host_mbarrier_wait(u32 a, u32 parity, bool cluster, int line) {
   while ((x.phase & 1) == parity) {
     x.waiters.push_back(t);
     host_sleep("parity %u of the mbarrier at byte %u", parity, at);
+    if (t->late) return;
   }
   if (x.copied && x.phase == x.copied_phase + 1) x.awaited = true;
   t->clock.join(x.passed);
@@ -222,6 +223,7 @@ extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) 
   while (*w < n) {
     m.semaphores[w].waiters.push_back(m.self);
     host_sleep("a semaphore to be %u, which is %u", n, *w);
+    if (m.self->late) return;
   }
   if (take) *w -= n;
   acquire(p, a, line);

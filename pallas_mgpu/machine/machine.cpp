@@ -26,6 +26,7 @@ struct Report {
   char error[4096];
   char text[TEXT];
   char facts[FACTS];
+  u32 record[8];
 };
 static Report *report;
 static void (*entry)(void **);
@@ -102,14 +103,36 @@ extern "C" int host_print(const char *format, ...) {
   return n;
 }
 
+/* The first failure, as the record of PALLAS_MGPU_SANITIZE has it. */
+static void note(u32 site, i32 value, const Thread &t) {
+  if (m.stopped) return;
+  m.stopped = true;
+  const u32 words[8] = {
+      1, site, (u32)value, t.block_index.x, t.block_index.y, t.block_index.z, t.number, 0};
+  memcpy(report->record, words, sizeof words);
+}
+
+extern "C" bool host_stopped() { return m.stopped; }
+extern "C" bool host_late() {
+  m.self->site = -1;
+  return m.self->late;
+}
+
 extern "C" void host_outside(i32 i, i32 limit, u32 site, int line) {
+  if (m.leaves) {
+    note(site, i, *m.self);
+    return;
+  }
   host_fact("kind outside");
   host_fact("site %u value %d thread %u %s", site, i, m.self->number,
             host_name_of(*m.self->block).c_str());
   host_fail(line, "index %d is not in [0, %d]", i, limit);
 }
 
-extern "C" void host_timed(u32 site) { m.self->site = site; }
+extern "C" void host_timed(u32 site) {
+  m.self->site = site;
+  m.self->late = false;
+}
 
 static void crashed(int number) {
   static u64 before;
@@ -276,6 +299,11 @@ extern "C" void host_yield_poll() {
 }
 
 static void thread_ends(Thread *t) {
+  if (m.stopped) {
+    t->done = true;
+    t->block->alive--;
+    return;
+  }
   host_fact("kind unawaited"); /* unless it is well */
   if (!t->open_group.ops.empty())
     host_fail(t->open_group.ops[0]->line, "the thread ends with bulk stores that no group holds");
@@ -298,6 +326,31 @@ static void fiber() {
 }
 
 /* ---- scheduler ----------------------------------------------------------------------------- */
+
+static void forget_late(std::vector<Thread *> &all) {
+  std::vector<Thread *> kept;
+  for (Thread *t : all)
+    if (!t->late) kept.push_back(t);
+  all.swap(kept);
+}
+
+/* Waits that give up do so where nothing else can happen. Is there one? */
+static bool give_up() {
+  bool any = false;
+  for (Block &b : m.blocks)
+    for (Thread &t : b.threads) {
+      if (t.done || t.site < 0) continue;
+      note((u32)t.site, 0, t);
+      t.late = any = true;
+      host_wake(&t);
+    }
+  for (Block &b : m.blocks) {
+    for (auto &x : b.mbarriers) forget_late(x.second.waiters);
+    for (NamedBarrier &n : b.named) forget_late(n.arrived);
+  }
+  for (auto &s : m.semaphores) forget_late(s.second.waiters);
+  return any;
+}
 
 static void deadlock() {
   std::string s = "deadlock: ";
@@ -384,7 +437,7 @@ static void run_blocks() {
       advance(host_random((u32)m.pending.size()));
       continue;
     }
-    if (m.ready.empty()) deadlock();
+    if (m.ready.empty() && !(m.leaves && give_up())) deadlock();
     m.steps++;
     const size_t k = choose();
     Thread *t = m.ready[k];
@@ -690,6 +743,12 @@ static void make_block(Block &b, HostIndex first, u32 number) {
 }
 
 static void end_block(Block &b) {
+  if (m.stopped) {
+    for (NamedBarrier &n : b.named) n = NamedBarrier();
+    for (auto &a : b.tensor.allocated)
+      host_fail(0, "the block ends with %u columns of tensor memory allocated", a.second);
+    return;
+  }
   for (Warp &w : b.warps) host_products_end(w);
   host_tensor_ends(b);
   for (Warpgroup &g : b.warpgroups) {
@@ -794,13 +853,14 @@ struct HostBuffer {
 
 /* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
  * parameter its address, of a pointer or a tensor map; for a mesh those of all devices, n_args for
- * each. Returns 0, or 1 with the error. */
+ * each. record: NULL, or 8 words: checks and waits that fail are noted there and the program goes
+ * on, as on a GPU. Returns 0, or 1 with the error. */
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
                         u32 together, u32 dependent, u32 shared_bytes, const HostBuffer *buffers,
                         u32 n_buffers, void **args, u32 devices, u32 n_args, u64 stride, u64 seed,
-                        u32 may_be_unwritten, const u8 *loose, u32 n_loose, char *error,
-                        u32 error_size, int *line, char *text, u32 text_size, char *facts,
-                        u32 facts_size) {
+                        u32 may_be_unwritten, u32 *record, const u8 *loose, u32 n_loose,
+                        char *error, u32 error_size, int *line, char *text, u32 text_size,
+                        char *facts, u32 facts_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
@@ -821,6 +881,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     m.n_args = n_args;
     m.stride = stride;
     m.may_be_unwritten = may_be_unwritten;
+    m.leaves = record;
     m.loose = loose;
     m.n_loose = n_loose;
     m.global.resize(n_buffers);
@@ -848,6 +909,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
   snprintf(text, text_size, "%s", report->text);
   snprintf(facts, facts_size, "%s", report->facts);
   *line = report->line;
+  if (record) memcpy(record, report->record, sizeof report->record);
   munmap(report, sizeof *report);
   return failed;
 }

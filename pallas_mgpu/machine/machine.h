@@ -165,6 +165,7 @@ struct Thread : HostThread {
   int line;
   std::string waits_for;
   i64 site = -1; /* of the check that ends its wait */
+  bool late = false; /* that wait was ended */
   Clock clock;
   BulkGroup open_group;
   std::vector<BulkGroup> groups;
@@ -335,6 +336,8 @@ struct Machine {
   Agent agents[MAX_ENGINES];
   const u8 *loose; /* by line: lanes of one warpgroup may store to one place there, one wins */
   u32 n_loose;
+  bool leaves;  /* failed checks are noted, and the program goes on */
+  bool stopped; /* there was one */
   bool may_be_unwritten; /* reading what was never written is no error */
   u32 leader;            /* the lane that elect.sync elects */
   u64 progress;          /* grows while something goes on; threads that only poll do not count */

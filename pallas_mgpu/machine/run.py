@@ -355,8 +355,10 @@ def run(lowered, args, outs, seed=0):
     return printed
 
 
-def run_program(text, info, args, outs, seed=0):
-    """The same for a text and the facts of its launch, as _core.Graph.cuda gives them."""
+def run_program(text, info, args, outs, seed=0, record=None):
+    """The same for a text and the facts of its launch, as _core.Graph.cuda gives them. record: a
+    list; checks that fail and waits that cannot end then do what they do on a GPU, and the list
+    gets the words that the kernel notes: 1, site, value, block x, y, z, thread."""
     arrays = [*args, *outs]
     for k, (x, (dtype, shape, _, _)) in enumerate(zip(arrays, info["params"], strict=True)):
         if x.shape != shape or x.dtype.name != dtype or not x.flags.c_contiguous:
@@ -366,7 +368,7 @@ def run_program(text, info, args, outs, seed=0):
     data = [raw(x) for x in arrays]
     for x in data[len(args) :]:
         x[:] = 0xA5
-    return run_bytes(text, info, data, len(args), seed)
+    return run_bytes(text, info, data, len(args), seed, record=record)
 
 
 @functools.lru_cache(maxsize=16)
@@ -401,10 +403,13 @@ def run_bytes(text, info, data, n_args, seed=0, **options):
     return run_rows(text, info, [data], n_args, seed, **options)
 
 
-def run_rows(text, info, rows, n_args, seed=0, *, written=False, unwritten_ok=False, ended=None):
+def run_rows(
+    text, info, rows, n_args, seed=0, *, written=False, unwritten_ok=False, ended=None, record=None
+):
     """The same for the bytes of all parameters on each device of a mesh. ``written``: what outputs
     hold counts as written; ``unwritten_ok``: reading what was never written is no error;
-    ``ended``: as in run_mesh."""
+    ``ended``: as in run_mesh; ``record``: as in run_program."""
+    noted = (ctypes.c_uint32 * 8)() if record is not None else None
     _check_alignment(text, info)
     library = compile_kernel(text, info["entry"])
     same = [k if alias < 0 else alias for k, (*_, alias) in enumerate(info["params"])]
@@ -423,8 +428,21 @@ def run_rows(text, info, rows, n_args, seed=0, *, written=False, unwritten_ok=Fa
             for k, x in enumerate(row):
                 place.bytes_of(k, x.size)[:] = x
         printed = launch_mesh(
-            text, info, library, sizes, same, n_args, places, seed, written, unwritten_ok, watch
+            text,
+            info,
+            library,
+            sizes,
+            same,
+            n_args,
+            places,
+            seed,
+            written,
+            unwritten_ok,
+            watch,
+            noted,
         )
+        if record is not None:
+            record[:] = noted
         if ended is not None:
             ended[:] = [tuple(map(int, row[1:7])) if row[0] else None for row in watched[1:]]
         for place, row in zip(places, rows):
@@ -494,9 +512,11 @@ def launch_mesh(
     written=False,
     unwritten_ok=False,
     watch=None,
+    record=None,
 ):
     """One launch on all devices, each with a memory that holds all parameters and then the
-    counters, at equal distances; what it printed. watch: the memory by which waits end."""
+    counters, at equal distances; what it printed. watch: the memory by which waits end; record: as
+    in run_program, eight words of ctypes."""
     first = sorted(set(same))
     counters = [m.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1)) for m in places]
     buffers = (Buffer * (len(places) * (len(first) + 1)))()
@@ -533,6 +553,7 @@ def launch_mesh(
         ctypes.c_uint64(stride),
         ctypes.c_uint64(seed),
         ctypes.c_uint32(unwritten_ok),
+        record,
         loose,
         ctypes.c_uint32(len(loose)),
         error,

@@ -252,6 +252,140 @@ def test_ops_compile_and_run_with_checks(monkeypatch):
         emulated(lowered, args)
 
 
+# ---- every wait ends after a failure --------------------------------------------------------------
+
+
+def threads(body, n=2, scratch=(), **options):
+    return plgpu.kernel(
+        body,
+        out_type=out(n, N),
+        scratch_types=list(scratch),
+        num_threads=n,
+        thread_name="t",
+        **options,
+    )
+
+
+def before_a_section(i, x, o):
+    t = lax.axis_index("t")
+    for _ in range(2):
+        with plgpu.ext.ordered_section(2):  #: enter
+            o[t] = x[pl.ds(i[t], N)]  #: before_a_section
+
+
+def before_a_named_barrier(i, x, o):
+    t = lax.axis_index("t")
+    o[t] = x[pl.ds(i[t], N)]  #: before_a_named_barrier
+    plgpu.ext.named_barrier_sync(1, 2)
+
+
+def before_an_arrival(i, x, o):
+    t = lax.axis_index("t")
+
+    @pl.when(t == 0)
+    def _():
+        o[0] = x[pl.ds(i[0], N)]  #: before_an_arrival
+        plgpu.ext.named_barrier_arrive(1, 2)
+
+    @pl.when(t == 1)
+    def _():
+        plgpu.ext.named_barrier_sync(1, 2)
+        o[1] = x[pl.ds(i[1], N)]
+
+
+def before_a_scope(i, x, o):
+    t = lax.axis_index("t")
+    o[t] = x[pl.ds(i[t], N)]  #: before_a_scope
+
+    def scope(tile):
+        tile[t] = o[t]
+
+    pl.run_scoped(scope, plgpu.SMEM((2, N), F32), collective_axes="t")
+
+
+def before_an_mbarrier(i, x, o, tile, bars):
+    t = lax.axis_index("t")
+
+    @pl.when(t == 0)
+    def _():
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(0, N)], tile.at[i[0]], bars.at[0])  #: before_an_mbarrier
+
+    @pl.when(t == 1)
+    def _():
+        plgpu.barrier_wait(bars.at[0])
+        o[1] = tile[0]
+
+
+def before_a_semaphore(i, x, o, go):
+    t = lax.axis_index("t")
+
+    @pl.when(t == 0)
+    def _():
+        o[0] = x[pl.ds(i[0], N)]  #: before_a_semaphore
+        pl.semaphore_signal(go, 1)
+
+    @pl.when(t == 1)
+    def _():
+        pl.semaphore_wait(go, 1)
+        o[1] = x[pl.ds(i[1], N)]
+
+
+def section_never_left(i, x, o, bar):
+    t = lax.axis_index("t")
+    with plgpu.ext.ordered_section(2):  #: section_never_left
+        pl.when(t == i[0])(lambda: plgpu.barrier_wait(bar))  #: nobody_arrives
+        o[t] = x[pl.ds(0, N)]
+
+
+def nobody_comes(i, x, o):
+    t = lax.axis_index("t")
+    pl.when(t == i[0])(lambda: plgpu.ext.named_barrier_sync(1, 2))  #: nobody_comes
+    o[t] = x[pl.ds(0, N)]
+
+
+TILES = (plgpu.SMEM((2, N), F32), plgpu.Barrier(num_barriers=2))
+LEAVING = [  # kernel, scratch, indices, what is noted: places of which one is reported, its value
+    (before_a_section, (), (0, N + 1), ("before_a_section",), N + 1),
+    (before_a_section, (), (-3, 0), ("before_a_section",), -3),
+    (before_a_named_barrier, (), (0, N + 1), ("before_a_named_barrier",), N + 1),
+    (before_an_arrival, (), (N + 7, 0), ("before_an_arrival",), N + 7),
+    (before_a_scope, (), (0, -1), ("before_a_scope",), -1),
+    (before_an_mbarrier, TILES, (2, 0), ("before_an_mbarrier",), 2),
+    (before_a_semaphore, (plgpu.SemaphoreType.REGULAR,), (-1, 0), ("before_a_semaphore",), -1),
+    (section_never_left, (plgpu.Barrier(),), (0, 0), ("section_never_left", "nobody_arrives"), 0),
+    (nobody_comes, (), (0, 0), ("nobody_comes",), 0),
+]
+
+
+def leaving(body, i, scratch, seed=0, n=4):
+    """What the kernel notes on the emulated machine, as on a GPU; it must end."""
+    k = threads(body, scratch=scratch, interpret=True, grid=(n,), grid_names=("g",))
+    args = np.array(i, np.int32), np.arange(2 * N, dtype=F32)
+    lowered = k.lower(*args)
+    text, info = lowered.graph.cuda(
+        line=False, catalogue=False, check_indices=True, check_waits=True
+    )
+    noted = []
+    host.run_program(text, info, list(args), [np.zeros((2, N), F32)], seed, noted)
+    return noted, info
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", range(len(LEAVING)))
+def test_all_threads_leave(case, seed):
+    """After a failed check, or a wait that gives up, no thread waits for one that has left: at
+    ordered sections, named barriers, collective scopes, barriers and semaphores."""
+    body, scratch, i, places, value = LEAVING[case]
+    noted, info = leaving(body, i, scratch, seed)
+    assert noted[0] == 1
+    site = info["sites"][noted[1]]
+    assert f"{site[0]}:{site[1]}" in [place(p) for p in places]
+    assert np.uint32(noted[2]).view(np.int32) == value
+    assert noted[3] < 4 and noted[6] < 256
+    if value < 0 or value >= N:
+        assert noted[6] // 128 == [k for k in (0, 1) if i[k] == value][0]
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
@@ -306,3 +440,19 @@ def test_ops_on_a_gpu_with_checks(monkeypatch, rng):
     a, b = (rng.standard_normal((512, 512)).astype(np.float16) for _ in range(2))
     got = ops.matmul(plgpu.device_put(a), plgpu.device_put(b)).numpy()
     np.testing.assert_allclose(got, a.astype(F32) @ b.astype(F32), rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(len(LEAVING)))
+def test_all_threads_leave_on_a_gpu(case, monkeypatch):
+    """And a kernel that is right runs afterwards."""
+    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
+    body, scratch, i, places, value = LEAVING[case]
+    x = plgpu.device_put(np.arange(2 * N, dtype=F32))
+    k = threads(body, scratch=scratch)
+    o = plgpu.device_put(np.zeros((2, N), F32))
+    with pytest.raises((IndexError, plgpu.DeadlockError)) as caught:
+        k(plgpu.device_put(np.array(i, np.int32)), x, out=o)
+    assert any(place(p) in str(caught.value) for p in places), str(caught.value)
+    got = threads(before_a_section)(plgpu.device_put(np.array([3, 5], np.int32)), x).numpy()
+    np.testing.assert_array_equal(got, np.arange(N) + np.array([[3], [5]]))

@@ -44,6 +44,40 @@ FN bool wait_is_late(u64 start, u32 site, u32* s) {
   return t > 100000000ull && sanitizer_stopped(s);
 }
 
+//! sanitizer_settle
+// after a failure: copies and products that are under way come to their end
+FN void sanitizer_settle(const u32* s) {
+  if (sanitizer_stopped(s)) asm volatile("nanosleep.u32 1000000;");
+}
+
+//! arrivals_add
+// with all lanes of a warp: counts the warp as arrived; how many had before
+FN u32 arrivals_add(u32 counter) {
+  u32 r = 0;
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0)
+    asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
+                 : "=r"(r) : "r"(counter) : "memory");
+  return __shfl_sync(0xffffffffu, r, 0);
+}
+
+//! barrier_arrive_counted
+// one of those `lanes` that the round needs goes on at once
+FN void barrier_arrive_counted(u32 counters, u32 id, u32 /* lanes */) {
+  arrivals_add(counters + id * 4);
+}
+
+//! barrier_sync_timed
+// the named barrier `id`: waits until that many lanes have arrived in this round
+FN bool barrier_sync_timed(u32 counters, u32 id, u32 lanes, u32 site, u32* s) {
+  const u32 counter = counters + id * 4, warps = lanes / 32;
+  const u32 end = (arrivals_add(counter) / warps + 1) * warps;
+  const u64 start = nanoseconds();
+  while ((i32)(block_semaphore_load(counter) - end) < 0)
+    if (wait_is_late(start, site, s)) return true;
+  return false;
+}
+
 //! mbarrier_wait_timed
 FN bool mbarrier_wait_timed(u32 b, u32 parity, u32 site, u32* s) {
   const u64 start = nanoseconds();
