@@ -505,7 +505,7 @@ def _check(q, k, v):
     if any(d % 8 or not 32 <= d <= 256 for d in dims) or rows > 64 or size > 64 * 128:
         raise NotImplementedError(
             "attention_decode: the head_dims must be multiples of 8 from 32 to 256, and up to 64"
-            " queries share a key head (queries * heads / kv_heads), 42 with values of more than"
+            " queries share a key head (queries * heads / kv_heads), 40 with values of more than"
             f" 128 and 32 of more than 192; got q {q.shape}, k {k.shape}, v {v.shape}; use"
             " ops.attention"
         )
@@ -563,7 +563,7 @@ def attention_decode(
 
     q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: the same with
     a dim of its own; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
-    queries for each key head (queries * heads / kv_heads), 42 where v's dim is above 128 and 32
+    queries for each key head (queries * heads / kv_heads), 40 where v's dim is above 128 and 32
     where it is above 192. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
     the capacity), read when the kernel runs: no length compiles a program, and a CUDA graph that is
     replayed uses the lengths of that moment. What the cache holds beyond them may be anything.

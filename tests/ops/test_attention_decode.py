@@ -190,6 +190,8 @@ def test_errors(rng):
     call(ValueError, "one head_dim", k=k[..., :32].copy())
     call(TypeError, "float16 or all bfloat16", v=v.astype(np.float32))
     call(NotImplementedError, "up to 64 queries", q=np.repeat(q, 33, 1))
+    wide = np.zeros((1, 100, 1, 136), np.float16)
+    call(NotImplementedError, "40 with values", q=np.repeat(q, 21, 1), v=wide)
     call(NotImplementedError, "multiples of 8", q=q[..., :36].copy(), k=k[..., :36].copy())
     call(NotImplementedError, "at least 16", k=k[:, :8], v=v[:, :8], page_table=table)
 
@@ -201,6 +203,7 @@ def test_no_spills():
         (32, 8, 128, 128, {}),
         (64, 2, 256, 256, {}),
         (64, 1, 192, 128, {}),
+        (40, 1, 40, 192, {}),
         (32, 4, 96, 96, {"causal": True, "window": (500, None), "softcap": 30.0}),
     ):
         q = S((1, 1, heads, dim), bfloat16)
