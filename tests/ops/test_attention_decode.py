@@ -80,9 +80,9 @@ def check(arrays, lengths, interpret, given=None, **options):
 @pytest.mark.parametrize(
     "lengths, queries, heads, kv_heads, dim, keys, dtype",
     [
-        ((300, 77, 0), 1, 8, 2, 128, 300, np.float16),
-        ((1, 64, 65, 190), 3, 4, 2, 64, 200, bfloat16),
-        ((500,), 1, 4, 4, 128, 520, bfloat16),
+        ((140, 77, 0), 1, 8, 2, 128, 140, np.float16),
+        ((1, 64, 65, 130), 3, 4, 2, 64, 135, bfloat16),
+        ((200,), 1, 4, 4, 128, 220, bfloat16),
     ],
 )
 @pytest.mark.parametrize("interpret", INTERPRET, ids=str)
@@ -95,8 +95,8 @@ def test_lengths(rng, lengths, queries, heads, kv_heads, dim, keys, dtype, inter
 )
 @pytest.mark.parametrize("interpret", INTERPRET, ids=str)
 def test_dims(rng, dim, value_dim, interpret):
-    arrays = operands(rng, (130, 5), 1, 6, 2, dim, 135, np.float16, value_dim)
-    check(arrays, (130, 5), interpret)
+    arrays = operands(rng, (70, 5), 1, 6, 2, dim, 75, np.float16, value_dim)
+    check(arrays, (70, 5), interpret)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_a_window_of_pages(rng):
 
 @pytest.mark.parametrize("interpret", [True, "emulate"], ids=str)
 def test_out(rng, interpret):
-    q, k, v, n = operands(rng, (200, 90), 1, 4, 2, 64, 200, np.float16)
+    q, k, v, n = operands(rng, (70, 9), 1, 2, 1, 64, 70, np.float16)
     want, want_lse = expected(q, k, v, n)
-    o, lse = np.full(q.shape, np.nan, np.float16), np.full((2, 4, 1), np.nan, np.float32)
+    o, lse = np.full(q.shape, np.nan, np.float16), np.full((2, 2, 1), np.nan, np.float32)
     found = attention_decode(q, k, v, kv_lengths=n, out=o, interpret=interpret)
     assert found is o
     near(o, want, q.dtype)
