@@ -72,6 +72,8 @@ class _Plan:
         slot = _KEYS * (self.dim + self.value_dim) * 2
         fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + result * 4 + 4096
         self.stages = min(max((SMEM_BYTES // 2 - fixed) // slot, 2), 8)
+        # each slot has one consumer, which sees all phases of its barrier
+        self.stages = pl.cdiv(self.stages, self.consumers) * self.consumers
 
     def scratch(self):
         x = self.x
@@ -250,16 +252,17 @@ class _Block(WarpSpecialized):
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
-        steps = (high - low + (consumers - 1) - me) // consumers
+        skip = (me + it0) % consumers  # step `it` is that of consumer it % consumers
+        steps = (high - low + (consumers - 1) - skip) // consumers
 
         def one(j, state):
-            s = j * consumers + me
+            s = j * consumers + skip
             key = (before + high - 1 - s) * _KEYS
             return self.step(acc, me, key, length, j > 0, it0 + s, *state)
 
         m, sums = lax.fori_loop(0, steps, one, (m, sums))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-        last = it0 + (steps - 1) * consumers + me
+        last = it0 + (steps - 1) * consumers + skip
         pl.when(steps > 0)(lambda: self.values.release(last))
         mine = value, m, jnp.sum(sums, axis=0)
         if consumers == 1:

@@ -147,6 +147,21 @@ def test_a_window_of_pages(rng):
     check(arrays, lengths, True, given, window=(100, None))
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+@pytest.mark.parametrize("interpret", [*INTERPRET, plgpu.InterpretParams(seeds=8)], ids=str)
+def test_few_blocks(rng, monkeypatch, blocks, interpret):
+    """Shares of many blocks of keys and several segments; slots of the rings are used again."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: blocks)
+    plgpu.clear_caches()
+    lengths = (600, 77, 0, 1) if interpret != "emulate" else (200, 70)
+    arrays = operands(rng, lengths, 1, 4, 2, 64, max(lengths), np.float16)
+    check(arrays, lengths, interpret)
+    if interpret != "emulate":  # one consumer
+        arrays = operands(rng, lengths, 5, 16, 2, 64, max(lengths), np.float16)
+        check(arrays, lengths, interpret, causal=True, window=(300, None))
+    plgpu.clear_caches()
+
+
 @pytest.mark.parametrize("interpret", [True, "emulate"], ids=str)
 def test_out(rng, interpret):
     q, k, v, n = operands(rng, (70, 9), 1, 2, 1, 64, 70, np.float16)
