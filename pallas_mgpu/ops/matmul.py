@@ -927,11 +927,11 @@ def matmul(
 
     a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; row-major,
     any M, N, K; both float16, bfloat16 or float32, or both 8-bit floats, float8_e4m3fn or
-    float8_e5m2, also mixed. bias: (N,), dtype of ``a``, for 8-bit floats any 16- or 32-bit float. activation: a
-    function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or
-    float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a :class:`MatmulConfig`,
-    for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell a
-    :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
+    float8_e5m2, also mixed. bias: (N,), dtype of ``a``, for 8-bit floats any 16- or 32-bit float.
+    activation: a function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype:
+    float16, bfloat16 or float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a
+    :class:`MatmulConfig`, for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell
+    a :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
 
     float32 operands are split into two bfloat16 parts each by kernels of their own, and multiplied
