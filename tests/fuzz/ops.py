@@ -154,7 +154,7 @@ def _matmul(c):
         need(tile % (8 * split) == 0 and (consumers < 3 or tile <= 128))
         c.options["config"] = ops.MatmulConfig(
             consumers, tile, c.pick(0, 2, 3), cluster, c.pick(1, 2), c.rng.randint(1, 4),
-            cluster_n, split, c.pick(64, 64, 128), c.pick(0, 1),
+            cluster_n, split, c.pick(64, 64, 128), c.pick(0, 1), slices=c.pick(1, 1, 2, 3),
         )  # fmt: skip
     return arrays, c.rounded(want, out, exact, k)
 
@@ -457,7 +457,11 @@ def step_by_step(target, arrays, run):
     for k, pad in enumerate(pads):
         if pad is not None:
             arrays[k] = run(pad, [arrays[k]])
-    return run(getattr(target, "product", target), arrays)
+    target = getattr(target, "product", target)
+    if hasattr(target, "slicing"):  # parts of K, which a second kernel adds up
+        first, second = target.operands(*arrays)
+        return run(target.adding, [run(target.slicing, list(first)), *second])
+    return run(target, arrays)
 
 
 def on_host(kernel, arrays, seed):
