@@ -132,12 +132,14 @@ class _Block:
     def mask(self, s, j):
         x, first = self.x, j * self.cfg.block
         column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        if x.causal:
-            row = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            s = jnp.where(column - row <= self.row - first, s, _MASKED)
-        if x.keys % self.cfg.block:
-            s = jnp.where(column < x.keys - first, s, _MASKED)
-        return s
+        overhangs = x.keys % self.cfg.block != 0
+        if not x.causal:
+            return jnp.where(column < x.keys - first, s, _MASKED) if overhangs else s
+        row = lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        if overhangs:  # one mask: two take registers that 256 columns need
+            last = jnp.minimum(row + (self.row - first), x.keys - 1 - first)
+            return jnp.where(column <= last, s, _MASKED)
+        return jnp.where(column - row <= self.row - first, s, _MASKED)
 
     def adjust(self, s, j):
         """Scores before the mask; plain ones stay."""

@@ -269,8 +269,6 @@ def test_attention_options(name, target, on, rng):
         o, lse = ops.attention(q, k, v, return_lse=True, **call, **how)
         scored.near(o, want, q.dtype)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
-    if name == "256, causal" and target != "sm_120a":
-        return  # plain attention, whose program has 168 bytes of spills there
     kernel = ops.attention.kernel(q, k, v, return_lse=True, **call)
     arrays = [x for x in call.values() if isinstance(x, np.ndarray)]
     if "cu_seqlens_q" in call:
