@@ -53,6 +53,13 @@ def runs_here(device):
     return not {"WGMMA", "TCGEN05"} & set(_core.target(device)["features"])
 
 
+def refuse(op, device, instead):
+    """NotImplementedError of an op without a kernel for such GPUs."""
+    if runs_here(device):
+        name = _core.target(device)["name"]
+        raise NotImplementedError(f"{op}: needs wgmma or tcgen05, which {name} lacks; {instead}")
+
+
 def room_of_block(target, blocks=BLOCKS_PER_SM):
     """Bytes of shared memory that a block may use if so many share an SM. 1024 bytes of each are
     the system's."""

@@ -22,7 +22,7 @@ import numpy as np
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 
-from . import _attention_backward_bias, _attention_scores, _tensor_memory
+from . import _attention_backward_bias, _attention_scores, _tensor_memory, _warp_mma
 from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import Problem, kernel, statistics
 from .attention import _check
@@ -170,6 +170,9 @@ def attention_backward(
             f"{name}: lse must be float32 of shape {(batch, heads, queries)}, got"
             f" {lse.dtype} of shape {lse.shape}"
         )
+    _warp_mma.refuse(
+        name, q.device, "differentiate products and softmax (ops.matmul, ops.softmax_backward)"
+    )
     if _tensor_memory.runs_here(q.device):
         raise NotImplementedError(
             f"{name}: needs wgmma, which {_core.target(q.device)['name']} lacks; write a kernel"

@@ -23,7 +23,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _mixed_tensor_memory, _tensor_memory
+from . import _mixed_tensor_memory, _tensor_memory, _warp_mma
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -399,6 +399,8 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     if out_dtype.name not in ("float16", "bfloat16", "float32"):
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
+    if config is None:
+        _warp_mma.refuse(name, x.device, "use ops.matmul of converted weights")
     sms = plgpu.sm_count(x.device)
     scale_dtype = None if scales is None else scales.dtype
     product = Product(m, n, k, x.dtype, weights.dtype, scale_dtype, groups, out_dtype)

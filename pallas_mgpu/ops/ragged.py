@@ -32,7 +32,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _ragged_tensor_memory, _tensor_memory
+from . import _ragged_tensor_memory, _tensor_memory, _warp_mma
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -635,6 +635,8 @@ def ragged_dot(
         raise ValueError(
             f"ragged_dot: group_sizes must have the shape ({groups},), got {group_sizes.shape}"
         )
+    if config is None:
+        _warp_mma.refuse("ragged_dot", lhs.device, "use ops.matmul for each group")
     sms = plgpu.sm_count(lhs.device)
     x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs))
     on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
@@ -665,6 +667,9 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
     (m, k), (m2, n), groups = lhs.shape, rhs.shape, group_sizes.shape[0]
     if m != m2:
         raise ValueError(f"{name}: lhs and rhs must have the same rows, got {m} and {m2}")
+    if config is None:
+        instead = "use ops.matmul for each group, with transpose_a=True"
+        _warp_mma.refuse(name, lhs.device, instead)
     sms = plgpu.sm_count(lhs.device)
     x = Product(m, n, k, groups, lhs.dtype, out_dtype)
     on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
