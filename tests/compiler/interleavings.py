@@ -385,11 +385,11 @@ TOUCHES = {"wait", "arrive", "access", "copy", "store", "mma", "commit"}
 
 
 @functools.lru_cache(32)
-def lanes_alike(text, blocks, responses, choose):
+def lanes_alike(text, blocks, responses, choose, known):
     """Memory, {(block, lanes that do the same): events of the first}, counts of the barriers."""
     threads = int(re.search(r"__launch_bounds__\((\d+)", text)[1])
     events = {
-        (block, tid): lanes.Lane(text, tid, block, blocks, responses, choose).run()
+        (block, tid): lanes.Lane(text, tid, block, blocks, responses, choose, known).run()
         for block in range(blocks)
         for tid in range(threads)
     }
@@ -409,11 +409,12 @@ def lanes_alike(text, blocks, responses, choose):
     return memory, classes, inits
 
 
-def agents_of(text, blocks, responses=(), choose=True, drop=(), followers=None):
+def agents_of(text, blocks, responses=(), choose=True, drop=(), followers=None, known=()):
     """`responses`: what cluster launch control answers; `choose`: which way branches on data go;
     `drop`: (name, n): the n-th event of that name is left out in each lane, for tests;
-    `followers`: warpgroups whose lanes are several agents; others are their first lane alone."""
-    memory, classes, inits = lanes_alike(text, blocks, tuple(responses), choose)
+    `followers`: warpgroups whose lanes are several agents; others are their first lane alone;
+    `known`: (address, number) of shared memory that branches depend on."""
+    memory, classes, inits = lanes_alike(text, blocks, tuple(responses), choose, tuple(known))
     alike = {}
     for (block, tids), found in classes.items():
         left = [e for e in found if not dropped(e, found, drop)]

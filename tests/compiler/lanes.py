@@ -127,7 +127,7 @@ def ternary(s):
 
 
 def expression(s):
-    s = re.sub(r"\((?:const )?[iuf](?:8|16|32|64)\*?\)", "", s)
+    s = re.sub(r"\((?:(?:const )?[iuf](?:8|16|32|64)\*?|int)\)", "", s)
     s = re.sub(r"\b(0x[0-9a-fA-F]+|\d+)(?:ull|ll|u)\b", r"\1", s)
     s = re.sub(r"\b(\d+\.?\d*(?:e[+-]?\d+)?)f\b", r"\1", s)
     s = re.sub(r"\b(\w+)<([^<>;()]*)>(?=\()", r'\1["\2"]', s)
@@ -155,6 +155,8 @@ def statement(s):
     if m := re.match(r"else (.*)", s):
         return f"else: {statement(m[1])}"
     s = re.sub(rf"^{TYPE} (?=\w+(?: =|;|\[|, \w+;))", "", s).rstrip(";")
+    if m := re.match(r"ld_shared<i32, 1>\(&(\w+), ", s):
+        return f"{m[1]} = {expression(s)}"
     if m := re.match(r"(\w+)\[([^\]]*)\]( = (.*))?$", s):
         if m[3] is None:
             return f"{m[1]} = Registers()"
@@ -312,11 +314,21 @@ class Names(dict):
         return Function(self.lane, name)
 
 
-class Lane:
-    """One lane of a block: its rank in a cluster of `blocks`, of which it is the first launched."""
+def least(a, b):
+    return UNKNOWN if isinstance(a, Unknown) or isinstance(b, Unknown) else min(a, b)
 
-    def __init__(self, text, tid, rank=0, blocks=1, responses=(), choose=True):
+
+def most(a, b):
+    return UNKNOWN if isinstance(a, Unknown) or isinstance(b, Unknown) else max(a, b)
+
+
+class Lane:
+    """One lane of a block: its rank in a cluster of `blocks`, of which it is the first launched.
+    known: (address, number) of shared memory, which it finds there; nothing else is known."""
+
+    def __init__(self, text, tid, rank=0, blocks=1, responses=(), choose=True, known=()):
         self.events, self.note, self.choose = [], "", choose
+        self.known = dict(known)
         self.rank, self.responses, self.tid = rank, list(responses), tid
         names = Names(self)
         self.names = names
@@ -341,8 +353,12 @@ class Lane:
             "wrap_sub": lambda a, b: a - b,
             "wrap_mul": lambda a, b: a * b,
             "swizzle": Swizzle(),
-            "min_i32": min,
-            "max_i32": max,
+            "min_i32": least,
+            "max_i32": most,
+            "min_int": least,
+            "max_int": most,
+            "div_int": lambda a, b: a // b,
+            "rem_int": lambda a, b: a % b,
             "range_hint": lambda x, *_: x,
             "peer_offset": lambda r: (r - rank) * PEER if r is not UNKNOWN else r,
             "tcgen05_address": lambda a, leading: ((a & 0x3FFFF) >> 4) | leading,
@@ -362,6 +378,9 @@ class Lane:
             self.names["block"] = [0, 0, 0] if answer is None else [answer, 0, 0]
             self.events.append(Event(name, template, (args[0], answer), self.note))
             return answer is not None
+        if name == "ld_shared" and template == "i32, 1" and args[1] in self.known:
+            self.events.append(Event(name, template, args, self.note))
+            return self.known[args[1]]
         if name == "ld_shared" and self.note == "" and len(args) == 2:
             self.names["tmem"] = 0
             return UNKNOWN

@@ -3,6 +3,7 @@ deadlock, nothing used too early or overwritten while in use, no tile handed out
 errors are found. `pytest -s` prints how many states there are."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -14,30 +15,65 @@ from pallas_mgpu.ops import (
     TensorMemoryConfig,
     TensorMemoryMixedConfig,
     attention,
+    gated_matmul,
     matmul,
     mixed_matmul,
+    ragged_dot,
+    transposed_ragged_dot,
 )
+
+
+def text_of(op, args, config, blocks=1):
+    """The program of a call on a GPU with so many SMs."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(plgpu, "sm_count", lambda device=None: blocks)
+    op.maker.forget()
+    try:
+        f = op.kernel(*args, config=config)
+        return f.lower(*args, target="sm_100a").as_text("cuda")
+    finally:
+        patch.undo()
+        op.maker.forget()
 
 
 @functools.cache
 def product(tiles, steps, pair=False, dynamic=False):
     """The program of `tiles` tiles of one block, or pair, with a ring of two slots."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(plgpu, "sm_count", lambda device=None: 1 + pair)
     a = np.zeros((128 * (1 + pair), 64 * steps), np.float16)
     b = np.zeros((64 * steps, 128 * tiles), np.float16)
-    try:
-        matmul.maker.forget()
-        f = matmul.kernel(a, b, config=TensorMemoryConfig(128, pair, 2, dynamic=dynamic))
-        return f.lower(a, b, target="sm_100a").as_text("cuda")
-    finally:
-        patch.undo()
-        matmul.maker.forget()
+    config = TensorMemoryConfig(128, pair, 2, dynamic=dynamic)
+    return text_of(matmul, (a, b), config, 1 + pair)
 
 
 @functools.cache
-def softmax(keys, causal=False):
-    q, k = (np.zeros((1, n, 1, 64), np.float16) for n in (256, keys))
+def gated(tiles, steps, pair=False):
+    a = np.zeros((128 * (1 + pair), 64 * steps), np.float16)
+    b = np.zeros((64 * steps, (128 << pair) * tiles), np.float16)
+    config = TensorMemoryConfig(128 << pair, pair, 2, dynamic=False)
+    return text_of(gated_matmul, (a, b), config, 1 + pair)
+
+
+@functools.cache
+def grouped(op, rows=(128, 128, 128)):
+    """Groups of so many rows for one block, and the table that it finds in shared memory, of their
+    first rows and, for each group, the number of tiles up to it. A ring of two slots."""
+    total, groups = sum(rows), len(rows)
+    other = (groups, 128, 64) if op is ragged_dot else (total, 64)
+    args = np.zeros((total, 128), np.float16), np.zeros(other, np.float16), np.asarray(rows, "i4")
+    text = text_of(op, args, TensorMemoryConfig(64, False, 2, dynamic=False))
+    table = int(re.search(r"const u32 table = smem \+ (\d+);", text)[1])
+    numbers = [*np.cumsum([0, *rows]), *np.cumsum([0, *(-(-n // 128) for n in rows)])]
+    return text, tuple((table + 4 * i, int(x)) for i, x in enumerate(numbers))
+
+
+def groups(op, *rows, **how):
+    text, known = grouped(op, rows)
+    return text, 1, {"known": known, **how}
+
+
+@functools.cache
+def softmax(keys, causal=False, dim=64):
+    q, k = (np.zeros((1, n, 1, dim), np.float16) for n in (256, keys))
     f = attention.kernel(q, k, k, config=TensorMemoryAttentionConfig(2), causal=causal)
     return f.lower(q, k, k, target="sm_100a").as_text("cuda")
 
@@ -45,18 +81,10 @@ def softmax(keys, causal=False):
 @functools.cache
 def mixed(groups, steps, tiles=1):
     """Tiles of one block, with so many groups of scales (0: none) of so many steps."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(plgpu, "sm_count", lambda device=None: 1)
     k, n = 64 * steps * max(groups, 1), 128 * tiles
     args = [np.zeros((16, k), np.float16), np.zeros((n, k), np.int8)]
     args += [np.zeros((groups, n), np.float16)] if groups else []
-    mixed_matmul.maker.forget()
-    try:
-        f = mixed_matmul.kernel(*args, config=TensorMemoryMixedConfig(16, 2, 64))
-        return f.lower(*args, target="sm_100a").as_text("cuda")
-    finally:
-        patch.undo()
-        mixed_matmul.maker.forget()
+    return text_of(mixed_matmul, args, TensorMemoryMixedConfig(16, 2, 64))
 
 
 def answers(tiles, pair):
@@ -74,6 +102,15 @@ PROGRAMS = {  # text, blocks, options
     "2 tiles taken over by a pair": lambda: (
         product(2, 1, True, True), 2, {"responses": answers(2, True), "followers": ()},
     ),
+    "gated, 3 tiles": lambda: (gated(3, 2), 1, {}),
+    "gated, pair": lambda: (gated(1, 2, True), 2, {"followers": ()}),
+    "gated, 3 tiles of a pair": lambda: (gated(3, 2, True), 2, {"followers": ()}),
+    "groups": lambda: groups(ragged_dot, 128, 128, 128),
+    "groups, uneven": lambda: groups(ragged_dot, 200, 0, 40, followers=()),
+    "sums of groups": lambda: groups(transposed_ragged_dot, 128, 128, 128, followers=()),
+    "sums of groups, uneven": lambda: groups(transposed_ragged_dot, 130, 0, 64, followers=()),
+    "attention, 192": lambda: (softmax(128, dim=192), 1, {"followers": ()}),
+    "attention, 256": lambda: (softmax(192, dim=256), 1, {"followers": ()}),
     "mixed": lambda: (mixed(0, 2, 3), 1, {"followers": ()}),
     "mixed, groups": lambda: (mixed(3, 2), 1, {"followers": ()}),
     "attention": lambda: (softmax(128), 1, {"followers": ()}),
@@ -82,6 +119,7 @@ PROGRAMS = {  # text, blocks, options
 }  # fmt: skip
 LONG = {"attention, ring": "long", "3 tiles of a pair": "long"}  # half a minute
 LONG["attention, rescaled never"] = LONG["3 tiles taken over"] = "long"
+LONG["gated, 3 tiles of a pair"] = LONG["attention, 192"] = "long"
 LONG["2 tiles taken over by a pair"] = "exhaustive"
 
 
@@ -110,6 +148,14 @@ PLANTED = [
     *(("attention", "mbarrier_wait", k) for k in range(6)),
     *(("attention", "tcgen05_commit", k) for k in range(6)),
     *(("attention", "mbarrier_arrive_expect_tx", k) for k in range(4)),
+    *(("gated, 3 tiles", "mbarrier_wait", k) for k in range(5)),
+    *(("gated, 3 tiles", "tcgen05_commit", k) for k in range(4)),
+    ("gated, 3 tiles", "mbarrier_arrive", 0),
+    *(("gated, pair", "tcgen05_commit_pair", k) for k in range(3)),
+    *(("groups, uneven", "mbarrier_wait", k) for k in range(5)),
+    *(("groups, uneven", "tcgen05_commit", k) for k in range(4)),
+    *(("sums of groups", "mbarrier_wait", k) for k in range(5)),
+    *(("sums of groups", "tcgen05_commit", k) for k in range(4)),
     *(("mixed", "mbarrier_wait", k) for k in range(4)),
     *(("mixed", "mbarrier_arrive", k) for k in (0, 2)),
     *(("mixed", "tcgen05_commit", k) for k in range(2)),
