@@ -4,12 +4,12 @@ at one place at a time.
 `python tests/mutants/blackwell_mutants.py [--only TEXT ...] [--jobs N]`
 
 The programs are products of one block and of pairs with cluster launch control, with scales of
-blocks, grouped products (sums of groups, too), mixed products and attention, with rings that come
-round. `WAYS` has the changes of each class; a mutant is one of them at one place of one program. Of
-all places of a class the sample has at least `EACH`, spread evenly over programs and ways. A mutant
-is noticed if the emulated machine refuses it under one of a few seeds, or if the results are wrong.
-Prints each with what noticed it; blackwell_mutants.txt is that list. test_blackwell_mutants.py runs
-a few in each run, and all in exhaustive ones."""
+blocks, grouped products (sums of groups, too), mixed and gated products and attention, with rings
+that come round. `WAYS` has the changes of each class; a mutant is one of them at one place of one
+program. Of all places of a class the sample has at least `EACH`, spread evenly over programs and
+ways. A mutant is noticed if the emulated machine refuses it under one of a few seeds, or if the
+results are wrong. Prints each with what noticed it; blackwell_mutants.txt is that list.
+test_blackwell_mutants.py runs a few in each run, and all in exhaustive ones."""
 
 import argparse
 import dataclasses
@@ -76,6 +76,13 @@ def mixed():
     return ops.mixed_matmul, (x, w, scales), dict(config=config)
 
 
+def gated():
+    """Pairs, a ring that comes round, several tiles of each."""
+    x, gate, up = integers(640, 200), integers(200, 264, seed=1), integers(200, 264, seed=2)
+    config = ops.TensorMemoryConfig(256, True, 2, dynamic=False)
+    return ops.gated_matmul, (x, gate, up), dict(config=config, activation="relu")
+
+
 def summed():
     sizes = np.array([3, 0, 150, 70, 29], np.int32)
     config = ops.TensorMemoryConfig(64, False, 2, dynamic=False)
@@ -91,6 +98,7 @@ PROGRAMS = {
     "ragged": grouped,
     "ragged, sums": summed,
     "mixed": mixed,
+    "gated": gated,
     "attention": lambda: softmax(64, False),
 }
 
