@@ -160,7 +160,7 @@ void host_warp_sync(u32 mask, int line);
 bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
 void host_cluster_sync(int line);
 u32 host_cluster_rank();
-void host_outside(i32 i, i32 limit, u32 site, int line) __attribute__((noreturn));
+void host_outside(i32 i, i32 limit, u32 site, int line);
 bool host_stopped();
 bool host_late();
 void host_timed(u32 site); /* of the wait that comes next */

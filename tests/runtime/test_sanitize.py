@@ -187,11 +187,11 @@ def signalled(o, bar, go):
 def test_waits_have_sites(body, what):
     lowered = plgpu.kernel(body, out_type=out(), interpret=True, **FOREVER).lower()
     text, info = lowered.graph.cuda(line=False, catalogue=False, check_waits=True)
-    site = next(s for s in info["sites"] if s[7])
-    assert f"{site[0]}:{site[1]}" == place(body.__name__) and site[2] == what
+    number, site = next((k, s) for k, s in enumerate(info["sites"]) if s[2] == what)
+    assert f"{site[0]}:{site[1]}" == place(body.__name__) and site[7]
     with pytest.raises(host.HostError, match="deadlock") as caught:
         host.run_program(text, info, [], [np.zeros(N, F32)])
-    assert any(f[:3] == ["waits", "site", "0"] for f in caught.value.facts)
+    assert any(f[:3] == ["waits", "site", str(number)] for f in caught.value.facts)
 
 
 def test_what_is_known_is_not_checked():
