@@ -252,7 +252,7 @@ def test_ops_compile_and_run_with_checks(monkeypatch):
         emulated(lowered, args)
 
 
-# ---- every wait ends after a failure --------------------------------------------------------------
+# ---- every wait ends after a failure -------------------------------------------------------------
 
 
 def threads(body, n=2, scratch=(), **options):

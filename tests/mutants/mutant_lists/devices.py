@@ -883,22 +883,22 @@ breaks(
     TURNS,
     a_turn_is_passed_to_oneself=(
         "pm_cuda_LEAVE_SECTION",
-        "e->n_turns, first + 1, first);",
-        "e->n_turns, first, first);",
+        'e->n_turns, first + 1, first), "");',
+        'e->n_turns, first, first), "");',
     ),
     the_last_passes_to_the_second=(
         "pm_cuda_LEAVE_SECTION",
-        "e->n_turns, first + 1, first);",
-        "e->n_turns, first + 1, first + 1);",
+        'e->n_turns, first + 1, first), "");',
+        'e->n_turns, first + 1, first + 1), "");',
     ),
     turns_are_taken_at_the_barriers_of_lanes=(
         "pm_cuda_ENTER_SECTION",
-        '"turn_take(%u + wg);", e->g->n_threads + 1);',
-        '"turn_take(%u + wg);", e->g->n_threads);',
+        '"%u + wg", e->g->n_threads + 1)',
+        '"%u + wg", e->g->n_threads)',
     ),
     turns_are_not_awaited=(
         "pm_cuda_ENTER_SECTION",
-        'pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);',
+        'pm_print_meeting(e, op, "", "turn_take", pm_str(e, "%u + wg", e->g->n_threads + 1), "");',
         "",
     ),
 )
@@ -973,13 +973,13 @@ breaks(
     traced_numbers_are_one_off=("named", "first, pm_scalar_of(", "first + 1, pm_scalar_of("),
     who_waits_only_arrives=(
         "pm_cuda_NAMED_SYNC",
-        'named(e, op, "named_barrier_sync")',
-        'named(e, op, "named_barrier_arrive")',
+        'named(e, op, "named_barrier_sync", true)',
+        'named(e, op, "named_barrier_arrive", false)',
     ),
     who_arrives_waits=(
         "pm_cuda_NAMED_ARRIVE",
-        'named(e, op, "named_barrier_arrive")',
-        'named(e, op, "named_barrier_sync")',
+        'named(e, op, "named_barrier_arrive", false)',
+        'named(e, op, "named_barrier_sync", true)',
     ),
 )
 breaks(
@@ -1002,14 +1002,14 @@ breaks(
     TURNS,
     f"{ATTENTION}::test_lengths",
     nobody_has_the_first_turn=(
-        "print_body",
-        '"if (wg == %u) turn_pass(%u);"',
-        '"if (wg == 77 + %u + %u) {}"',
+        "print_work",
+        '"if (wg == %u) ", e->n_turns - 1',
+        '"if (wg == 77 + %u) ", e->n_turns - 1',
     ),
     the_last_turn_is_left=(
-        "print_body",
-        '"if (wg == 0) turn_take(%u);"',
-        '"if (wg == 77 + %u) {}"',
+        "print_work",
+        '"if (wg == 0) "',
+        '"if (wg == 77) "',
     ),
     three_warps_arrive=("print_barriers", "PM_ATTR_WARPS) ? 4 : 1", "PM_ATTR_WARPS) ? 3 : 1"),
     one_warp_arrives=("print_barriers", "PM_ATTR_WARPS) ? 4 : 1", "PM_ATTR_WARPS) ? 1 : 1"),

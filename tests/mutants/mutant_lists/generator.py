@@ -325,8 +325,8 @@ breaks(
     ),
     nobody_meets_after_the_barriers=(
         "print_body",
-        's.barriers.n || s.semaphores.n || tmem) { pm_line(e, "block_sync();"); }',
-        "s.barriers.n || s.semaphores.n || tmem) { }",
+        's.barriers.n || s.semaphores.n || tmem || e->arrivals) { pm_line(e, "block_sync();"); }',
+        "s.barriers.n || s.semaphores.n || tmem || e->arrivals) { }",
     ),
     warps_are_counted_in_the_block=(
         "print_entry",
