@@ -1331,7 +1331,7 @@ class InterpretParams(_Frozen):
             "num_tma_threads_per_device": num_tma_threads_per_device,
         }
         for name, n in counts.items():
-            if not hasattr(n, "__index__") or n.__index__() < 1:
+            if isinstance(n, bool) or not hasattr(n, "__index__") or n.__index__() < 1:
                 raise ValueError(f"{what}: {name} must be an int of at least 1, got {show(n)}")
         if vector_clock_size is not None:
             raise ValueError(
