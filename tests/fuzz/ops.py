@@ -7,7 +7,8 @@ numbers are compared with float64 within the rounding of the result.
 
     python tests/fuzz/ops.py --count 200 --way interpret,host,nvrtc
 
-runs the calls of many seeds; a seed makes one call."""
+runs the calls of many seeds; a seed makes one call. `--training` draws from the functions of
+fuzz/ops_training.py; the way `races` is the interpreter with the race detector."""
 
 import argparse
 import contextlib
@@ -25,6 +26,8 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from fuzz import ops_training
+
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
 
@@ -38,19 +41,24 @@ WORK = 6e6  # multiplications of a call
 
 
 class Call:
-    """What a seed makes: a function, its arrays and options, and what must come out."""
+    """What a seed makes: a function (of `makers`), its arrays and options, and what must come out.
 
-    def __init__(self, seed):
+    close: (relative, absolute) error that is right, of each result if it is a list; None: none."""
+
+    configs = ops
+
+    def __init__(self, seed, makers=None):
+        makers = makers or MAKERS
         self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
         self.seed, self.cores, self.options, self.close = seed, self.pick(1, 2, 3, 6, 132), {}, None
         self.names = ()  # of the last arrays, as arguments
-        self.name = self.pick(*MAKERS)
+        self.name = self.pick(*makers)
         while True:
             try:
-                self.arrays, self.want = MAKERS[self.name](self)
+                self.arrays, self.want = makers[self.name](self)
                 break
             except Again:
-                self.options, self.names = {}, ()
+                self.options, self.names, self.close = {}, (), None
         self.arrays = [self.anywhere(x) for x in self.arrays]
 
     def __repr__(self):
@@ -63,6 +71,10 @@ class Call:
 
     def pick(self, *xs):
         return self.rng.choice(xs)
+
+    @staticmethod
+    def need(ok):
+        need(ok)
 
     def extent(self, most=10**9):
         n = self.pick(*EXTENTS) if self.chance(0.8) else self.rng.randint(1, 400)
@@ -413,6 +425,9 @@ MAKERS = {
 # ---- running -------------------------------------------------------------------------------------
 
 
+CHECKED = plgpu.InterpretParams(detect_races=True, on_race="raise")
+
+
 class Wrong(Exception):
     """A result that is not what it must be."""
 
@@ -439,7 +454,7 @@ def compare(way, call, got):
         a, b = g.astype(np.float64), w.astype(np.float64)
         same = (a == b) | np.isnan(a) & np.isnan(b)
         if call.close:
-            rtol, atol = call.close
+            rtol, atol = call.close[k] if isinstance(call.close, list) else call.close
             with np.errstate(invalid="ignore"):
                 same |= np.abs(a - b) <= rtol * np.abs(b) + atol
         if not same.all():
@@ -491,8 +506,11 @@ def check(call, ways=("interpret", "host"), interpret=True):
     options |= zip(call.names, arrays[len(positional) :])
     with on_cores(call.cores), warnings.catch_warnings():
         warnings.simplefilter("error")
-        if "config" in options:  # odd ones may be slow
-            warnings.filterwarnings("ignore", ".* is converted from layout")
+        if "config" in options or call.name in ops_training.MAKERS:  # odd ones may be slow
+            warnings.filterwarnings(
+                "ignore",
+                ".* is converted from layout|.*done by loads and stores|not portable to JAX: 'o' in GMEM|.* moves between lanes"
+            )
         try:
             got = f(*positional, **options, interpret=interpret)
         except ValueError as e:
@@ -503,12 +521,16 @@ def check(call, ways=("interpret", "host"), interpret=True):
             raise
         if "interpret" in ways:
             compare("interpret", call, got)
+        if "races" in ways:
+            compare("races", call, f(*positional, **options, interpret=CHECKED))
         target = f.kernel(*positional, **options, interpret=True)
-        if "host" in ways:
+        if "host" in ways and call.name in ops_training.MAKERS:  # some run several kernels
+            compare("host", call, f(*positional, **options, interpret="emulate"))
+        elif "host" in ways:
             for seed in (call.seed, call.seed + 1):
                 got = step_by_step(target, arrays, lambda k, a, s=seed: on_host(k, a, s))
                 compare("host", call, got)
-        if "nvrtc" in ways:
+        if "nvrtc" in ways and hasattr(target, "lower") | hasattr(target, "product"):
             step_by_step(target, arrays, lambda k, a: compiled(k, a, spills))
         if "cuda" in ways:
             on_gpu = [plgpu.device_put(x) for x in arrays]
@@ -525,10 +547,12 @@ def main():
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--way", default="interpret,host")
     parser.add_argument("--only", help="one function")
+    parser.add_argument("--training", action="store_true", help="of fuzz/ops_training.py")
     o = parser.parse_args()
+    makers = ops_training.MAKERS if o.training else MAKERS
     ways, counts, failed, unfit, start = tuple(o.way.split(",")), {}, 0, 0, time.time()
     for seed in range(o.start, o.start + o.count):
-        call = Call(seed)
+        call = Call(seed, makers)
         if o.only and call.name != o.only:
             continue
         counts[call.name] = counts.get(call.name, 0) + 1
