@@ -35,6 +35,9 @@ class _GatedPlan(_KernelPlan):
         # does up begin where TMA can begin to read rows?
         self.aligned = x.tb or not packed or self.n * x.dtypes[1].itemsize % 16 == 0
         self.by_tma = self.n * x.out_dtype.itemsize % 16 == 0
+        # Each tile begins with the first buffer: their number divides that of its stores.
+        stores = self.half // self.chunk * (3 if products else 1)
+        self.buffers = max(n for n in range(1, cfg.buffers + 1) if stores % n == 0)
 
     def scratch(self):
         x, found = self.x, super().scratch()

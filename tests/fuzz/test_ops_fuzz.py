@@ -2,16 +2,16 @@
 addresses, beside NumPy. `python tests/fuzz/ops.py` runs more."""
 
 import pytest
-from fuzz import ops
+from fuzz import ops, ops_training
 
 FIRST = 1_000_000  # seeds of the long runs begin at 0
 
 
-def agree(seeds, way):
+def agree(seeds, way, makers=None):
     """The functions that were called."""
     called = set()
     for seed in seeds:
-        call = ops.Call(seed)
+        call = ops.Call(seed, makers)
         try:
             ops.check(call, (way,))
         except ops.Unfit:
@@ -27,6 +27,14 @@ def test_interpreted(first):
     assert agree(range(first, first + 40), "interpret") == set(ops.MAKERS)
 
 
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 200, 100))
+@pytest.mark.parametrize("way", ["interpret", pytest.param("races", marks=pytest.mark.long)])
+def test_training(first, way):
+    """Gradients and what training calls besides."""
+    called = agree(range(first, first + 100), way, ops_training.MAKERS)
+    assert called == set(ops_training.MAKERS)
+
+
 @pytest.mark.parametrize(
     "first",
     [FIRST, *(pytest.param(FIRST + k, marks=pytest.mark.long) for k in (3, 6, 9))],
@@ -40,6 +48,12 @@ def test_generated(first):
 @pytest.mark.parametrize("first", range(FIRST, FIRST + 120, 20))
 def test_on_a_gpu(first):
     assert agree(range(first, first + 20), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 60, 20))
+def test_training_on_a_gpu(first):
+    assert agree(range(first, first + 20), "cuda", ops_training.MAKERS)
 
 
 def test_a_wrong_result_is_noticed():
