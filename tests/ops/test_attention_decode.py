@@ -77,6 +77,7 @@ def check(arrays, lengths, interpret, given=None, **options):
     np.testing.assert_allclose(np.asarray(lse), want_lse, atol=2e-3 if "softcap" in more else 1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "lengths, queries, heads, kv_heads, dim, keys, dtype",
     [
@@ -90,6 +91,7 @@ def test_lengths(rng, lengths, queries, heads, kv_heads, dim, keys, dtype, inter
     check(operands(rng, lengths, queries, heads, kv_heads, dim, keys, dtype), lengths, interpret)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "dim, value_dim", [(32, 32), (40, 40), (96, 96), (256, 256), (192, 128), (72, 200)]
 )
@@ -147,6 +149,7 @@ def test_a_window_of_pages(rng):
     check(arrays, lengths, True, given, window=(100, None))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [1, 3, 7])
 @pytest.mark.parametrize("interpret", [*INTERPRET, plgpu.InterpretParams(seeds=8)], ids=str)
 def test_few_blocks(rng, monkeypatch, blocks, interpret):
