@@ -35,7 +35,12 @@ def _program(graph):
     return graph.cuda(line=False)
 
 
-def _check(info):
+def _check(info, checks):
+    if checks:
+        raise NotImplementedError(
+            f"export: kernel {info['entry']} was lowered with PALLAS_MGPU_SANITIZE=1, and only the"
+            " package reports what its checks find: export it without"
+        )
     what, kinds = f"export: kernel {info['entry']}", {kind for kind, _, _ in info["args"]}
     if info["devices"] > 1 or kinds & {"peers", "watch"}:
         raise NotImplementedError(
@@ -51,7 +56,7 @@ def export(lowered, directory, *, name=None):
     if not isinstance(directory, (str, Path)):
         raise TypeError(f"export: directory must be a str or a Path, got {show(directory)}")
     text, info = _program(lowered.graph)
-    _check(info)
+    _check(info, lowered.as_text("cuda") != text)
     name = _name_of(name, info["entry"])
     graph, cubin = lowered.graph.text(), lowered.cubin()
     header, source = launcher(name, info, lowered.n_results)

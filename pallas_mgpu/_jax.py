@@ -194,7 +194,7 @@ def _lower(ctx, *operands, kernel, structure, platform):
         "hash": _core.digest((graph + cubin).encode()),
         "graph": graph,
         "cubin": cubin,
-        "program": _core.digest(lowered.graph.cuda(line=False)[0].encode()) if cubin else "",
+        "program": _core.digest(lowered.as_text("cuda").encode()) if cubin else "",
     }
     n = len(ctx.avals_out)
     scratch = [jax.core.ShapedArray(shape, dtype) for shape, dtype in outs[n:]]

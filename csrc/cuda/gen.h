@@ -381,7 +381,6 @@ void pm_print_last_wait(pm_gen *e);
 
 /* ---- checks (sanitize.c) ------------------------------------------------------------------- */
 
-/* What must hold before the op accesses memory. */
 /* Of a region of one lane, or one warp, that has ended: the label that its checks go to, and the
  * vote by which the others follow. */
 void pm_print_exit(pm_gen *e, const char **label);
@@ -393,6 +392,7 @@ void pm_print_arrival(pm_gen *e, const char *who, const char *function, const ch
                       const char *lanes);
 void pm_print_meeting(pm_gen *e, pm_opid op, const char *who, const char *function, const char *id,
                       const char *lanes);
+/* What must hold before the op accesses memory. */
 void pm_check_indices(pm_gen *e, pm_opid op);
 /* The condition of a masked access, and that the indices of element `reg` are inside. */
 const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *reg);

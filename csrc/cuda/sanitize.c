@@ -12,10 +12,12 @@
  * hardware's named barriers have no wait that gives up, so in their place, where warpgroups meet,
  * each warp adds one to a counter in shared memory and waits until it has the round's arrivals. A
  * block that begins after the failure leaves at once. setmaxnreg still waits for registers without
- * an end. Where lanes have indices of
- * their own, in an array, those that are outside are noted, and their elements left out. What lies
- * outside of an argument is clipped by copies, so their side in global memory is not checked; nor
- * are the starts of views that are accessed under a mask that is an array.
+ * an end.
+ *
+ * Where lanes have indices of their own, in an array, those that are outside are noted, and their
+ * elements left out. What lies outside of an argument is clipped by copies, so their side in global
+ * memory is not checked; nor are the starts of views that are accessed under a mask that is an
+ * array.
  *
  * Without the checks, waits for other devices of a mesh are watched: the host ends them where
  * another device will not signal any more. A wait that was ended returns as if the semaphore had

@@ -427,20 +427,8 @@ def run_rows(
         for place, row in zip(places, rows):
             for k, x in enumerate(row):
                 place.bytes_of(k, x.size)[:] = x
-        printed = launch_mesh(
-            text,
-            info,
-            library,
-            sizes,
-            same,
-            n_args,
-            places,
-            seed,
-            written,
-            unwritten_ok,
-            watch,
-            noted,
-        )
+        how = written, unwritten_ok, watch, noted
+        printed = launch_mesh(text, info, library, sizes, same, n_args, places, seed, *how)
         if record is not None:
             record[:] = noted
         if ended is not None:

@@ -1,8 +1,8 @@
 """A product with two weights and a gated linear unit on Blackwell: activation(x @ gate) * (x @ up).
 
 It is the kernel of `matmul` (_tensor_memory.py) with other tiles of B: a block has `piece` columns
-of the gate and the same columns of up. So an accumulator has pieces of both products in turn, one
-pair of them for each block of a pair, and a lane of the epilogue has both factors of an element."""
+of the gate and the same columns of up. So pieces of the two products alternate in an accumulator,
+one of each for every block of a pair, and a lane of the epilogue has both factors of an element."""
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -50,12 +50,6 @@ class _Block(_tensor_memory._Block):
         of_up = pl.ds(col // 2 + p.n, p.cols // 2) if p.packed else along_n
         weights = (self.b, along_n, None), (self.b if p.packed else self.up, of_up, p.unaligned)
 
-        def partitioned(axis):
-            if not self.axis:
-                return {}
-            part = plgpu.CopyPartition.PARTITIONED(axis)
-            return {"collective_axes": self.axis, "leader_tracked": part}
-
         def fetch(s, _):
             it = it0 + s
             slot = ring.slot(it)
@@ -63,7 +57,7 @@ class _Block(_tensor_memory._Block):
             ring.acquire(it)
             full = self.full.at[slot]
             plgpu.copy_gmem_to_smem(
-                self.a.at[along_m, along_k], self.a_smem.at[slot], full, **partitioned(0)
+                self.a.at[along_m, along_k], self.a_smem.at[slot], full, **self.partitioned(0)
             )
             for h, (ref, columns, plain) in enumerate(weights):
                 mine = pl.ds(h * p.piece, p.piece)
@@ -71,7 +65,7 @@ class _Block(_tensor_memory._Block):
                     source, buffer = ref.at[columns, along_k], self.b_smem.at[slot, mine]
                 else:
                     source, buffer = ref.at[along_k, columns], self.b_smem.at[slot, :, mine]
-                how = {"engine": "plain"} if plain else partitioned(0 if x.tb else 1)
+                how = {"engine": "plain"} if plain else self.partitioned(0 if x.tb else 1)
                 plgpu.copy_gmem_to_smem(source, buffer, full, **how)
 
         lax.fori_loop(0, p.steps, fetch, None)
@@ -107,16 +101,15 @@ class _Block(_tensor_memory._Block):
         return w + 1
 
 
-@cached
-def kernel(x, cfg, sms, activation, packed, products, interpret):
-    """x: the product with both weights; activation: a function that also returns the slope."""
-    plan = _Plan(x, cfg, sms, activation, packed, products)
+def kernel_of(plan, block, interpret):
+    """The kernel of a plan with `packed` and `products`. block: the class of its blocks."""
+    x, packed, products = plan.x, plan.packed, plan.products
 
     def body(a, b, *refs, **scratch):
         overlap_launches()
         names = ["up"] * (not packed) + ["o"] + ["both"] * products
         named = dict(a=a, b=b, bias=None) | dict(zip(names, refs, strict=True))
-        _Block(plan, named | scratch).run()
+        block(plan, named | scratch).run()
 
     out = plgpu.ShapeDtypeStruct((x.m, plan.n), x.out_dtype)
     both = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
@@ -128,6 +121,12 @@ def kernel(x, cfg, sms, activation, packed, products, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="gated_matmul",
     )
+
+
+@cached
+def kernel(x, cfg, sms, activation, packed, products, interpret):
+    """x: the product with both weights; activation: a function that also returns the slope."""
+    return kernel_of(_Plan(x, cfg, sms, activation, packed, products), _Block, interpret)
 
 
 def choose(x, packed):

@@ -8,8 +8,8 @@ has done its last row.
 
 Each warpgroup fetches its own segments by TMA, several tiles ahead, into slots of its own, computes
 from there, stores the result, and fetches the next tile into the slot. Warpgroups that share a row
-tell each other their sums over it through shared memory. There are two boxes for that, used in
-turns: who writes into a box again has met all others since they read it.
+exchange their sums over it through shared memory, by two buffers that alternate: all warpgroups
+have met at the other one before a buffer is written again.
 
 Which rows a block has is fixed, and so is the order of all sums: results repeat bit for bit."""
 
@@ -75,12 +75,12 @@ class Plan:
             found["weight_smem"] = plgpu.SMEM((self.members, self.width), x.dtype_of("weight"))
         if self.segments > 1:
             shape = self.teams, 2, 2, self.segments
-            found["told_smem"] = plgpu.SMEM(shape, _F32)
+            found["partial_smem"] = plgpu.SMEM(shape, _F32)
         of_teams = {"num_arrivals": self.members, "num_barriers": self.teams}
         if self.cluster > 1:
-            found["told"] = plgpu.ClusterBarrier(collective_axes=("c",), **of_teams)
+            found["partial_full"] = plgpu.ClusterBarrier(collective_axes=("c",), **of_teams)
         elif self.segments > 1:
-            found["told"] = plgpu.Barrier(**of_teams)
+            found["partial_full"] = plgpu.Barrier(**of_teams)
         if self.summed:
             shape = self.teams - 1, x.sums, self.members, self.width
             found["sums_smem"] = plgpu.SMEM(shape, _F32)
@@ -134,7 +134,7 @@ class _Tile:
         self.i, self.slot = i, i % self.plan.stages
         self.start = (self.first + i * self.step) * self.plan.height
         plgpu.barrier_wait(self.refs["full"].at[self.me, self.slot], phase=i // self.plan.stages)
-        self.told = 0  # exchanges in this tile
+        self.exchange = 0  # exchanges in this tile
         return self
 
     # ---- elements
@@ -207,17 +207,19 @@ class _Tile:
         """Sums of the segments of a row."""
         p, refs = self.plan, self.refs
         exchanges = 2 if self.x.name == "layer_norm" else 1
-        number = self.i * exchanges + self.told
-        self.told += 1
-        box = refs["told_smem"].at[self.team, number % 2]
+        number = self.i * exchanges + self.exchange
+        self.exchange += 1
+        buffer = refs["partial_smem"].at[self.team, number % 2]
         for j in range(p.cluster):
-            to = plgpu.cluster_ref(box, {"c": j}) if p.cluster > 1 else box
+            to = plgpu.cluster_ref(buffer, {"c": j}) if p.cluster > 1 else buffer
             for v, value in enumerate(mine):
                 to[v, self.segment] = value.reshape(())
-        told = refs["told"].at[self.team]
-        plgpu.barrier_arrive(told)
-        plgpu.barrier_wait(told, phase=number)
-        return [sum(box[v, s] for s in range(p.segments)).reshape((1, 1)) for v in range(len(mine))]
+        full = refs["partial_full"].at[self.team]
+        plgpu.barrier_arrive(full)
+        plgpu.barrier_wait(full, phase=number)
+        return [
+            sum(buffer[v, s] for s in range(p.segments)).reshape((1, 1)) for v in range(len(mine))
+        ]
 
 
 def _write_sums(tile, total):

@@ -233,6 +233,13 @@ class _Block(WarpSpecialized):
     def producer(self):
         self.ring.drain(self.tiles().produce(self.fetch_tile, jnp.int32(0)))
 
+    def partitioned(self, axis):
+        """Options of copies: each block of a pair fetches its part along an axis."""
+        if not self.axis:
+            return {}
+        part = plgpu.CopyPartition.PARTITIONED(axis)
+        return {"collective_axes": self.axis, "leader_tracked": part}
+
     def fetch_tile(self, t, it0):
         p, x, ring = self.plan, self.x, self.ring
         row, col = self.origin(t)
@@ -240,11 +247,7 @@ class _Block(WarpSpecialized):
         def copy(ref, along, along_k, transposed, buffer, barrier):
             axis = 1 if transposed else 0
             index = (along_k, along) if transposed else (along, along_k)
-            how = {}
-            if self.axis:
-                part = plgpu.CopyPartition.PARTITIONED(axis)
-                how = {"collective_axes": self.axis, "leader_tracked": part}
-            plgpu.copy_gmem_to_smem(ref.at[index], buffer, barrier, **how)
+            plgpu.copy_gmem_to_smem(ref.at[index], buffer, barrier, **self.partitioned(axis))
 
         def fetch(s, _):
             it = it0 + s

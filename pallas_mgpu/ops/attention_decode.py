@@ -10,8 +10,8 @@ segment without the last keys of its sequence goes to global memory, at most one
 first that is done. The share with the last keys adds up the segments, in the order of the blocks;
 it waits for blocks with lower numbers alone, which have started before it.
 
-Where results are small there are two consumers, which take the blocks of a segment in turns; the
-first one adds up both results in the end.
+Where results are small, two consumers alternate between the blocks of a segment, and the first one
+adds up both results at the end.
 
 Pages of a cache are copied in pieces that lie in one page each. Head dims that are no multiple of
 64 are filled up with zeros in shared memory, by TMA. Keys before the windows of all queries are
@@ -244,7 +244,7 @@ class _Block(WarpSpecialized):
         return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
 
     def attend_segment(self, acc, me, found, it0):
-        """Consumers take the blocks in turns."""
+        """The consumers alternate between the blocks."""
         b, head, _, _, length, low, high = found
         n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)

@@ -15,7 +15,7 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
-from ._common import overlap_launches, store, swizzled, warp_specialized
+from ._common import store, swizzled
 from ._padding import padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import _SLOPES, gated_linear_unit
@@ -117,23 +117,7 @@ class _Gated(_Block):
 @cached
 def _kernel(x, cfg, sms, activation, packed, products, interpret):
     plan = _GatedPlan(x, cfg, sms, _SLOPES[activation], packed, products)
-
-    def body(a, b, *refs, **scratch):
-        overlap_launches()
-        names = ["up"] * (not packed) + ["o"] + ["both"] * products
-        named = dict(a=a, b=b, bias=None) | dict(zip(names, refs, strict=True))
-        _Gated(plan, named | scratch).run()
-
-    out = plgpu.ShapeDtypeStruct((x.m, plan.n), x.out_dtype)
-    both = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
-    return warp_specialized(
-        body,
-        plan,
-        (out, both) if products else out,
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=_NAME,
-    )
+    return _gated_tensor_memory.kernel_of(plan, _Gated, interpret)
 
 
 class _Apart:

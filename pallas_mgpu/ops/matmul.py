@@ -58,9 +58,6 @@ from ._warp_mma import MmaConfig
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FP4 = jnp.dtype(_block_scaled.FP4)
 _FLOATS = ("float16", "bfloat16", "float32")
-# Fetch the rows of A that exist alone? 3 to 10 % less time for few rows, but products then read
-# shared memory that nothing wrote, which the emulated machine refuses
-_FETCH_FEW_ROWS = False
 
 
 class MatmulConfig(NamedTuple):
@@ -167,11 +164,6 @@ class _KernelPlan(_Plan):
         if self.stages < 1 + bool(cfg.lag):
             found, needed = max(self.stages, 0), 1 + bool(cfg.lag)
             raise ValueError(f"matmul: {found} slots, {cfg} needs {needed} of them")
-        # Rows of A that are fetched: what the others of a tile hold becomes rows that are not
-        # stored. TMA takes long to fill rows outside of A with zeros.
-        self.fetched = self.rows
-        if _FETCH_FEW_ROWS and not x.ta and cfg.cluster == cfg.cluster_n == cfg.consumers == 1:
-            self.fetched = self.sent
         self.group = min(cfg.group, _sizes.most(self.tiles_m))
         axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": cfg.split}
         self.axes = {name: size for name, size in axes.items() if size > 1}  # of the cluster
@@ -284,10 +276,9 @@ class _Block(WarpSpecialized):
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         part, t = self.slice_of(t)
         row, col = self.origin(t)
-        along_m, along_n = pl.ds(row, p.fetched), pl.ds(col, p.cols)
+        along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
         k00 = self.share_of_k(part) * (p.steps * step)
         place = self.order(it0)
-        few = None if p.fetched == p.rows else pl.ds(0, p.fetched)
 
         def fetch(s, _):
             it = it0 + s
@@ -296,7 +287,7 @@ class _Block(WarpSpecialized):
             ring.acquire(it)
             plgpu.copy_gmem_to_smem(
                 self.a.at[(along_k, along_m) if x.ta else (along_m, along_k)],
-                self.a_smem.at[slot if few is None else (slot, few)],
+                self.a_smem.at[slot],
                 self.full.at[slot],
                 collective_axes="cn" if "cn" in p.axes else None,
             )

@@ -4,6 +4,7 @@ odd shapes, every dtype; gradients also against differences of the forward."""
 import ml_dtypes
 import numpy as np
 import pytest
+from fuzz.ops_training import ACTIVATIONS
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
@@ -27,18 +28,6 @@ def check(got, want, dtype):
     assert got.dtype == dtype and got.shape == want.shape
     unit = UNIT[np.dtype(dtype).name]
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=unit)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-ACTIVATIONS = {
-    "silu": lambda x: x * sigmoid(x),
-    "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
-    "relu": lambda x: np.maximum(x, 0),
-    "sigmoid": sigmoid,
-}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5, 130), (9, 2050), (40, 64)], ids=str)

@@ -80,13 +80,13 @@ def counting():
     return plgpu.kernel(body, out_type=spec(500, 128, dtype=f32), grid=(500,), grid_names=("i",))
 
 
-# name: (the lowered kernel, shapes and dtypes of operands of a call, sizes of the call)
+# name: (the lowered kernel, sizes of a call)
 CASES = {
-    "product": (lambda: lowered(ops.matmul, spec(192, 128), spec(128, 256)), [], []),
-    "softmax": (lambda: lowered(ops.softmax, spec(40, 1000)), [], []),
-    "open_rows": (lambda: open_rows().lower(spec(64, 64, dtype=f32), target="sm_90a"), [], [64]),
-    "clustered": (lambda: clustered().lower(spec(128, 32, dtype=f32), target="sm_90a"), [], []),
-    "counting": (lambda: counting().lower(spec(500, 128, dtype=f32), target="sm_90a"), [], []),
+    "product": (lambda: lowered(ops.matmul, spec(192, 128), spec(128, 256)), []),
+    "softmax": (lambda: lowered(ops.softmax, spec(40, 1000)), []),
+    "open_rows": (lambda: open_rows().lower(spec(64, 64, dtype=f32), target="sm_90a"), [64]),
+    "clustered": (lambda: clustered().lower(spec(128, 32, dtype=f32), target="sm_90a"), []),
+    "counting": (lambda: counting().lower(spec(500, 128, dtype=f32), target="sm_90a"), []),
 }
 
 
@@ -178,6 +178,14 @@ def test_what_export_refuses(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_kernel_with_checks_is_not_exported(tmp_path, monkeypatch):
+    """Its program takes a record that the launcher has not."""
+    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
+    with pytest.raises(NotImplementedError, match="PALLAS_MGPU_SANITIZE=1.*export it without"):
+        open_rows().lower(spec(64, 64, dtype=f32), target="sm_90a").export(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- from C --------------------------------------------------------------------------------------
 
 
@@ -201,7 +209,7 @@ def compiled(tmp_path, name, header, body, n_params, *libraries):
 @needs_cc
 @pytest.mark.parametrize("case", CASES)
 def test_the_launcher_tells_the_driver_what_the_package_does(case, tmp_path):
-    make, _, sizes = CASES[case]
+    make, sizes = CASES[case]
     kernel = make()
     kernel.export(tmp_path, name=case)
     text, info = kernel.graph.cuda()
@@ -323,7 +331,7 @@ def test_the_launcher_on_a_gpu(case, tmp_path, rng):
     header = _headers()
     if header is None:
         pytest.skip("no cuda.h was found")
-    make, _, sizes = CASES[case]
+    make, sizes = CASES[case]
     kernel = make()
     kernel.export(tmp_path, name=case)
     info = kernel.graph.cuda()[1]
