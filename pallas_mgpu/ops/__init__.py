@@ -26,6 +26,7 @@ from .norms_backward import (
 from .quantize import dequantize, quantize
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 from .rotary import rotary
+from .sample import sample
 
 __all__ = [
     "AttentionBackwardConfig",
@@ -62,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rotary",
+    "sample",
     "softmax",
     "softmax_backward",
     "transposed_ragged_dot",

@@ -855,6 +855,30 @@ def rotary(
     stream: Stream | None = None,
 ) -> A: ...
 @overload
+def sample(
+    logits: np.ndarray,
+    seed: np.ndarray,
+    *,
+    top_k: int | np.ndarray | None = None,
+    top_p: float | np.ndarray | None = None,
+    temperature: float | np.ndarray = 1.0,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def sample(
+    logits: A,
+    seed: A,
+    *,
+    top_k: int | A | None = None,
+    top_p: float | A | None = None,
+    temperature: float | A = 1.0,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
 def cross_entropy(
     logits: np.ndarray,
     targets: np.ndarray,

@@ -21,6 +21,8 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._random import mixed
+
 _F32 = np.float32
 _LOG2E = _F32(math.log2(math.e))
 _MULTIPLE = 384  # rows of padded ranges: of whole tiles of 64, 128 and 192 rows
@@ -302,20 +304,12 @@ class Tile:
         u32 = jnp.uint32
         head = (self.batch * self.x.heads + self.head).astype(u32)
         seed = self.refs["seed"][0].astype(u32)
-        key = _mixed(_mixed(seed) ^ (head * u32(0x9E3779B9)))
+        key = mixed(mixed(seed) ^ (head * u32(0x9E3779B9)))
         row, column = (
             (start + lax.broadcasted_iota(jnp.int32, self.shape, k)).astype(u32)
             for k, start in enumerate((self.row, self.column))
         )
         query, at = (column, row) if self.by_keys else (row, column)
-        bits = _mixed((query * u32(self.x.keys) + at) ^ key)
+        bits = mixed((query * u32(self.x.keys) + at) ^ key)
         least = u32(min(round(self.f.dropout * 2**32), 2**32 - 1))
         return jnp.where(bits >= least, value * _F32(1 / (1 - self.f.dropout)), _F32(0))
-
-
-def _mixed(x):
-    """A bijection of uint32 in whose results every bit depends on all bits of x."""
-    u32 = jnp.uint32
-    x = (x ^ (x >> u32(16))) * u32(0x7FEB352D)
-    x = (x ^ (x >> u32(15))) * u32(0x846CA68B)
-    return x ^ (x >> u32(16))

@@ -46,6 +46,7 @@ CALLS = {
         zeros(4, 16, 2, 64), zeros(4, 16, 2, 64), *[zeros(1, 1, 2, 64)] * 2, table, few_lengths, **o
     ),
     "cross_entropy": lambda **o: ops.cross_entropy(x, targets, **o),
+    "sample": lambda **o: ops.sample(x, targets[:1], top_k=5, top_p=0.9, **o),
     "column_sums": lambda **o: ops.column_sums(square, **o),
     "quantize": lambda **o: ops.quantize(x, **o),
     "quantize, mx": lambda **o: ops.quantize(x, block=32, mx=True, **o),

@@ -1,0 +1,264 @@
+"""Draws a token of each row of logits: temperature, top-k, top-p.
+
+A block takes a row and reads it some times; after the first time it comes from the L2 cache.
+Logits are compared as integers of the same order, their *keys*. The k-th largest key, and the
+largest key above which the tokens have enough of the probability, are found from the highest bits
+down, two bits each time the row is read: counts, and sums of non-negative numbers in one order, do
+not grow as the threshold does, also after rounding. The token is drawn without a sum: with E
+exponentially distributed for each token, the least E / p is that of a token drawn with the
+probabilities p. E is a function of seed, row and token, so a draw does not depend on what else is
+in the batch, nor on how the row is divided.
+
+The row is divided among the threads of the block, which meet once for each time it is read. What
+they tell each other is in one of two halves of shared memory by turns, so that one meeting is
+enough."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+from ._random import mixed
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_F32 = np.float32
+_LOW = _F32(-np.inf)
+_THREADS = 4
+_PART = 1024  # elements that a thread takes at a time
+_LEAST = _F32(1e-20)  # of temperatures and sums that are divided or compared
+_GOLDEN = np.uint32(0x9E3779B9)
+
+
+class Problem(NamedTuple):
+    """What a kernel computes. top_k, top_p, temperature: a number, None or, with True, an array."""
+
+    rows: int
+    n: int
+    dtype: np.dtype
+    top_k: int | bool | None
+    top_p: float | bool | None
+    temperature: float | bool
+
+
+class _Row:
+    """A row of a block, while it is traced for one of the threads."""
+
+    def __init__(self, x, refs):
+        self.x, self.refs = x, refs
+        self.me, self.row = lax.axis_index("thread"), lax.axis_index("row")
+        self.width = min(x.n, _PART)
+        self.bits = 8 * x.dtype.itemsize
+        self.meetings = 0
+
+    def option(self, name, dtype=jnp.float32):
+        """This row's number."""
+        value = getattr(self.x, name)
+        return self.refs[name][self.row] if value is True else dtype(value)
+
+    def read(self, step, state):
+        """state = step(logits, their columns, state) for each part of this thread. Columns beyond
+        the row hold -inf."""
+        n, width, low = self.x.n, self.width, self.x.dtype.type(-np.inf)
+
+        def part(i, state):
+            start = (i * _THREADS + self.me) * width
+            column = start + jnp.arange(width)
+            at = self.row, pl.ds(start, width)
+            keep, other = (None, None) if n % width == 0 else (column < n, low)
+            value = pl.load(self.refs["logits"], at, mask=keep, other=other)
+            return step(value, column, state)
+
+        parts = (pl.cdiv(n, width) - self.me + (_THREADS - 1)) // _THREADS
+        return lax.fori_loop(0, parts, part, state)
+
+    def share(self, *values):
+        """Meets the other threads: for each scalar the list of all threads' ones."""
+        found = self._exchange(self.meetings % 2, values)
+        self.meetings += 1
+        return found
+
+    def _exchange(self, half, values):
+        told = self.refs["told"]
+        for i, value in enumerate(values):
+            told[half, self.me, i] = lax.bitcast_convert_type(value, jnp.int32)
+        plgpu.ext.named_barrier_sync(0, _THREADS)
+        return [
+            [lax.bitcast_convert_type(told[half, t, i], value.dtype) for t in range(_THREADS)]
+            for i, value in enumerate(values)
+        ]
+
+    def keys(self, value):
+        """Unsigned integers in the order of the logits."""
+        u32, sign = jnp.uint32, 1 << (self.bits - 1)
+        key = lax.bitcast_convert_type(value, f"uint{self.bits}").astype(u32)
+        return jnp.where(key >= u32(sign), u32(2 * sign - 1) ^ key, key | u32(sign))
+
+    def threshold(self, measure, enough, least=None):
+        """The largest key such that the sum of measure(logits) over keys that are not less is
+        enough(sum), or the key `least` where that is larger."""
+        u32, first = jnp.uint32, self.meetings
+        nothing = jnp.zeros_like(measure(jnp.zeros((self.width,), self.x.dtype)))
+
+        def digit(i, found):
+            shift = (self.bits - 2 - 2 * i).astype(u32)
+            tried = [found | (u32(d) << shift) for d in (1, 2, 3)]
+
+            def step(value, _, sums):
+                key, amount = self.keys(value), measure(value)
+                return tuple(s + jnp.where(key >= t, amount, nothing) for s, t in zip(sums, tried))
+
+            sums = self.read(step, (nothing,) * 3)
+            shared = self._exchange((i + first) % 2, [jnp.sum(s) for s in sums])
+            for t, parts in zip(tried, shared):
+                good = enough(_sum(parts))
+                found = jnp.where(good if least is None else good | (t <= least), t, found)
+            return found
+
+        return lax.fori_loop(0, self.bits // 2, digit, u32(0))  # an even number of meetings
+
+    def largest(self):
+        def step(value, _, top):
+            return jnp.maximum(top, value.astype(_F32))
+
+        (tops,) = self.share(jnp.max(self.read(step, jnp.full((self.width,), _LOW))))
+        return functools.reduce(jnp.maximum, tops)
+
+    def draw(self, top, temperature, least):
+        """The token, of those whose key is not less than `least` (None: of all)."""
+        u32 = jnp.uint32
+        key = mixed(mixed(self.refs["seed"][0].astype(u32)) ^ (self.row.astype(u32) * _GOLDEN))
+
+        def step(value, column, state):
+            best, token = state
+            bits = mixed(column.astype(u32) ^ key)
+            # in (0, 1], with all the bits near 0, where the least ones are
+            uniform = (bits >> u32(1)).astype(jnp.int32).astype(_F32) * _F32(2**-31) + _F32(2**-33)
+            score = value.astype(_F32) - top - temperature * jnp.log(-jnp.log1p(-uniform))
+            good = score > best
+            if least is not None:
+                good &= self.keys(value) >= least
+            return jnp.where(good, score, best), jnp.where(good, column, token)
+
+        none = jnp.full((self.width,), jnp.int32(self.x.n))
+        best, token = self.read(step, (jnp.full((self.width,), _LOW), none))
+        most = jnp.max(best)
+        tops, tokens = self.share(most, jnp.min(jnp.where(best == most, token, none)))
+        most = functools.reduce(jnp.maximum, tops)
+        found = [jnp.where(t == most, token, self.x.n) for t, token in zip(tops, tokens)]
+        return functools.reduce(jnp.minimum, found)
+
+
+def _sum(parts):
+    return (parts[0] + parts[1]) + (parts[2] + parts[3])
+
+
+@cached
+def _kernel(x, interpret):
+    names = [name for name in ("top_k", "top_p", "temperature") if getattr(x, name) is True]
+
+    def body(logits, seed, *refs):
+        overlap_launches()
+        arrays, (out, told) = refs[: len(names)], refs[len(names) :]
+        refs = dict(zip(names, arrays), logits=logits, seed=seed, told=told)
+        row = _Row(x, refs)
+        top, temperature, least = row.largest(), row.option("temperature"), None
+
+        if x.top_k is not None:
+            k = row.option("top_k", jnp.int32)
+            k = jnp.where(k > 0, k, x.n)
+            least = row.threshold(lambda value: jnp.ones(value.shape, jnp.int32), lambda s: s >= k)
+
+        if x.top_p is not None:
+            rate = 1 / jnp.maximum(temperature, _LEAST)
+
+            def weight(value):
+                return jnp.exp((value.astype(_F32) - top) * rate)
+
+            def step(value, _, total):
+                kept = weight(value)
+                if least is not None:
+                    kept = jnp.where(row.keys(value) >= least, kept, _F32(0))
+                return total + kept
+
+            (totals,) = row.share(jnp.sum(row.read(step, jnp.zeros((row.width,), _F32))))
+            aim = jnp.maximum(_sum(totals) * row.option("top_p"), _LEAST)
+            least = row.threshold(weight, lambda s: s >= aim, least)
+
+        token = row.draw(top, temperature, least)
+
+        @pl.when(row.me == 0)
+        def _():
+            out[row.row] = token
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((x.rows,), np.int32),
+        scratch_types=[plgpu.SMEM((2, _THREADS, 3), np.int32)],
+        grid=(x.rows,),
+        grid_names=("row",),
+        num_threads=_THREADS,
+        thread_name="thread",
+        interpret=interpret,
+        kernel_name="sample",
+    )
+
+
+def _option(name, value, rows, dtype, fits, accepted):
+    """None, the number, or True for an array; checked."""
+    if value is None:
+        return None
+    if hasattr(value, "shape"):
+        if value.shape != (rows,) or value.dtype != dtype:
+            raise ValueError(
+                f"sample: {name} must be a number or {np.dtype(dtype)} of shape {(rows,)}, got"
+                f" {value.dtype} of shape {value.shape}"
+            )
+        return True
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
+        raise ValueError(f"sample: {name} must be {accepted}; got {value!r}")
+    return value
+
+
+@plgpu.specialize(in_place=False)
+def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, interpret=None):
+    """A token of each row, drawn with the probabilities ``softmax(logits / temperature)``.
+
+    logits: [rows, vocabulary], float16, bfloat16 or float32; tokens of -inf are never drawn if
+    another one is finite. seed: int32 or uint32 [1]: the same seed, row number and row give the
+    same token, whatever the other rows. top_k: draw from the k largest logits of a row alone;
+    0: from all. top_p: of what top_k leaves, draw from the fewest largest logits whose
+    probabilities, of temperature and top_k, add up to top_p of their sum. Logits equal to the least
+    of those are drawn from as well. temperature: 0 takes the largest logit, of equal ones the
+    first. Each of the three is a number or an array of one for each row: int32, float32, float32.
+    In arrays top_k below 1 is 0, top_p above 1 is 1, and negative temperatures are undefined.
+
+    Returns int32 [rows]. TypeError, ValueError for other dtypes, shapes and numbers. Any GPU from
+    sm_80 on.
+    """
+    if logits.dtype.name not in _FLOATS:
+        raise TypeError(f"sample: logits must be float16, bfloat16 or float32, got {logits.dtype}")
+    if logits.ndim != 2 or 0 in logits.shape:
+        raise ValueError(f"sample: logits must be [rows, vocabulary], got shape {logits.shape}")
+    if seed.shape != (1,) or seed.dtype.name not in ("int32", "uint32"):
+        raise ValueError(
+            f"sample: seed must be int32 or uint32 of shape (1,), got {seed.dtype} of shape"
+            f" {seed.shape}"
+        )
+    rows, n = logits.shape
+    k = _option("top_k", top_k, rows, np.int32, lambda v: v == int(v) >= 0, "an int from 0")
+    p = _option("top_p", top_p, rows, _F32, lambda v: 0 < v <= 1, "above 0 and at most 1")
+    t = _option(
+        "temperature", temperature, rows, _F32, lambda v: 0 <= v < np.inf, "from 0 and finite"
+    )
+    if t is None:
+        raise ValueError("sample: temperature must be a number or an array, got None")
+    if k is not True and k is not None:
+        k = None if k == 0 or k >= n else int(k)
+    p = None if p == 1 and p is not True else p
+    return _kernel(Problem(rows, n, np.dtype(logits.dtype), k, p, t), interpret)
