@@ -17,15 +17,6 @@
 
 /* ---- tasks -------------------------------------------------------------------------------- */
 
-bool pm_vm_want_buffer(task *k, size_t bytes) {
-  if (bytes <= k->buffer_bytes) return true;
-  char *p = pm_realloc(k->buffer, bytes);
-  if (!p) return false;
-  k->buffer = p;
-  k->buffer_bytes = bytes;
-  return true;
-}
-
 static step no_memory(pm_machine *m, task *k) {
   return pm_vm_fail(m, k->owner, k->i->op, PM_E_MEMORY, "no memory for an asynchronous operation");
 }
@@ -33,62 +24,6 @@ static step no_memory(pm_machine *m, task *k) {
 /* The data of a task, followed, if poison is tracked, by that of the data and of what they are
  * combined with: PARTS of so many bytes. */
 enum { PARTS = 3, FLAGS = 2 };
-
-task *pm_vm_new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) {
-  task *k = m->free_tasks;
-  if (k) {
-    m->free_tasks = k->next;
-  } else {
-    k = pm_malloc(sizeof *k);
-    if (k) memset(k, 0, sizeof *k);
-  }
-  uint32_t n = m->tasks[kind].n;
-  if (k && n == m->tasks[kind].cap) {
-    uint32_t cap = n ? 2 * n : 16;
-    task **at = pm_realloc(m->tasks[kind].at, cap * sizeof(task *));
-    if (at) {
-      m->tasks[kind].at = at;
-      m->tasks[kind].cap = cap;
-    } else {
-      k->next = m->free_tasks;
-      m->free_tasks = k;
-      k = NULL;
-    }
-  }
-  if (!k) {
-    pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for an asynchronous operation");
-    return NULL;
-  }
-  k->kind = kind;
-  k->owner = t;
-  k->i = i;
-  k->next = k->prev = NULL;
-  k->read = false;
-  k->run = NULL;
-  k->index = n;
-  t->block->cluster->n_tasks++;
-  m->tasks[kind].at[n] = k;
-  m->tasks[kind].n = n + 1;
-  return k;
-}
-
-void pm_vm_finish_task(pm_machine *m, task *k) {
-  k->owner->block->cluster->n_tasks--;
-  task *last = m->tasks[k->kind].at[--m->tasks[k->kind].n];
-  last->index = k->index;
-  m->tasks[k->kind].at[k->index] = last;
-}
-
-void pm_vm_free_task(pm_machine *m, task *k) {
-  k->next = m->free_tasks;
-  m->free_tasks = k;
-}
-
-/* The caller has taken it out of its thread's list. */
-void pm_vm_end_task(pm_machine *m, task *k) {
-  pm_vm_finish_task(m, k);
-  pm_vm_free_task(m, k);
-}
 
 static void drop_products(pm_machine *m, thread *t) {
   bool pending = false;
@@ -110,21 +45,6 @@ void pm_vm_drop_tasks(pm_machine *m) {
   }
   for (int kind = 0; kind < TASK_KINDS; kind++) {
     while (m->tasks[kind].n) pm_vm_end_task(m, m->tasks[kind].at[0]);
-  }
-}
-
-void pm_vm_free_tasks(pm_machine *m) {
-  while (m->free_tasks) {
-    task *k = m->free_tasks;
-    m->free_tasks = k->next;
-    pm_free(k->buffer);
-    pm_free(k->issued.at);
-    pm_free(k);
-  }
-  for (int kind = 0; kind < TASK_KINDS; kind++) {
-    pm_free(m->tasks[kind].at);
-    m->tasks[kind].at = NULL;
-    m->tasks[kind].cap = 0;
   }
 }
 
@@ -421,36 +341,6 @@ static step run_copy_in(pm_machine *m, task *k) {
 
 /* ---- SMEM to GMEM ------------------------------------------------------------------------- */
 
-/* Whose copies these are: warp 0 issues those of its thread. */
-static thread *issuer(thread *t) { return t->of && !t->warp ? t->of : t; }
-
-/* A group that a thread closes is one of each of its warps. */
-void pm_vm_close_group(pm_machine *m, thread *t) {
-  issuer(t)->groups++;
-  for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps(m, t)[w].groups++;
-}
-
-/* A copy of the group that its thread has open. */
-static task *new_in_group(pm_machine *m, thread *t, const instr *i, task_kind kind) {
-  task *k = pm_vm_new_task(m, issuer(t), i, kind);
-  if (!k) return NULL;
-  k->next = k->owner->stores;
-  if (k->next) k->next->prev = k;
-  k->owner->stores = k;
-  k->group = k->owner->groups;
-  return k;
-}
-
-task *pm_vm_new_store(pm_machine *m, thread *t, const instr *i) {
-  return new_in_group(m, t, i, TASK_STORE);
-}
-
-void pm_vm_end_store(pm_machine *m, task *k) {
-  if (k->next) k->next->prev = k->prev;
-  *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
-  pm_vm_end_task(m, k);
-}
-
 static step run_copy_out(pm_machine *m, task *k);
 static step run_fetch(pm_machine *m, task *k);
 
@@ -544,7 +434,7 @@ static step run_copy_out(pm_machine *m, task *k) {
 /* Each copy is a group, also one whose predicate is false. */
 static step exec_fetch(pm_machine *m, thread *t, const instr *i) {
   if (!predicated_off(t, i)) {
-    task *k = new_in_group(m, t, i, TASK_FETCH);
+    task *k = pm_vm_new_in_group(m, t, i, TASK_FETCH);
     if (!k) return STEP_FAIL;
     k->from = 0;
     k->to = i->mem2->n;
@@ -594,7 +484,7 @@ static step await_stores(pm_machine *m, const thread *by, const thread *t, const
 
 /* A thread waits for those of all its warps. */
 static step exec_wait_copies_out(pm_machine *m, thread *t, const instr *i) {
-  step s = await_stores(m, t, issuer(t), i);
+  step s = await_stores(m, t, pm_vm_issuer(t), i);
   for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS && s != STEP_FAIL; w++) {
     s = await_stores(m, t, &pm_vm_warps(m, t)[w], i);
   }
@@ -682,7 +572,8 @@ static bool overlap(const located *a, const located *b) {
          -column < a->mem->dim[1];
 }
 
-const task *pm_vm_writer_of(const thread *t, const located *acc) {
+/* The wgmma that was not waited for and may write to these elements of an accumulator, or NULL. */
+static const task *writer_of(const thread *t, const located *acc) {
   const task *found = NULL;
   for (const task *k = t->mma_first; k; k = k->next) {
     if (k->acc.base == acc->base && overlap(&k->acc, acc)) found = k;
@@ -704,7 +595,7 @@ static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) { return a
 static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *what, located *s) {
   char place[600];
   pm_vm_locate(m, t, i->mem, s);
-  const task *k = pm_vm_writer_of(t, s);
+  const task *k = writer_of(t, s);
   if (!k) return STEP_NEXT;
   return pm_vm_fail(m, t, i->op, PM_E_VALUE,
                     "accumulator '%s' is %s while the wgmma%s may still write to it. Wait before: "

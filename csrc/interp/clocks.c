@@ -62,22 +62,6 @@ component pm_race_kind(const races *r, uint32_t id) {
 
 /* ---- clocks ------------------------------------------------------------------------------- */
 
-static uint32_t place_of(const vclock *c, uint32_t id) {
-  uint32_t low = 0, high = c->n;
-  while (low < high) {
-    const uint32_t middle = (low + high) / 2;
-    if (c->at[middle].id < id) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
-uint32_t pm_clock_at(const vclock *c, uint32_t id, enum view v) {
-  const uint32_t k = place_of(c, id);
-  if (k < c->n && c->at[k].id == id) return c->at[k].at[v];
-  return id < c->floor ? UINT32_MAX : 0;
-}
-
 static bool reserve(races *r, vclock *c, uint32_t n) {
   if (n <= c->cap) return true;
   const uint32_t cap = (uint32_t)pm_max(n, 2 * (int64_t)c->cap);
@@ -103,7 +87,7 @@ static void copy(races *r, vclock *to, const vclock *from) {
 /* At least so much of the component is ordered, in the views first to last. */
 static void raise_to(races *r, vclock *c, uint32_t id, enum view first, enum view last,
                      uint32_t time) {
-  const uint32_t k = place_of(c, id);
+  const uint32_t k = pm_clock_place(c, id);
   if (k == c->n || c->at[k].id != id) {
     if (!reserve(r, c, c->n + 1)) return;
     memmove(c->at + k + 1, c->at + k, (c->n++ - k) * sizeof *c->at);
@@ -184,7 +168,7 @@ void pm_race_fence(pm_machine *m, const thread *t, bool by_author) {
   const uint32_t warps = m->has_warps && !t->of ? WARPS : 0;
   for (uint32_t w = 0; w <= warps; w++) {
     const thread *own = w ? &pm_vm_warps(m, t)[w - 1] : t;
-    const uint32_t id = pm_race_agent_id(m, OWN, own), k = place_of(c, id);
+    const uint32_t id = pm_race_agent_id(m, OWN, own), k = pm_clock_place(c, id);
     if (k < c->n && c->at[k].id == id) c->at[k].at[DRAINED] = c->at[k].at[SEEN];
   }
   tick(m, t);
@@ -323,18 +307,6 @@ void pm_race_issue(pm_machine *m, thread *t, task *k) {
     o->store = k->i->op;
   }
   tick(m, t);
-}
-
-void pm_race_check_stores(pm_machine *m, const thread *t) {
-  for (uint32_t w = 0; w <= (m->has_warps && !t->of ? WARPS : 0); w++) {
-    const thread *owner = w ? &pm_vm_warps(m, t)[w - 1] : t;
-    const agent_order *o = &m->races->agents[owner - m->threads];
-    const uint32_t id = pm_race_agent_id(m, STORE_READS, owner);
-    if (o->stores <= pm_clock_at(clock_of(m, t), id, SEEN)) continue;
-    pm_race_note(m, o->store,
-                 "its thread ends without a wait for this copy (wait_smem_to_gmem(), or "
-                 "wait_gmem_to_smem() of one without a barrier). Here the block waits for it");
-  }
 }
 
 /* Of `owner`, the groups below `done` are complete, or have been read. */

@@ -4,70 +4,16 @@
  * whose operands are first numbers of storages. A storage is a piece of the frame with the range of
  * instructions in which it is live: from its definition to its last use, and to the end of a loop
  * that uses it without having defined it. Values may share a storage: a reshape shares that of its
- * operand, the result of a loop that of its carry. At the end, scalars and constants get bytes of
- * their own, arrays are packed first-fit by their ranges, and storage numbers are replaced by byte
- * offsets.
+ * operand, the result of a loop that of its carry. At the end, program.c replaces storage numbers
+ * by byte offsets in the frame.
  *
  * The carries of a loop are storages that the loop writes at its end. Nothing else is written
  * twice.
  *
  * What is in SMEM has the places that passes/smem.c planned, so what overlaps there overlaps here.
  */
+#include "compile.h"
 #include "../ir/mma.h"
-#include "vm.h"
-
-typedef struct storage {
-  size_t bytes, offset;
-  uint32_t start, end; /* instructions */
-  bool fixed;          /* offset is given, or it is small: no sharing */
-  bool image;          /* a constant */
-} storage;
-
-typedef struct constant {
-  uint32_t storage;
-  uint8_t dtype;
-  int64_t n;
-  pm_scalar value;
-  int64_t size, inner; /* of an iota: (index / inner) % size; size 0: the value */
-} constant;
-
-typedef struct usage {
-  uint32_t storage, at;
-} usage;
-typedef struct span {
-  uint32_t start, end;
-} span;
-
-struct compiler {
-  const pm_graph *g;
-  pm_machine *m;
-  pm_arena *temp;
-  pm_err *err;
-  pm_code status;
-  uint32_t *slot;  /* per value: its storage, 0: none yet */
-  uint32_t *splat; /* per value: the storage of the one number in every element, 0: not constant */
-  uint32_t *alloc; /* per value, SMEM: byte offset; barriers: first barrier */
-  uint32_t *apart; /* of SMEM: see access */
-  bool *shared;    /* per value: an allocation that other blocks of the cluster reach */
-  const char **files; /* per interned string: the machine's copy */
-  PM_VEC(instr) code;
-  PM_VEC(storage) storages;
-  PM_VEC(usage) uses;
-  PM_VEC(span) loops;
-  PM_VEC(uint32_t *) fixups; /* storage numbers outside of instructions */
-  PM_VEC(constant) constants;
-  PM_VEC(scope *) scopes;
-  PM_VEC(barrier_info) bars;
-  PM_VEC(uint32_t) accs; /* storages of the accumulators of open scopes */
-  struct open_scope {
-    struct open_scope *outer;
-    scope *scope;
-    uint32_t smem_cap, bar_cap, sem_cap, tmem_cap;
-    uint32_t first_acc;
-  } * open, *whole;
-  uint32_t n_barriers;
-  PM_VEC(pm_opid) pair_ops;
-};
 
 static void fail(compiler *c, pm_opid op, pm_code code, const char *what) {
   if (c->status) return;
@@ -144,7 +90,9 @@ static instr *emit(compiler *c, pm_opid op, exec_fn exec) {
   return &c->code.at[c->code.n - 1];
 }
 
-static void emit_jump(compiler *c, pm_opid op, uint32_t to) { emit(c, op, pm_vm_jump)->to = to; }
+static void emit_jump(compiler *c, pm_opid op, uint32_t to) {
+  emit(c, op, c->known->jump)->to = to;
+}
 
 /* ---- accesses ----------------------------------------------------------------------------- */
 
@@ -193,7 +141,7 @@ static void add_steps(compiler *c, access *mem, pm_val ref) {
   mem->checks = PM_NEW(&c->m->arena, start_check, depth * PM_MAX_RANK);
   for (v = ref; is_view(g, v) && !c->status;) {
     pm_opid op = pm_value_of(g, v)->def;
-    step_back *const back = pm_vm_handlers[pm_get(g, op)->code]->back;
+    step_back *const back = c->known->ops[pm_get(g, op)->code]->back;
     if (!back) {
       v = pm_in(g, op, 0);
       continue;
@@ -230,7 +178,8 @@ static const char *ref_name(compiler *c, const pm_view *view) {
   return pm_printf(&c->m->arena, "output %u", k - g->n_operands);
 }
 
-void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride) {
+/* The loops of a strided array: merged sizes and strides, in order. */
+static void set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride) {
   uint32_t n = 0;
   for (uint32_t d = 0; d < rank; d++) {
     if (size[d] == 1) continue;
@@ -271,7 +220,7 @@ static void set_dims(compiler *c, pm_opid op, access *mem, const pm_view *view) 
       stride[n++] = v->inner;
     }
   }
-  pm_vm_set_loops(mem, n, size, stride);
+  set_loops(mem, n, size, stride);
 }
 
 /* The use of a ref or barrier by the op whose instruction comes next; NULL on failure. */
@@ -575,6 +524,13 @@ static uint8_t add_tmem(compiler *c, pm_opid op, tensor_op *x, pm_val ref) {
   return (uint8_t)x->n_tmem++;
 }
 
+/* Of machine.pack. */
+static size_t tensor_bytes(const tensor_op *x) {
+  const size_t n = (size_t)(x->m * x->n), wide = (size_t)((x->m + 1 + x->n) * x->k);
+  return (n + (pm_vm_is_widened(x) ? wide : 0)) * sizeof(float) +
+         pm_vm_pack_bytes(x->m, x->n, x->k);
+}
+
 static void add_product(compiler *c, pm_opid op, tensor_op *x) {
   const pm_tcgen05 p = pm_tcgen05_of(c->g, op);
   add_tmem(c, op, x, p.acc);
@@ -592,7 +548,7 @@ static void add_product(compiler *c, pm_opid op, tensor_op *x) {
   x->n = p.n;
   x->k = p.k;
   x->block = p.block;
-  const size_t bytes = pm_vm_tensor_bytes(x);
+  const size_t bytes = tensor_bytes(x);
   if (bytes > c->m->pack_bytes) c->m->pack_bytes = bytes;
 }
 
@@ -702,10 +658,10 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
     mem->offset += list[d] * s;
     if (sizes[d] != PM_DROPPED) stride[--o] = s;
   }
-  pm_vm_set_loops(mem, to->rank, to->dim, stride);
+  set_loops(mem, to->rank, to->dim, stride);
   bool one = !slice && !transpose && c->splat[in];
   use_outside(c, &mem->base, one ? c->splat[in] : full(c, in));
-  if (one) pm_vm_set_loops(mem, 1, &mem->n, (const int64_t[]){0});
+  if (one) set_loops(mem, 1, &mem->n, (const int64_t[]){0});
   uint32_t slot = define(c, out);
   instr *i = emit(c, op, h->exec);
   i->mem = mem;
@@ -755,7 +711,8 @@ void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
   const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
   const bool half = pm_is_narrow_float(t->dtype);
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
-  r->kernel = pm_vm_reductions[*pm_attr(g, op, PM_ATTR_REDUCE)]->kernels[half ? PM_F32 : t->dtype];
+  r->kernel =
+      c->known->reductions[*pm_attr(g, op, PM_ATTR_REDUCE)]->kernels[half ? PM_F32 : t->dtype];
   r->n = 1;
   r->group[0].outer = r->group[0].inner = 1;
   r->group[0].size = t->dim[dim];
@@ -780,7 +737,7 @@ void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
   pm_dtype work = pm_is_narrow_float(t->dtype) ? PM_F32 : t->dtype;
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
-  r->kernel = pm_vm_reductions[*pm_attr(g, op, PM_ATTR_REDUCE)]->kernels[work];
+  r->kernel = c->known->reductions[*pm_attr(g, op, PM_ATTR_REDUCE)]->kernels[work];
   bool gone[PM_MAX_RANK] = {0};
   for (uint32_t k = 0; k < n; k++) gone[dims[k]] = true;
   int64_t inner = 1;
@@ -833,10 +790,6 @@ void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h) {
 
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
-/* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs, one on each
- * multiprocessor. */
-enum { MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28, SOME_MEMORY = 1 << 26 };
-
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
   return c->shared[v] ? c->whole : c->open;
@@ -867,7 +820,7 @@ bool pm_vm_reaches_copy(const pm_machine *m, const pm_graph *g, pm_opid op) {
 static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
   compiler *c = ctx;
   const pm_op *o = pm_get(g, op);
-  const handler *h = pm_vm_handlers[o->code];
+  const handler *h = c->known->ops[o->code];
   if (!h->reaches || !h->reaches(c->m, g, op)) return;
   for (uint32_t k = 0; k < o->n_in; k++) {
     const pm_val v = pm_in(g, op, k);
@@ -998,7 +951,7 @@ static void encode_block(compiler *c, pm_blk b) {
   const pm_block *block = &c->g->blocks.at[b];
   for (uint32_t k = 0; k < block->ops.n && !c->status; k++) {
     pm_opid op = block->ops.at[k];
-    const handler *h = pm_vm_handlers[pm_get(c->g, op)->code];
+    const handler *h = c->known->ops[pm_get(c->g, op)->code];
     h->encode(c, op, h);
   }
 }
@@ -1013,7 +966,7 @@ void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
   pm_opid yield = pm_terminator(c->g, region);
   for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
   close_scope(c);
-  emit(c, op, pm_vm_leave)->scope = s;
+  emit(c, op, c->known->leave)->scope = s;
 }
 
 /* ---- control ------------------------------------------------------------------------------ */
@@ -1042,10 +995,10 @@ static void emit_moves(compiler *c, pm_opid op, const uint32_t *dst, const uint3
     use_outside(c, &move->src, from);
   }
   if (first->n) {
-    emit(c, op, pm_vm_move)->moves = first;
+    emit(c, op, c->known->move)->moves = first;
     for (uint32_t k = 0; k < second->n; k++) use(c, second->at[k].src), use(c, second->at[k].dst);
   }
-  if (second->n) emit(c, op, pm_vm_move)->moves = second;
+  if (second->n) emit(c, op, c->known->move)->moves = second;
 }
 
 /* Move n operands of `from`, beginning with the first-th, into storages. */
@@ -1082,7 +1035,7 @@ void pm_vm_encode_warp_map(compiler *c, pm_opid op, const handler *h) {
   emit(c, op, h->exec);
   encode_block(c, pm_region(c->g, op, 0));
   if (c->status) return;
-  emit(c, op, pm_vm_warp_end);
+  emit(c, op, c->known->warp_end);
   c->code.at[fork].to = c->code.n;
 }
 
@@ -1104,7 +1057,7 @@ void pm_vm_encode_for(compiler *c, pm_opid op, const handler *h) {
   if (c->status) return;
   move_operands(c, pm_terminator(c->g, body), 0, carry + 1, n);
   use(c, carry[0]);
-  i = emit(c, op, pm_vm_next);
+  i = emit(c, op, c->known->next);
   i->a = carry[0];
   i->to = start;
   loop_done(c, start);
@@ -1181,235 +1134,22 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < n && !c->status; k++) c->code.at[jumps[k]].to = c->code.n;
 }
 
-/* ---- frame -------------------------------------------------------------------------------- */
-
-static void extend_ranges(compiler *c) {
-  for (uint32_t k = 0; k < c->uses.n; k++) {
-    storage *s = &c->storages.at[c->uses.at[k].storage];
-    uint32_t at = c->uses.at[k].at, end = at;
-    for (uint32_t l = 0; l < c->loops.n; l++) {
-      bool inside = c->loops.at[l].start <= at && at <= c->loops.at[l].end;
-      if (inside && s->start < c->loops.at[l].start && end < c->loops.at[l].end) {
-        end = c->loops.at[l].end;
-      }
-    }
-    if (end > s->end) s->end = end;
-  }
-}
-
-/* Storages are in the order of their starts. `live` is ordered by offset. */
-static size_t pack_arrays(compiler *c, size_t base) {
-  uint32_t *live = PM_NEW(c->temp, uint32_t, c->storages.n), n = 0;
-  size_t top = base;
-  for (uint32_t k = 1; k < c->storages.n; k++) {
-    storage *s = &c->storages.at[k];
-    if (s->fixed) continue;
-    uint32_t kept = 0;
-    for (uint32_t j = 0; j < n; j++) {
-      if (c->storages.at[live[j]].end >= s->start) live[kept++] = live[j];
-    }
-    n = kept;
-    size_t at = base, need = (size_t)pm_round_up((int64_t)s->bytes, 64);
-    uint32_t j = 0;
-    for (; j < n; j++) {
-      const storage *o = &c->storages.at[live[j]];
-      if (at + need <= o->offset) break;
-      at = o->offset + (size_t)pm_round_up((int64_t)o->bytes, 64);
-    }
-    memmove(live + j + 1, live + j, (n - j) * sizeof *live);
-    live[j] = k;
-    n++;
-    s->offset = at;
-    if (at + need > top) top = at + need;
-  }
-  return top;
-}
-
-static void fill_image(compiler *c) {
-  c->m->image = pm_alloc(&c->m->arena, c->m->image_bytes);
-  for (uint32_t k = 0; k < c->constants.n; k++) {
-    const constant *x = &c->constants.at[k];
-    char *at = c->m->image + c->storages.at[x->storage].offset;
-    uint8_t bytes = pm_dtypes[x->dtype].bytes;
-    for (int64_t e = 0; e < x->n; e++) {
-      pm_scalar v = x->value;
-      if (x->size) {
-        int64_t index = e / x->inner % x->size;
-        if (pm_is_float(x->dtype)) {
-          v.f = (double)index;
-        } else {
-          v.i = index;
-        }
-      }
-      pm_store_scalar(x->dtype, at + e * bytes, v);
-    }
-  }
-}
-
-/* Before slots get their places. */
-static void note_skipped(compiler *c) {
-  for (uint32_t k = 0; k < c->code.n; k++) {
-    instr *i = &c->code.at[k];
-    const pm_val out = i->op ? pm_get(c->g, i->op)->out : 0;
-    i->poison = i->op ? pm_poison_rule(pm_get(c->g, i->op)->code, i) : NULL;
-    i->skip = i->op ? (uint8_t)pm_vm_skips(c->g, i->op) : SKIP_NOTHING;
-    if (!i->skip || !i->dst || i->dst != c->slot[out]) {
-      i->skip = SKIP_NOTHING;
-      continue;
-    }
-    i->skip_dtype = pm_typeof(c->g, out)->dtype;
-    i->skip_bytes = (uint32_t)bytes_of(pm_typeof(c->g, out));
-  }
-}
-
-static void assign_frame(compiler *c) {
-  extend_ranges(c);
-  size_t top = (size_t)pm_round_up((int64_t)c->m->image_bytes, 64);
-  for (uint32_t k = 1; k < c->storages.n; k++) {
-    storage *s = &c->storages.at[k];
-    if (!s->fixed || s->image) continue;
-    s->offset = top;
-    top += 8;
-  }
-  top = pack_arrays(c, (size_t)pm_round_up((int64_t)top, 64));
-  if (top > UINT32_MAX) {
-    fail(c, 0, PM_E_MEMORY, "the arrays of one thread need more than 4 GiB in the interpreter");
-    return;
-  }
-  c->m->frame_bytes = top;
-  for (uint32_t k = 0; k < c->code.n; k++) {
-    instr *i = &c->code.at[k];
-    uint32_t *slots[] = {&i->dst, &i->a, &i->b, &i->c};
-    for (uint32_t j = 0; j < 4; j++) *slots[j] = (uint32_t)c->storages.at[*slots[j]].offset;
-  }
-  for (uint32_t k = 0; k < c->fixups.n; k++) {
-    *c->fixups.at[k] = (uint32_t)c->storages.at[*c->fixups.at[k]].offset;
-  }
-  fill_image(c);
-}
-
 /* ---- the whole ---------------------------------------------------------------------------- */
 
-static void copy_places(compiler *c) {
-  const pm_graph *g = c->g;
-  c->files = PM_NEW(c->temp, const char *, g->strings.n + 1);
-  c->m->places = PM_NEW(&c->m->arena, place, g->ops.n + 1);
-  for (uint32_t k = 1; k < g->ops.n; k++) {
-    uint32_t file = g->ops.at[k].file;
-    if (file && !c->files[file]) {
-      c->files[file] = pm_strdup(&c->m->arena, g->strings.at[file], strlen(g->strings.at[file]));
-    }
-    const uint16_t code = g->ops.at[k].code;
-    const char *what = pm_ops[code].text;
-    if (pm_has_attr(g, k, PM_ATTR_ENDS)) { /* a scope with a name */
-      what = g->strings.at[*pm_attr(g, k, PM_ATTR_FORMAT)];
-      what = pm_strdup(&c->m->arena, what, strlen(what));
-    }
-    c->m->places[k] =
-        (place){file ? c->files[file] : NULL, g->ops.at[k].line, pm_time_cost(g, k), what};
-  }
-}
-
-static void describe_arg(compiler *c, uint32_t k) {
-  const pm_graph *g = c->g;
-  const pm_val v = g->blocks.at[1].arg + k;
-  const pm_type *t = pm_typeof(g, v);
-  const uint32_t name = pm_value_of(g, v)->name;
-  const bool output = k >= g->n_operands;
-  arg *a = &c->m->args[k];
-  a->name = name ? pm_strdup(&c->m->arena, g->strings.at[name], strlen(g->strings.at[name]))
-                 : pm_printf(&c->m->arena, output ? "output %u" : "operand %u",
-                             output ? k - g->n_operands : k);
-  a->bytes = bytes_of(t);
-  a->dtype = t->dtype;
-  a->item = pm_dtypes[t->dtype].bytes;
-  a->rank = t->rank;
-  memcpy(a->dim, t->dim, sizeof a->dim);
-  a->fresh = output && !(g->alias && g->alias[k - g->n_operands] >= 0);
-}
-
-static pm_code compile(void *ctx, pm_err *err) {
-  compiler *c = ctx;
-  const pm_graph *g = c->g;
-  pm_machine *m = c->m;
-  c->err = err;
-  m->name = pm_strdup(&m->arena, g->name, strlen(g->name));
-  m->n_grid = g->n_grid;
-  m->n_cluster = g->n_cluster;
-  m->n_threads = g->n_threads ? g->n_threads : 1;
-  memcpy(m->grid, g->grid, sizeof m->grid);
-  memcpy(m->cluster, g->cluster, sizeof m->cluster);
-  memcpy(m->mesh, g->mesh, sizeof m->mesh);
-  m->n_mesh = g->n_mesh;
-  m->n_devices = (uint32_t)pm_n_devices(g);
-  m->meets_blocks = m->n_devices > 1;
-  m->n_blocks = 1;
-  m->grid_size = pm_grid_size(g);
-  m->shares_grid = pm_shares_grid(g);
-  m->sms = (uint32_t)g->target->sms;
-  m->smem_bytes = (size_t)g->scratch_offset; /* the end of all allocations */
-  m->profile_words = g->profile_words;
-  m->profile_warps = g->profile_warps;
-  m->profile_param = g->n_operands + g->profile_output;
-  for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
-  m->n_args = g->n_operands + g->n_outputs;
-  m->n_buffers = m->n_args * m->n_devices;
-  m->args = PM_NEW(&m->arena, arg, m->n_args);
-  for (uint32_t k = 0; k < m->n_args; k++) {
-    describe_arg(c, k);
-  }
-  if (g->profile_words) m->args[m->profile_param].written = true;
-  c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);
-  c->splat = PM_NEW(c->temp, uint32_t, g->values.n + 1);
-  c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);
-  c->shared = PM_NEW(c->temp, bool, g->values.n + 1);
-  pm_walk((pm_graph *)g, 1, note_shared, c);
-  c->apart = PM_NEW(c->temp, uint32_t, g->values.n + 1);
-  m->image_bytes = 64; /* offset 0 is no slot */
+void pm_vm_encode_all(compiler *c) {
+  const uint32_t n = c->g->values.n + 1;
+  c->slot = PM_NEW(c->temp, uint32_t, n);
+  c->splat = PM_NEW(c->temp, uint32_t, n);
+  c->alloc = PM_NEW(c->temp, uint32_t, n);
+  c->apart = PM_NEW(c->temp, uint32_t, n);
+  c->shared = PM_NEW(c->temp, bool, n);
+  pm_walk((pm_graph *)c->g, 1, note_shared, c);
+  c->m->image_bytes = 64; /* offset 0 is no slot */
   new_storage(c, 0);
-  copy_places(c);
   scope *whole = open_scope(c, true);
   c->whole = c->open;
   encode_block(c, 1);
-  if (c->status) return c->status;
+  if (c->status) return;
   close_scope(c);
-  emit(c, 0, pm_vm_end)->scope = whole;
-  note_skipped(c);
-  assign_frame(c);
-  if (c->status) return c->status;
-  m->code = PM_NEW(&m->arena, instr, c->code.n);
-  memcpy(m->code, c->code.at, c->code.n * sizeof *m->code);
-  m->scopes = c->scopes.at;
-  m->n_scopes = c->scopes.n;
-  m->bars = c->bars.at;
-  m->n_bars = c->bars.n;
-  m->n_barriers = c->n_barriers;
-  m->pair_ops = c->pair_ops.at;
-  m->n_pairs = c->pair_ops.n;
-  m->tmem_columns = g->tmem_columns;
-  const size_t each =
-      m->smem_bytes + PM_TMEM_LANES * 4 * (size_t)m->tmem_columns + m->n_threads * m->frame_bytes;
-  const int64_t sms = c->g->target->sms;
-  const int64_t room = m->meets_blocks ? pm_min(MOST_BLOCKS, pm_max(sms, MOST_MEMORY / each))
-                                       : pm_min(sms, SOME_MEMORY / each);
-  m->room = (uint32_t)pm_min(m->grid_size, pm_max(1, room / m->n_blocks));
-  return PM_OK;
-}
-
-pm_code pm_interp_compile(const pm_graph *g, pm_machine **out, pm_err *err) {
-  pm_machine *m = pm_malloc(sizeof *m);
-  if (!m) return pm_fail(err, PM_E_MEMORY, "no memory for the interpreter");
-  memset(m, 0, sizeof *m);
-  pm_arena_init(&m->arena);
-  pm_arena temp;
-  pm_arena_init(&temp);
-  compiler c = {.g = g, .m = m, .temp = &temp};
-  pm_code code = pm_protect(compile, &c, err);
-  pm_arena_free(&temp);
-  if (code) {
-    pm_interp_free(m);
-    return code;
-  }
-  *out = m;
-  return PM_OK;
+  emit(c, 0, c->known->end)->scope = whole;
 }

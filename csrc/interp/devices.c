@@ -8,39 +8,8 @@
  * What goes through the switch to all devices is one step: device after device, in their order. A
  * sum is taken in that order and in the dtype of the elements, where the switch may be more exact.
  */
-#include <stdio.h>
 
 #include "races.h"
-
-size_t pm_vm_put_device(const pm_machine *m, int64_t number, char *buf, size_t n) {
-  int64_t at[PM_MAX_RANK];
-  for (uint32_t d = m->n_mesh; d-- > 0; number /= m->mesh[d]) at[d] = number % m->mesh[d];
-  size_t len = (size_t)snprintf(buf, n, "(");
-  for (uint32_t d = 0; d < m->n_mesh && len < n; d++) {
-    len += (size_t)snprintf(buf + len, n - len, d ? ", %lld" : "%lld", (long long)at[d]);
-  }
-  if (len < n) len += (size_t)snprintf(buf + len, n - len, m->n_mesh == 1 ? ",)" : ")");
-  return pm_min(len, n);
-}
-
-int64_t pm_vm_device_of(const pm_machine *m, const thread *t, const access *mem) {
-  if (!mem->device_slot) return t->block->cluster->device;
-  const int64_t device = *(const int32_t *)(t->frame + mem->device_slot);
-  return device >= 0 && device < (int64_t)m->n_devices ? device : -1;
-}
-
-uint32_t pm_vm_owner(const pm_machine *m, const access *mem, const char *base) {
-  uint32_t d = 0;
-  while (d + 1 < m->n_devices && m->buffers[d * m->n_args + mem->base] != base) d++;
-  return d;
-}
-
-located pm_vm_on_device(const pm_machine *m, const located *s, uint32_t to) {
-  located out = *s;
-  out.base = m->buffers[to * m->n_args + s->mem->base];
-  if (s->at) out.at = out.base + (s->at - s->base);
-  return out;
-}
 
 /* ---- through the switch ------------------------------------------------------------------- */
 

@@ -1,10 +1,9 @@
-/* The virtual machine: scheduler, scopes, barriers, control.
+/* The virtual machine: scheduler, scopes, waits, control.
  *
  * Clusters begin in row-major order of the grid; all blocks of a cluster run concurrently. Under
  * seed 0 one cluster runs at a time, under others as many as the seed says, up to those that fit on
  * a GPU. If blocks may wait for others of the launch (semaphores), so many always run. For a
- * dynamically scheduled kernel only a few clusters run, so
- * that tiles are left for them to take.
+ * dynamically scheduled kernel only a few clusters run, so that tiles are left for them to take.
  *
  * What blocks access in each other (cluster barriers, destinations and barriers of collective
  * copies, refs used by cluster_refs) is set up before any of them runs and checked when all have
@@ -14,12 +13,8 @@
  * The scheduler chooses at random, by the seed, among the ready threads and the pending tasks of
  * each kind. The likelihood of each kind of task is drawn once for each run, from "immediately" to
  * "not before a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always
- * late.
- *
- * Barriers count phases. A copy arrives when it is issued and holds the phase open until its bytes
- * have landed. Misuse is an error as soon as it is certain. */
+ * late. */
 #include <inttypes.h>
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -28,11 +23,10 @@
 
 enum { THREAD_WEIGHT = 256, LATE = 1, EVEN = 64, EARLY = 16384, SLICE = 64 };
 enum { REPORT_NS = 3000000 };
-enum { MANY_POLLS = 1 << 18, SOME_POLLS = 1 << 8 }; /* tests in vain: of all, of each */
-enum { FEW_CLUSTERS = 6 };                          /* that run at once under most seeds */
+enum { FEW_CLUSTERS = 6 }; /* that run at once under most seeds */
 enum { MOST_SHARING = 4 }; /* clusters of a kernel that hands out its grid */
 
-uint64_t pm_vm_random(pm_machine *m) { /* splitmix64 */
+static uint64_t next_random(pm_machine *m) { /* splitmix64 */
   uint64_t z = (m->random += 0x9e3779b97f4a7c15u);
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;
@@ -40,253 +34,10 @@ uint64_t pm_vm_random(pm_machine *m) { /* splitmix64 */
 }
 
 static uint32_t below(pm_machine *m, uint64_t n) { /* n below 2^32 */
-  return (uint32_t)((pm_vm_random(m) >> 32) * n >> 32);
+  return (uint32_t)((next_random(m) >> 32) * n >> 32);
 }
 
-/* ---- messages ----------------------------------------------------------------------------- */
-
-const char *pm_vm_place(const pm_machine *m, pm_opid op, char *buf, size_t n) {
-  const place *p = &m->places[op];
-  if (p->file) {
-    snprintf(buf, n, " at %s:%u", p->file, p->line);
-  } else {
-    snprintf(buf, n, " at an unknown place");
-  }
-  return buf;
-}
-
-static int put_tuple(char *buf, size_t n, const int64_t *x, uint32_t rank) {
-  int at = snprintf(buf, n, "(");
-  for (uint32_t k = 0; k < rank && at < (int)n; k++) {
-    at += snprintf(buf + at, n - (size_t)at, k ? ", %" PRId64 : "%" PRId64, x[k]);
-  }
-  if (at < (int)n) at += snprintf(buf + at, n - (size_t)at, rank == 1 ? ",)" : ")");
-  return at;
-}
-
-const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n) {
-  put_tuple(buf, n, b->coord, m->n_cluster);
-  return buf;
-}
-
-bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes) {
-  for (uint32_t d = 0; d < m->n_cluster; d++) {
-    if (a->coord[d] != b->coord[d] && !(axes >> d & 1)) return false;
-  }
-  return true;
-}
-
-const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n) {
-  int at = 0;
-  buf[0] = 0;
-  if (m->n_mesh) {
-    at += snprintf(buf, n, "device ");
-    at += (int)pm_vm_put_device(m, t->block->cluster->device, buf + at, n - (size_t)at);
-  }
-  if (m->n_grid) {
-    at += snprintf(buf + at, n - (size_t)at, "%sgrid point ", at ? ", " : "");
-    at += put_tuple(buf + at, n - (size_t)at, t->block->cluster->point, m->n_grid);
-  }
-  if (m->n_cluster) {
-    at += snprintf(buf + at, n - (size_t)at, "%sblock ", at ? ", " : "");
-    at += put_tuple(buf + at, n - (size_t)at, t->block->coord, m->n_cluster);
-  }
-  at += snprintf(buf + at, n - (size_t)at, "%sthread %u", at ? ", " : "", t->index);
-  if (t->of && at < (int)n) snprintf(buf + at, n - (size_t)at, ", warp %u", t->warp);
-  return buf;
-}
-
-step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const char *fmt, ...) {
-  char text[3072], agent[512];
-  va_list ap;
-  va_start(ap, fmt);
-  vsnprintf(text, sizeof text, fmt, ap);
-  va_end(ap);
-  pm_fail(m->err, code, "%s (%s)", text, pm_vm_agent(m, t, agent, sizeof agent));
-  if (m->places[op].file) pm_err_at(m->err, m->places[op].file, m->places[op].line);
-  return STEP_FAIL;
-}
-
-static const char *barrier_text(const pm_machine *m, const thread *t, const barrier *b, char *buf,
-                                size_t n) {
-  const barrier_info *info = b->info;
-  int64_t index = b - b->block->bars - info->first, at[PM_MAX_RANK];
-  for (uint32_t d = info->rank; d-- > 0; index /= info->dim[d]) at[d] = index % info->dim[d];
-  int len = snprintf(buf, n, "'%s", info->name);
-  for (uint32_t d = 0; d < info->rank && info->count > 1 && len < (int)n; d++) {
-    len += snprintf(buf + len, n - (size_t)len, "%s%" PRId64, d ? ", " : "[", at[d]);
-  }
-  if (len < (int)n) {
-    len += snprintf(buf + len, n - (size_t)len, "%s'", info->rank && info->count > 1 ? "]" : "");
-  }
-  char place[600];
-  if (len < (int)n && b->block != t->block) {
-    len += snprintf(buf + len, n - (size_t)len, " of block %s",
-                    pm_vm_block(m, b->block, place, sizeof place));
-  }
-  if (len < (int)n && m->places[info->op].file) {
-    snprintf(buf + len, n - (size_t)len, " (allocated%s)",
-             pm_vm_place(m, info->op, place, sizeof place));
-  }
-  return buf;
-}
-
-/* ---- ready threads ------------------------------------------------------------------------ */
-
-static step deadlock(pm_machine *m);
-
-static void make_ready(pm_machine *m, thread *t) {
-  t->state = THREAD_READY;
-  t->ready = m->n_ready;
-  m->ready[m->n_ready++] = t;
-}
-
-step pm_vm_block_on(pm_machine *m, thread *t, thread_state why) {
-  t->state = why;
-  m->ready[t->ready] = m->ready[--m->n_ready];
-  m->ready[t->ready]->ready = t->ready;
-  return STEP_PAUSE;
-}
-
-static uint32_t n_seers(const pm_machine *m) {
-  return m->n_threads * (m->has_warps ? 1 + WARPS : 1);
-}
-static uint32_t all_blocks(const pm_machine *m) { return m->n_clusters * m->n_blocks; }
-uint32_t pm_vm_agents(const pm_machine *m) { return all_blocks(m) * n_seers(m); }
-
-/* All threads come first, then all warps, in their order. */
-thread *pm_vm_warps(const pm_machine *m, const thread *t) {
-  const size_t n = (size_t)all_blocks(m) * m->n_threads;
-  return m->threads + n + (size_t)(t - m->threads) * WARPS;
-}
-
-static void wake_some(pm_machine *m, thread *t, uint32_t n, thread_state why,
-                      const barrier *waits_for) {
-  for (thread *end = t + n; t < end; t++) {
-    if (t->state == why && (!waits_for || t->waits_for == waits_for)) make_ready(m, t);
-  }
-}
-
-static void wake(pm_machine *m, block *b, thread_state why, const barrier *waits_for) {
-  thread *t = m->threads + (size_t)(b - m->blocks) * m->n_threads;
-  wake_some(m, t, m->n_threads, why, waits_for);
-  if (m->has_warps) wake_some(m, pm_vm_warps(m, t), m->n_threads * WARPS, why, waits_for);
-}
-
-void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore) {
-  for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
-    if (t->state == THREAD_AT_SEMAPHORE && t->waits_at == semaphore) make_ready(m, t);
-  }
-}
-
-/* Threads that wait by looking again are never blocked. Where all of those that are ready do
- * nothing else for very long, and nothing is in flight, it is a deadlock. */
-step pm_vm_poll(pm_machine *m, thread *t) {
-  if (t->epoch != m->epoch) t->polled = 0;
-  t->epoch = m->epoch;
-  t->polled++;
-  if (++m->polls < MANY_POLLS || m->polls % MANY_POLLS) return STEP_PAUSE;
-  for (uint32_t k = 0; k < m->n_ready; k++) {
-    const thread *r = m->ready[k];
-    if (r->epoch != m->epoch || r->polled < SOME_POLLS) return STEP_PAUSE;
-  }
-  for (int k = 0; k < TASK_KINDS; k++) {
-    if (m->tasks[k].n) return STEP_PAUSE;
-  }
-  return deadlock(m);
-}
-
-/* Phases that thread k of the barrier's block observed: by any of its warps, while they run. */
-static int64_t seen_by(const pm_machine *m, const barrier *b, uint32_t k) {
-  const thread *t = &m->threads[(size_t)(b->block - m->blocks) * m->n_threads + k];
-  int64_t most = b->seen[k];
-  for (uint32_t w = 0; t->state == THREAD_AT_WARPS && w < WARPS; w++) {
-    most = pm_max(most, b->seen[pm_vm_warps(m, t)[w].observer]);
-  }
-  return most;
-}
-
-/* ---- barriers ----------------------------------------------------------------------------- */
-
-static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
-  char name[768], place[600];
-  pm_vm_progress(m);
-  if (b->arrivals < b->info->arrivals || b->pending) return STEP_NEXT;
-  b->arrivals = 0;
-  b->phase++;
-  if (m->races) pm_race_phase(m, b, b->copied == b->phase);
-  if (m->timeline) pm_time_phase(m, b);
-  LOG(m, t, op, PM_LOG_BARRIER, "phase %" PRId64 " of barrier %s is complete", b->phase,
-      barrier_text(m, t, b, name, sizeof name));
-  bool waited = false;
-  int64_t least = INT64_MAX;
-  for (uint32_t k = 0; k < m->n_threads; k++) {
-    const int64_t seen = seen_by(m, b, k);
-    if (seen < 0) continue;
-    waited = true;
-    least = pm_min(least, seen);
-  }
-  if (!waited && b->phase == 2) {
-    pm_race_note(m, op,
-                 "barrier %s completes a second phase, but no thread has ever waited on it; its "
-                 "first phase was completed%s",
-                 barrier_text(m, t, b, name, sizeof name),
-                 pm_vm_place(m, b->last_completion, place, sizeof place));
-  }
-  if (waited && least < b->phase - 2) {
-    return pm_vm_fail(m, t, op, PM_E_VALUE,
-                      "barrier %s completes phase %" PRId64
-                      ", but a thread that waits on it has "
-                      "observed only %" PRId64
-                      "; the phase before was completed%s. A thread must wait "
-                      "for every phase",
-                      barrier_text(m, t, b, name, sizeof name), b->phase, least,
-                      pm_vm_place(m, b->last_completion, place, sizeof place));
-  }
-  b->last_completion = op;
-  wake(m, b->block, THREAD_AT_BARRIER, b);
-  return STEP_NEXT;
-}
-
-step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending) {
-  char name[768], place[600];
-  if (b->arrivals == b->info->arrivals) {
-    return pm_vm_fail(
-        m, t, op, PM_E_VALUE,
-        "barrier %s has all its %u arrivals of this phase, the last one%s, and copies "
-        "among them may be in flight: one more arrival cannot be counted. Wait on the "
-        "barrier first, or allocate it with more arrivals",
-        barrier_text(m, t, b, name, sizeof name), b->info->arrivals,
-        pm_vm_place(m, b->last_arrival, place, sizeof place));
-  }
-  if (m->races) pm_race_arrive(m, t, b, false);
-  if (m->timeline) pm_time_arrive(m, t, op, b);
-  b->arrivals++;
-  b->pending += pending;
-  b->last_arrival = op;
-  if (pending) {
-    b->copied = b->phase + 1;
-    b->last_copy = op;
-  }
-  LOG(m, t, op, PM_LOG_BARRIER, "arrival %u of %u of phase %" PRId64 " on barrier %s", b->arrivals,
-      b->info->arrivals, b->phase + 1, barrier_text(m, t, b, name, sizeof name));
-  return complete(m, t, op, b);
-}
-
-step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b) {
-  b->pending--;
-  return complete(m, t, op, b);
-}
-
-barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i, const access *mem) {
-  located s;
-  pm_vm_locate(m, t, mem, &s);
-  if (!s.inside) {
-    pm_vm_outside(m, t, i->op, &s, "barrier");
-    return NULL;
-  }
-  return t->block->bars + mem->base + s.offset;
-}
+/* ---- arrivals and waits ------------------------------------------------------------------- */
 
 /* Does the block `from` signal the cluster barrier of the block `to`? */
 static bool signals(const pm_machine *m, const barrier_info *info, const block *from,
@@ -348,14 +99,14 @@ static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
     pm_race_note(m, i->op,
                  "this thread waits on barrier %s, on which its warps 0 to 3 waited %d, %d, %d and "
                  "%d times in the warp_map%s",
-                 barrier_text(m, t, b, name, sizeof name), u->waits[0], u->waits[1], u->waits[2],
-                 u->waits[3], pm_vm_place(m, u->map, place, sizeof place));
+                 pm_vm_barrier_text(m, t, b, name, sizeof name), u->waits[0], u->waits[1],
+                 u->waits[2], u->waits[3], pm_vm_place(m, u->map, place, sizeof place));
   } else if (u->map && !u->partly) {
     return pm_vm_fail(m, t, i->op, PM_E_VALUE,
                       "this thread waits on barrier %s, on which its warps 0 to 3 waited %d, %d, "
                       "%d and %d times in the warp_map%s: which phase comes next is not known. "
                       "The warps of a thread that wait on a barrier must wait equally often",
-                      barrier_text(m, t, b, name, sizeof name), u->waits[0], u->waits[1],
+                      pm_vm_barrier_text(m, t, b, name, sizeof name), u->waits[0], u->waits[1],
                       u->waits[2], u->waits[3], pm_vm_place(m, u->map, place, sizeof place));
   }
   if (*seen == MISSED) {
@@ -363,7 +114,7 @@ static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
                       "this thread waits on barrier %s, but when its scope was entered before, it "
                       "did not: phases completed there that it has not observed. A thread that "
                       "waits must wait for every phase",
-                      barrier_text(m, t, b, name, sizeof name));
+                      pm_vm_barrier_text(m, t, b, name, sizeof name));
   }
   if (*seen < 0 && b->phase > 1) {
     return pm_vm_fail(
@@ -371,7 +122,7 @@ static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
         "this thread waits on barrier %s for the first time, but %" PRId64
         " phases are "
         "complete already, the last one%s. A thread that waits must wait for every phase",
-        barrier_text(m, t, b, name, sizeof name), b->phase,
+        pm_vm_barrier_text(m, t, b, name, sizeof name), b->phase,
         pm_vm_place(m, b->last_completion, place, sizeof place));
   }
   if (*seen < 0) *seen = 0;
@@ -381,7 +132,7 @@ static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
                       " phases "
                       "are complete already, the last one%s. A phase may complete only after all "
                       "waiters observed the one before",
-                      *seen + 1, barrier_text(m, t, b, name, sizeof name), b->phase,
+                      *seen + 1, pm_vm_barrier_text(m, t, b, name, sizeof name), b->phase,
                       pm_vm_place(m, b->last_completion, place, sizeof place));
   }
   return STEP_NEXT;
@@ -410,11 +161,11 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
                       "barrier_wait: phase is %" PRId32 ", but this thread waited for %" PRId64
                       " phases of barrier %s before",
                       *(int32_t *)slot_of(t, i->a), *seen,
-                      barrier_text(m, t, b, name, sizeof name));
+                      pm_vm_barrier_text(m, t, b, name, sizeof name));
   }
   LOG(m, t, i->op, PM_LOG_BARRIER, "%s phase %" PRId64 " of barrier %s",
       *seen == b->phase ? "waits for" : "has seen", *seen + 1,
-      barrier_text(m, t, b, name, sizeof name));
+      pm_vm_barrier_text(m, t, b, name, sizeof name));
   if (*seen == b->phase) {
     t->waits_for = b;
     t->pc--;
@@ -458,7 +209,7 @@ static step exec_leave_section(pm_machine *m, thread *t, const instr *i) {
   b->turn = (b->turn + 1) % i->to;
   if (m->races) pm_race_leave_section(m, t);
   if (m->timeline) pm_time_leave_section(m, t, i->op);
-  wake(m, b, THREAD_AT_TURN, NULL);
+  pm_vm_wake(m, b, THREAD_AT_TURN, NULL);
   return STEP_PAUSE;
 }
 
@@ -507,7 +258,7 @@ static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
     if (u->state != THREAD_AT_NAMED || u->waits_named != b) continue;
     if (m->races) pm_race_leave(m, u, (uint32_t)number);
     if (m->timeline) pm_time_leave(m, u, (uint32_t)number);
-    make_ready(m, u);
+    pm_vm_make_ready(m, u);
   }
   if (m->races && waits) pm_race_leave(m, t, (uint32_t)number);
   if (m->timeline && waits) pm_time_leave(m, t, (uint32_t)number);
@@ -527,20 +278,12 @@ static step exec_named_arrive(pm_machine *m, thread *t, const instr *i) {
 static void reset_barrier(const pm_machine *m, barrier *x, const barrier_info *info, block *b) {
   int64_t *seen = x->seen;
   uneven *u = x->uneven;
-  for (uint32_t j = 0; j < n_seers(m); j++) {
+  for (uint32_t j = 0; j < pm_vm_observers(m); j++) {
     const bool missed = seen[j] == MISSED || pm_max(seen[j], 0) < x->phase;
     seen[j] = info->again && missed ? MISSED : NEVER;
   }
   memset(u, 0, m->n_threads * sizeof *u);
   *x = (barrier){.info = info, .block = b, .seen = seen, .uneven = u};
-}
-
-/* Which of n barriers or semaphores of a scope belong to a thread: where the scope is not
- * collective, a part for each thread follows the other. */
-uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n) {
-  if (s->collective || m->n_threads == 1) return 0;
-  *n /= m->n_threads;
-  return *n * t->index;
 }
 
 /* `t`: the thread that enters, for what each has for itself. */
@@ -580,8 +323,8 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
     return pm_vm_fail(m, t, op, PM_E_VALUE,
                       "the scope of barrier %s ends with %u of %u arrivals of phase %" PRId64
                       " made%s, the last one%s. Wait for all of them before",
-                      barrier_text(m, t, b, name, sizeof name), b->arrivals, b->info->arrivals,
-                      b->phase + 1, b->pending ? " and copies in flight" : "",
+                      pm_vm_barrier_text(m, t, b, name, sizeof name), b->arrivals,
+                      b->info->arrivals, b->phase + 1, b->pending ? " and copies in flight" : "",
                       pm_vm_place(m, b->last_arrival, place, sizeof place));
   }
   for (uint32_t k = 0; k < m->tasks[TASK_TENSOR].n; k++) {
@@ -591,7 +334,7 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
         m, t, op, PM_E_VALUE,
         "the scope of barrier %s ends before the tcgen05_commit_arrive%s has arrived. "
         "Wait for it before",
-        barrier_text(m, t, b, name, sizeof name),
+        pm_vm_barrier_text(m, t, b, name, sizeof name),
         pm_vm_place(m, commit->i->op, place, sizeof place));
   }
   bool observed = true;
@@ -603,13 +346,13 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
     pm_race_note(m, b->last_completion,
                  "the scope of barrier %s ends with %" PRId64
                  " phases complete, and a thread that waits on it has observed fewer",
-                 barrier_text(m, t, b, name, sizeof name), b->phase);
+                 pm_vm_barrier_text(m, t, b, name, sizeof name), b->phase);
   }
   if (b->copied > most) {
     return pm_vm_fail(m, t, op, PM_E_VALUE,
                       "the scope of barrier %s ends while the copy%s may be in flight: no thread "
                       "waited for phase %" PRId64 ", in which it arrives. Wait for it before",
-                      barrier_text(m, t, b, name, sizeof name),
+                      pm_vm_barrier_text(m, t, b, name, sizeof name),
                       pm_vm_place(m, b->last_copy, place, sizeof place), b->copied);
   }
   for (uint32_t j = 0; b->info->again && j < m->n_threads; j++) {
@@ -619,7 +362,7 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
                       " phases complete, the last one%s, but thread %u observed only %" PRId64
                       ". The scope is in a loop and can be entered again, with the barrier as it "
                       "is: wait for every phase, or allocate the barrier outside of the loop",
-                      barrier_text(m, t, b, name, sizeof name), b->phase,
+                      pm_vm_barrier_text(m, t, b, name, sizeof name), b->phase,
                       pm_vm_place(m, b->last_completion, place, sizeof place), j,
                       pm_max(b->seen[j], 0));
   }
@@ -687,7 +430,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   if (m->races) pm_race_meet(m, b);
   if (m->timeline) pm_time_meet(m, b);
   init_scope(m, b, s, t);
-  wake(m, b, THREAD_AT_SCOPE, NULL);
+  pm_vm_wake(m, b, THREAD_AT_SCOPE, NULL);
   return STEP_PAUSE;
 }
 
@@ -740,7 +483,7 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
     }
     t->block->cluster->n_live++;
     m->n_live++;
-    make_ready(m, w);
+    pm_vm_make_ready(m, w);
   }
   if (m->races) pm_race_fork(m, t);
   if (m->timeline) pm_time_fork(m, t);
@@ -778,7 +521,7 @@ step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i) {
   if (--of->n_warps) return STEP_PAUSE;
   if (m->timeline) pm_time_join(m, of, i->op);
   for (uint32_t k = 0; k < m->n_barriers; k++) join_waits(m, of, &of->block->bars[k], i->op);
-  make_ready(m, of);
+  pm_vm_make_ready(m, of);
   return STEP_PAUSE;
 }
 
@@ -902,7 +645,7 @@ static step deadlock(pm_machine *m) {
     at += (size_t)snprintf(text + at, room - at,
                            "\n  %s: barrier_wait%s on %s for phase %" PRId64 "; %" PRId64
                            " complete, arrivals %u/%u",
-                           agent, place, barrier_text(m, t, b, name, sizeof name),
+                           agent, place, pm_vm_barrier_text(m, t, b, name, sizeof name),
                            b->seen[t->observer] + 1, b->phase, b->arrivals, b->info->arrivals);
     at += pm_vm_missing_parts(m, b, text + at, 1024);
   }
@@ -942,7 +685,7 @@ static step run_thread(pm_machine *m, thread *t) {
     const instr *i = &m->code[t->pc++];
     s = m->observed ? pm_vm_observe(m, t, i) : i->exec(m, t, i);
   } while (s == STEP_NEXT && --budget);
-  return s;
+  return s == STEP_STUCK ? deadlock(m) : s;
 }
 
 /* Run one thread for a while, or one task. */
@@ -995,7 +738,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
     for (uint32_t k = 0; k < m->n_barriers; k++) {
       b->bars[k].phase = 0;
-      for (uint32_t j = 0; j < n_seers(m); j++) b->bars[k].seen[j] = NEVER;
+      for (uint32_t j = 0; j < pm_vm_observers(m); j++) b->bars[k].seen[j] = NEVER;
     }
     init_scope(m, b, m->scopes[0], &m->threads[(size_t)(b - m->blocks) * m->n_threads]);
   }
@@ -1012,7 +755,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
     t->pc = 0;
     t->groups = 0;
     for (uint32_t w = 0; m->has_warps && w < WARPS; w++) pm_vm_warps(m, t)[w].groups = 0;
-    make_ready(m, t);
+    pm_vm_make_ready(m, t);
   }
 }
 
@@ -1060,7 +803,7 @@ static void free_run(pm_machine *m) {
     pm_free(m->threads[k].uses);
     pm_free(m->threads[k].finished);
   }
-  for (uint32_t k = 0; m->blocks && k < all_blocks(m); k++) {
+  for (uint32_t k = 0; m->blocks && k < pm_vm_blocks(m); k++) {
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].seen);
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].uneven);
     pm_free(m->blocks[k].bars);
@@ -1100,7 +843,7 @@ static bool allocate_block(pm_machine *m, block *b) {
   b->n_left = zeroed(m->n_scopes * sizeof *b->n_left);
   b->n_parts = zeroed(m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
   b->bars = zeroed((m->n_barriers + 1) * sizeof *b->bars);
-  int64_t *seen = zeroed((m->n_barriers + 1) * n_seers(m) * sizeof *seen);
+  int64_t *seen = zeroed((m->n_barriers + 1) * pm_vm_observers(m) * sizeof *seen);
   uneven *u = zeroed((m->n_barriers + 1) * m->n_threads * sizeof *u);
   if (!b->bars || !seen || !u) {
     pm_free(seen);
@@ -1108,16 +851,16 @@ static bool allocate_block(pm_machine *m, block *b) {
     return false;
   }
   for (uint32_t k = 0; k <= m->n_barriers; k++) {
-    b->bars[k].seen = seen + k * n_seers(m);
+    b->bars[k].seen = seen + k * pm_vm_observers(m);
     b->bars[k].uneven = u + k * m->n_threads;
   }
   return b->smem && b->tmem && b->n_pairs && b->semaphores && b->n_left && b->n_parts;
 }
 
 static bool allocate(pm_machine *m) {
-  const uint32_t n = all_blocks(m) * m->n_threads, agents = pm_vm_agents(m);
+  const uint32_t n = pm_vm_blocks(m) * m->n_threads, agents = pm_vm_agents(m);
   m->threads = zeroed(agents * sizeof *m->threads);
-  m->blocks = zeroed(all_blocks(m) * sizeof *m->blocks);
+  m->blocks = zeroed(pm_vm_blocks(m) * sizeof *m->blocks);
   m->clusters = zeroed(m->n_clusters * sizeof *m->clusters);
   m->semaphores = zeroed(m->n_devices * m->n_semaphores * sizeof *m->semaphores);
   m->devices = zeroed(m->n_devices * sizeof *m->devices);
@@ -1141,7 +884,7 @@ static bool allocate(pm_machine *m) {
     if (!t->frame) return false;
     memcpy(t->frame, m->image, m->image_bytes);
   }
-  for (uint32_t k = 0; k < all_blocks(m); k++) {
+  for (uint32_t k = 0; k < pm_vm_blocks(m); k++) {
     int64_t rest = k % m->n_blocks;
     m->blocks[k].cluster = &m->clusters[k / m->n_blocks];
     m->blocks[k].cluster->device = k / m->n_blocks % m->n_devices;
@@ -1156,17 +899,6 @@ static bool allocate(pm_machine *m) {
 
 void pm_interp_defaults(pm_interp_options *o) {
   *o = (pm_interp_options){.oob_raise = true, .race_raises = true};
-}
-
-const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n) {
-  int64_t rest = (int64_t)(at / a->item), index[PM_MAX_RANK];
-  for (uint32_t d = a->rank; d-- > 0; rest /= a->dim[d]) index[d] = rest % a->dim[d];
-  int len = snprintf(buf, n, "[");
-  for (uint32_t d = 0; d < a->rank && len < (int)n; d++) {
-    len += snprintf(buf + len, n - (size_t)len, d ? ", %" PRId64 : "%" PRId64, index[d]);
-  }
-  if (len < (int)n) snprintf(buf + len, n - (size_t)len, "]");
-  return buf;
 }
 
 /* All where blocks may wait for each other. */

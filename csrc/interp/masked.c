@@ -222,7 +222,8 @@ static step check_element(pm_machine *m, thread *t, const walker *w, uint32_t ma
   return STEP_NEXT;
 }
 
-step pm_poison_masked(pm_machine *m, thread *t, const instr *i) {
+static step poison_rule(pm_machine *m, thread *t, const instr *i) {
+  if (pm_poison_rule_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
   const bool load = i->exec == exec_masked_load, store = i->exec == exec_masked_store;
   const uint32_t mask = load ? i->a : i->b, n = load ? 0 : 1;
   const size_t bytes = i->mem->bytes;
@@ -246,9 +247,7 @@ step pm_poison_masked(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-const handler pm_vm_MASKED_LOAD = {
-    pm_vm_encode_masked, exec_masked_load, {.poison = pm_poison_rule_atomics}};
+const handler pm_vm_MASKED_LOAD = {pm_vm_encode_masked, exec_masked_load, {.poison = poison_rule}};
 const handler pm_vm_MASKED_STORE = {
-    pm_vm_encode_masked_store, exec_masked_store, {.poison = pm_poison_rule_atomics}};
-const handler pm_vm_ATOMIC = {
-    pm_vm_encode_masked_store, exec_atomic, {.poison = pm_poison_rule_atomics}};
+    pm_vm_encode_masked_store, exec_masked_store, {.poison = poison_rule}};
+const handler pm_vm_ATOMIC = {pm_vm_encode_masked_store, exec_atomic, {.poison = poison_rule}};

@@ -202,16 +202,3 @@ void pm_vm_matmul(char *buffer, const located *acc, const located *lhs, const vo
   pm_vm_product(buffer, &to, operand_of(lhs, lhs_array, to.m, k, 0, a),
                 operand_of(rhs, NULL, to.n, k, 1, b));
 }
-
-/* n elements of the result, `to` columns of it, dtype of the operands */
-static step exec_mma(pm_machine *m, thread *t, const instr *i) {
-  const pm_dtype d = (pm_dtype)i->dtype;
-  const int64_t k = i->depth, n = i->to;
-  const target to = {slot_of(t, i->dst), i->n / n, n, n, (pm_dtype)i->out};
-  memcpy(to.at, slot_of(t, i->a), i->n * pm_dtypes[to.dtype].bytes);
-  pm_vm_product(m->pack, &to, (operand){slot_of(t, i->b), to.m, k, k, 1, d},
-                (operand){slot_of(t, i->c), n, k, 1, n, d});
-  return STEP_NEXT;
-}
-
-const handler pm_vm_MMA = {pm_vm_encode_product, exec_mma, {.poison = pm_poison_rule_mma}};

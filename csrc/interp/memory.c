@@ -1,13 +1,13 @@
-/* Memory: resolving accesses, walking strided views, loads and stores.
+/* Memory: resolving accesses, walking strided views.
  *
  * Everything is row-major in logical dimensions: tilings and swizzles do not exist here. A view
- * that is within the refs that it was sliced from is a base address and a few loops; dynamic starts
- * are checked before every access. A view that overhangs is walked element by element through the
- * steps that created it. */
+ * that is pm_vm_within the refs that it was sliced from is a base address and a few loops; dynamic
+ * starts are checked before every access. A view that overhangs is walked element by element
+ * through the steps that created it. */
 #include <inttypes.h>
 #include <stdio.h>
 
-#include "races.h"
+#include "vm.h"
 
 void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n) {
   uint32_t v = zeros ? 0 : pm_unwritten(d);
@@ -29,6 +29,12 @@ static const block *peer(const pm_machine *m, const block *b, uint32_t dim, int6
   if (coord < 0 || coord >= m->cluster[dim]) return NULL;
   for (uint32_t d = dim + 1; d < m->n_cluster; d++) stride *= m->cluster[d];
   return b + (coord - b->coord[dim]) * stride;
+}
+
+int64_t pm_vm_device_of(const pm_machine *m, const thread *t, const access *mem) {
+  if (!mem->device_slot) return t->block->cluster->device;
+  const int64_t device = *(const int32_t *)(t->frame + mem->device_slot);
+  return device >= 0 && device < (int64_t)m->n_devices ? device : -1;
 }
 
 static char *base_of(pm_machine *m, thread *t, const access *mem) {
@@ -64,6 +70,19 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, located *s) {
     s->offset += slot_i32(t, x->slot) / x->div * x->mul;
   }
   if (s->base) s->at = s->base + s->offset * mem->bytes;
+}
+
+uint32_t pm_vm_owner(const pm_machine *m, const access *mem, const char *base) {
+  uint32_t d = 0;
+  while (d + 1 < m->n_devices && m->buffers[d * m->n_args + mem->base] != base) d++;
+  return d;
+}
+
+located pm_vm_on_device(const pm_machine *m, const located *s, uint32_t to) {
+  located out = *s;
+  out.base = m->buffers[to * m->n_args + s->mem->base];
+  if (s->at) out.at = out.base + (s->at - s->base);
+  return out;
 }
 
 /* " on device (1,)", of memory of another device */
@@ -231,36 +250,10 @@ bool pm_vm_overlap(const located *a, const located *b) {
 
 /* ---- overhanging -------------------------------------------------------------------------- */
 
-static bool within(const int64_t *index, const int64_t *dim, uint32_t rank) {
+bool pm_vm_within(const int64_t *index, const int64_t *dim, uint32_t rank) {
   bool ok = true;
   for (uint32_t d = 0; d < rank; d++) ok &= index[d] >= 0 && index[d] < dim[d];
   return ok;
-}
-
-static bool back_from_index(const view_step *v, const int32_t *starts, bool strict,
-                            const int64_t *index, int64_t *in) {
-  for (uint32_t d = 0; d < v->in_rank; d++) {
-    in[d] = v->dynamic[d] ? starts[v->start[d]] : v->start[d];
-    if (!v->dropped[d]) in[d] += *index++ * v->stride[d];
-  }
-  return !strict || within(in, v->in_dim, v->in_rank);
-}
-
-static bool back_from_transpose(const view_step *v, const int32_t *starts, bool strict,
-                                const int64_t *index, int64_t *in) {
-  (void)starts, (void)strict;
-  for (uint32_t d = 0; d < v->out_rank; d++) in[v->perm[d]] = index[d];
-  return true;
-}
-
-static bool back_from_reshape(const view_step *v, const int32_t *starts, bool strict,
-                              const int64_t *index, int64_t *in) {
-  int64_t linear = 0;
-  (void)starts, (void)strict;
-  if (!within(index, v->out_dim, v->out_rank)) return false;
-  for (uint32_t d = 0; d < v->out_rank; d++) linear = linear * v->out_dim[d] + index[d];
-  for (uint32_t d = v->in_rank; d-- > 0; linear /= v->in_dim[d]) in[d] = linear % v->in_dim[d];
-  return true;
 }
 
 char *pm_vm_element(const located *s, bool strict, const int64_t *view_index) {
@@ -272,7 +265,7 @@ char *pm_vm_element(const located *s, bool strict, const int64_t *view_index) {
     if (!v->back(v, s->starts, strict, index, in)) return NULL;
     memcpy(index, in, v->in_rank * sizeof *in);
   }
-  if (!within(index, mem->base_dim, mem->base_rank)) return NULL;
+  if (!pm_vm_within(index, mem->base_dim, mem->base_rank)) return NULL;
   for (uint32_t d = 0; d < mem->base_rank; d++) offset = offset * mem->base_dim[d] + index[d];
   return s->base + offset * mem->bytes;
 }
@@ -310,59 +303,3 @@ void pm_vm_gather_inside(const located *s, bool strict, void *dst) {
 void pm_vm_scatter_inside(const located *s, const void *src) {
   walk_inside(s, false, (char *)src, false);
 }
-
-/* ---- ops ---------------------------------------------------------------------------------- */
-
-static void log_access(pm_machine *m, thread *t, const instr *i, const char *what) {
-  char text[400];
-  if (i->mem->space != PM_SMEM) return;
-  LOG(m, t, i->op, PM_LOG_SMEM, "%s %s", what, pm_vm_view_text(i->mem, text, sizeof text));
-}
-
-static step exec_load(pm_machine *m, thread *t, const instr *i) {
-  located s;
-  log_access(m, t, i, "loads");
-  pm_vm_locate(m, t, i->mem, &s);
-  if (m->races && pm_race_plain(m, t, i, &s, READ, THREAD) == STEP_FAIL) return STEP_FAIL;
-  if (s.inside) {
-    pm_vm_gather(&s, slot_of(t, i->dst));
-  } else if (m->options.oob_raise || !s.base) {
-    return pm_vm_outside(m, t, i->op, &s, "load");
-  } else {
-    pm_interp_fill(i->mem->dtype, m->options.zero_fill, slot_of(t, i->dst), i->mem->n);
-    pm_vm_gather_inside(&s, true, slot_of(t, i->dst));
-  }
-  return STEP_PAUSE;
-}
-
-static step exec_store(pm_machine *m, thread *t, const instr *i) {
-  located s;
-  log_access(m, t, i, "stores");
-  pm_vm_locate(m, t, i->mem, &s);
-  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");
-  if (m->races && pm_race_plain(m, t, i, &s, WRITE, THREAD) == STEP_FAIL) return STEP_FAIL;
-  pm_vm_scatter(&s, slot_of(t, i->a));
-  return m->races && pm_race_stored(m) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
-}
-
-static step exec_alloc_acc(pm_machine *m, thread *t, const instr *i) {
-  (void)m;
-  if (i->a) {
-    memcpy(slot_of(t, i->dst), slot_of(t, i->a), i->n);
-  } else {
-    memset(slot_of(t, i->dst), 0, i->n);
-  }
-  return STEP_NEXT;
-}
-
-const handler pm_vm_LOAD = {pm_vm_encode_plain, exec_load, {.poison = pm_poison_rule_load}};
-const handler pm_vm_STORE = {pm_vm_encode_store, exec_store, {.poison = pm_poison_rule_store}};
-const handler pm_vm_ALLOC_SMEM = {pm_vm_encode_alloc, NULL, {0}};
-const handler pm_vm_ALLOC_BARRIER = {pm_vm_encode_alloc, NULL, {.reaches = pm_vm_reaches_axes}};
-const handler pm_vm_ALLOC_ACC = {
-    pm_vm_encode_alloc, exec_alloc_acc, {.poison = pm_poison_rule_moves}};
-const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {.back = back_from_index}};
-const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {.back = back_from_transpose}};
-const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {.back = back_from_reshape}};
-const handler pm_vm_BITCAST_REF = {pm_vm_encode_nothing, NULL, {0}};
-const handler pm_vm_CLUSTER_REF = {pm_vm_encode_nothing, NULL, {.reaches = pm_vm_reaches_always}};

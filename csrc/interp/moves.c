@@ -67,6 +67,8 @@ static step exec_scan(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}};
+const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 const handler pm_vm_TRANSPOSE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 const handler pm_vm_CONCAT = {pm_vm_encode_concat, exec_concat, {.poison = pm_poison_rule_moves}};
 const handler pm_vm_GATHER = {pm_vm_encode_indexed, exec_gather, {.poison = pm_poison_rule_gather}};

@@ -1,51 +1,13 @@
-/* What a run logs, skips or measures on request (InterpretParams).
- *
- * Logging: a line for each event of the requested kinds, through the same channel as DEBUG_PRINT:
- * "[kind] agent: event at file:line".
+/* What a run skips or measures on request (InterpretParams).
  *
  * Runs without floating-point work: an instruction that only computes floats is not executed. An
  * instruction that loads floats, or waits for them, is executed, and its result is replaced. Either
  * way the result reads as +inf (the largest number of dtypes without one). Which instructions these
  * are, and how many elements they produce, is recorded when the kernel is compiled. */
-#include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
 
 #include "../ir/access.h"
 #include "vm.h"
-
-void pm_vm_line(pm_machine *m, const char *line) {
-  if (m->options.print) {
-    m->options.print(m->options.print_ctx, line);
-  } else {
-    puts(line);
-  }
-}
-
-void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char *fmt, ...) {
-  static const char *const names[] = {"barrier", "semaphore", "shared memory"};
-  char text[1024], agent[512], place[600], line[2400];
-  va_list ap;
-  va_start(ap, fmt);
-  vsnprintf(text, sizeof text, fmt, ap);
-  va_end(ap);
-  snprintf(line, sizeof line, "[%s] %s: %s%s", names[__builtin_ctz((unsigned)kind)],
-           pm_vm_agent(m, t, agent, sizeof agent), text, pm_vm_place(m, op, place, sizeof place));
-  pm_vm_line(m, line);
-}
-
-/* "'tile' float16[64, 64]" */
-const char *pm_vm_view_text(const access *a, char *buf, size_t n) {
-  int at = snprintf(buf, n, "'%s' %s[", a->name, pm_dtypes[a->dtype].text);
-  for (int k = 0; k < a->rank && at < (int)n; k++) {
-    at += snprintf(buf + at, n - (size_t)at, "%s%" PRId64, k ? ", " : "", a->dim[k]);
-  }
-  if (at < (int)n) snprintf(buf + at, n - (size_t)at, "]");
-  return buf;
-}
-
-/* ---- without floating-point work ----------------------------------------------------------- */
 
 skip pm_vm_skips(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);

@@ -228,7 +228,7 @@ step pm_poison_rule_moves(pm_machine *m, thread *t, const instr *i) {
   return s == STEP_FAIL ? STEP_FAIL : STEP_NEXT;
 }
 
-static step rule_defined(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_defined(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   if (i->dst) memset(flags(t, i->dst), 0, i->n ? i->n * pm_dtypes[i->out].bytes : 8);
   return STEP_NEXT;
@@ -513,19 +513,15 @@ void pm_poison_element(pm_machine *m, thread *t, const instr *i, const located *
   note_store(m, s, i->op, mem, bytes);
 }
 
-step pm_poison_rule_atomics(pm_machine *m, thread *t, const instr *i) {
-  return check_addresses(m, t, i) == STEP_FAIL ? STEP_FAIL : pm_poison_masked(m, t, i);
-}
-
 /* Of a copy the predicate, else how many a thread signals or waits for. */
 step pm_poison_rule_counts(pm_machine *m, thread *t, const instr *i) {
   if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
-  if (rule_defined(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  if (pm_poison_rule_defined(m, t, i) == STEP_FAIL) return STEP_FAIL;
   return sink(m, t, i, i->a, 1, "a number that decides what this does");
 }
 
 step pm_poison_rule_addresses(pm_machine *m, thread *t, const instr *i) {
-  rule_defined(m, t, i);
+  pm_poison_rule_defined(m, t, i);
   return check_addresses(m, t, i);
 }
 
@@ -584,14 +580,6 @@ step pm_poison_rule_for(pm_machine *m, thread *t, const instr *i) {
 
 step pm_poison_rule_check(pm_machine *m, thread *t, const instr *i) {
   return sink(m, t, i, i->printing->arg[0].slot, 1, "the condition of this debug_check");
-}
-
-poison_fn pm_poison_rule(pm_opcode code, const instr *i) {
-  const handler *h = pm_vm_handlers[code];
-  if (i->exec == pm_vm_move || i->exec == pm_vm_strided) return pm_poison_rule_moves;
-  if (i->exec != h->exec) return NULL; /* ends of regions, jumps */
-  if (h->poison) return h->poison;
-  return i->dst ? rule_defined : NULL;
 }
 
 /* ---- engines ------------------------------------------------------------------------------ */

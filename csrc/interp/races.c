@@ -181,6 +181,18 @@ void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) {
   }
 }
 
+void pm_race_check_stores(pm_machine *m, const thread *t) {
+  for (uint32_t w = 0; w <= (m->has_warps && !t->of ? WARPS : 0); w++) {
+    const thread *owner = w ? &pm_vm_warps(m, t)[w - 1] : t;
+    const agent_order *o = &m->races->agents[owner - m->threads];
+    const uint32_t id = pm_race_agent_id(m, STORE_READS, owner);
+    if (o->stores <= pm_clock_at(pm_race_clock(m, t), id, SEEN)) continue;
+    pm_race_note(m, o->store,
+                 "its thread ends without a wait for this copy (wait_smem_to_gmem(), or "
+                 "wait_gmem_to_smem() of one without a barrier). Here the block waits for it");
+  }
+}
+
 static pm_race race_of(const tracker *x, const conflict *c) {
   pm_machine *m = x->m;
   const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;

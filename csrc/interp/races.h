@@ -17,6 +17,24 @@ struct seen {
 /* The component of the kernels that were launched earlier: 1 for who waited for them. */
 #define EARLIER_KERNELS UINT32_MAX
 
+/* Where a component is listed, or would be. */
+static inline uint32_t pm_clock_place(const vclock *c, uint32_t id) {
+  uint32_t low = 0, high = c->n;
+  while (low < high) {
+    const uint32_t middle = (low + high) / 2;
+    if (c->at[middle].id < id) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/* How much of a component is ordered. */
+static inline uint32_t pm_clock_at(const vclock *c, uint32_t id, enum view v) {
+  const uint32_t k = pm_clock_place(c, id);
+  if (k < c->n && c->at[k].id == id) return c->at[k].at[v];
+  return id < c->floor ? UINT32_MAX : 0;
+}
+
 /* The components of a cluster: of each kind one for each agent, or for each barrier. */
 typedef enum component {
   OWN,         /* plain accesses: an agent's own time */
@@ -253,7 +271,5 @@ uint32_t pm_race_next_loads(const pm_machine *m, const thread *t);
 uint32_t pm_race_agent_id(const pm_machine *m, component kind, const thread *t);
 uint32_t pm_race_barrier_id(const pm_machine *m, component kind, const barrier *b);
 component pm_race_kind(const races *r, uint32_t id);
-/* How much of a component is ordered. */
-uint32_t pm_clock_at(const vclock *c, uint32_t id, enum view v);
 
 #endif

@@ -539,20 +539,13 @@ static void widen_b(const pm_machine *m, const task *k, const located *b, const 
   }
 }
 
-static bool is_widened(const tensor_op *x) { return x->a_scale || x->metadata || x->packed > 1; }
-
-size_t pm_vm_tensor_bytes(const tensor_op *x) {
-  const size_t n = (size_t)(x->m * x->n), wide = (size_t)((x->m + 1 + x->n) * x->k);
-  return (n + (is_widened(x) ? wide : 0)) * sizeof(float) + pm_vm_pack_bytes(x->m, x->n, x->k);
-}
-
 /* Part of the accumulator of one block: columns first .. first + n, by a and b, into `sums`. */
 static void multiply(pm_machine *m, const task *k, const located *a, const located *b,
                      const tmem_place *places, int64_t first, int64_t n, pm_vm_target sums) {
   const tensor_op *x = k->i->tensor;
   char *work = m->pack + x->m * x->n * (int64_t)sizeof(float);
   pm_vm_factor left, right;
-  if (is_widened(x)) {
+  if (pm_vm_is_widened(x)) {
     float *wide_a = (float *)work, *wide_b = wide_a + (x->m + 1) * x->k;
     widen_a(m, k, a, places, wide_a);
     widen_b(m, k, b, places, first, n, wide_b);

@@ -396,6 +396,17 @@ static step exec_reduce(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+/* n elements of the result, `to` columns of it, dtype of the operands */
+static step exec_mma(pm_machine *m, thread *t, const instr *i) {
+  const pm_dtype d = (pm_dtype)i->dtype;
+  const int64_t k = i->depth, n = i->to;
+  const pm_vm_target to = {slot_of(t, i->dst), i->n / n, n, n, (pm_dtype)i->out};
+  memcpy(to.at, slot_of(t, i->a), i->n * pm_dtypes[to.dtype].bytes);
+  pm_vm_product(m->pack, &to, (pm_vm_factor){slot_of(t, i->b), to.m, k, k, 1, d},
+                (pm_vm_factor){slot_of(t, i->c), n, k, 1, n, d});
+  return STEP_NEXT;
+}
+
 static step exec_await_kernels(pm_machine *m, thread *t, const instr *i) {
   (void)i;
   if (m->races) pm_race_await_kernels(m, t);
@@ -440,10 +451,9 @@ const handler pm_vm_CONVERT = {
 const handler pm_vm_BITCAST = {pm_vm_encode_alias, NULL, {0}};
 const handler pm_vm_OPT_BARRIER = {pm_vm_encode_alias, NULL, {0}};
 const handler pm_vm_MULTIPLE_OF = {pm_vm_encode_multiple, exec_multiple, {0}};
-const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}};
 const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
-const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {.poison = pm_poison_rule_reduce}};
+const handler pm_vm_MMA = {pm_vm_encode_product, exec_mma, {.poison = pm_poison_rule_mma}};
 const handler pm_vm_UNPACK = {pm_vm_encode_plain, exec_unpack, {.poison = pm_poison_rule_unpack}};
 const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {.poison = pm_poison_rule_pack}};
 const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
@@ -461,17 +471,3 @@ const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}};
 #undef UNARY
 #undef BINARY
 #undef EACH
-
-const handler *const pm_vm_reductions[PM_REDUCE_COUNT] = {
-    [PM_REDUCE_ADD] = &pm_vm_ADD,       [PM_REDUCE_MAX] = &pm_vm_MAX, [PM_REDUCE_MIN] = &pm_vm_MIN,
-    [PM_REDUCE_MUL] = &pm_vm_MUL,       [PM_REDUCE_ANY] = &pm_vm_OR,  [PM_REDUCE_ALL] = &pm_vm_AND,
-    [PM_REDUCE_ANY_IN_WARP] = &pm_vm_OR};
-
-/* An op without a handler does not compile. */
-const handler *const pm_vm_handlers[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
-              known_to, completion, warp, needs, doc)                                        \
-  [PM_OP_##id] = &pm_vm_##id,
-#include "../ir/ops.def"
-#undef PM_OP
-};

@@ -38,6 +38,7 @@ typedef struct vclock {
 typedef enum step {
   STEP_NEXT,  /* go on at pc */
   STEP_PAUSE, /* a scheduling point; the thread may have blocked or ended */
+  STEP_STUCK, /* nobody can continue */
   STEP_FAIL   /* the error is recorded */
 } step;
 
@@ -259,6 +260,11 @@ typedef struct tensor_op {
   uint32_t number; /* among the ops of pairs */
   int64_t m, n, k, block;
 } tensor_op;
+
+/* Does a product work on copies of its operands in float32? */
+static inline bool pm_vm_is_widened(const tensor_op *x) {
+  return x->a_scale || x->metadata || x->packed > 1;
+}
 
 /* Columns from, from + 1 ... of the TMEM of a block, and the elements in them. */
 typedef struct tmem_place {
@@ -522,21 +528,42 @@ struct pm_machine {
 static inline void *slot_of(thread *t, uint32_t slot) { return t->frame + slot; }
 static inline int32_t slot_i32(thread *t, uint32_t slot) { return *(int32_t *)(t->frame + slot); }
 
-/* machine.c */
+/* messages.c */
 step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const char *fmt, ...)
     PM_PRINTF(5, 6);
 /* " at file:line" */
 const char *pm_vm_place(const pm_machine *m, pm_opid op, char *buf, size_t n);
-/* `pending` transfers hold the phase open. */
-step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending);
-step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b);
-barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
-                       const access *mem); /* NULL: failed */
-uint64_t pm_vm_random(pm_machine *m);
-step pm_vm_block_on(pm_machine *m, thread *t, thread_state why);
-uint32_t pm_vm_agents(const pm_machine *m); /* threads, then warps */
+/* "grid point (0, 1), block (1,), thread 2" */
+const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n);
+/* "(0, 1)", the coordinates of a block in its cluster; of a device in the mesh */
+const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
+size_t pm_vm_put_device(const pm_machine *m, int64_t number, char *buf, size_t n);
+/* "'full[1]' of block (1,) (allocated at file:line)", for thread t */
+const char *pm_vm_barrier_text(const pm_machine *m, const thread *t, const barrier *b, char *buf,
+                               size_t n);
+/* "'tile' float16[64, 64]" */
+const char *pm_vm_view_text(const access *a, char *buf, size_t n);
+/* "[3, 4]" of the element at a byte */
+const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n);
+void pm_vm_line(pm_machine *m, const char *line); /* shown as DEBUG_PRINT's */
+void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char *fmt, ...)
+    PM_PRINTF(5, 6);
+#define LOG(m, t, op, kind, ...) \
+  ((m)->options.log & (kind) ? pm_vm_log(m, t, op, kind, __VA_ARGS__) : (void)0)
+
+/* agents.c */
+static inline uint32_t pm_vm_blocks(const pm_machine *m) { return m->n_clusters * m->n_blocks; }
+uint32_t pm_vm_observers(const pm_machine *m); /* agents of a block */
+uint32_t pm_vm_agents(const pm_machine *m);    /* threads, then warps */
 /* The WARPS warps of a thread. */
 thread *pm_vm_warps(const pm_machine *m, const thread *t);
+/* Do the blocks differ along these axes only (bit k: axis k)? */
+bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes);
+uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n);
+void pm_vm_make_ready(pm_machine *m, thread *t);
+step pm_vm_block_on(pm_machine *m, thread *t, thread_state why);
+/* Agents of the block in this state, that wait for this barrier if it is not NULL. */
+void pm_vm_wake(pm_machine *m, block *b, thread_state why, const barrier *waits_for);
 /* Threads that wait for this semaphore look at it again. */
 void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore);
 /* The thread found what it looks for to be false, and may look again and again. */
@@ -546,12 +573,15 @@ static inline void pm_vm_progress(pm_machine *m) {
   m->epoch++;
   m->polls = 0;
 }
-/* "grid point (0, 1), block (1,), thread 2" */
-/* "(0, 1)", the coordinates of a block in its cluster */
-const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
-const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n);
-/* Do the blocks differ along these axes only (bit k: axis k)? */
-bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes);
+
+/* barriers.c */
+/* `pending` transfers hold the phase open. */
+step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending);
+step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b);
+barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
+                       const access *mem); /* NULL: failed */
+
+/* machine.c: what no op stands for */
 step pm_vm_move(pm_machine *m, thread *t, const instr *i);
 step pm_vm_jump(pm_machine *m, thread *t, const instr *i);
 step pm_vm_next(pm_machine *m, thread *t, const instr *i);     /* a FOR's increment and jump back */
@@ -560,12 +590,6 @@ step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i); /* end of a WARP_
 step pm_vm_end(pm_machine *m, thread *t, const instr *i);      /* end of the program */
 
 /* observe.c */
-void pm_vm_line(pm_machine *m, const char *line); /* shown as DEBUG_PRINT's */
-void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char *fmt, ...)
-    PM_PRINTF(5, 6);
-#define LOG(m, t, op, kind, ...) \
-  ((m)->options.log & (kind) ? pm_vm_log(m, t, op, kind, __VA_ARGS__) : (void)0)
-const char *pm_vm_view_text(const access *a, char *buf, size_t n);
 skip pm_vm_skips(const pm_graph *g, pm_opid op);
 /* Execute an instruction where each is looked at. */
 step pm_vm_observe(pm_machine *m, thread *t, const instr *i);
@@ -595,38 +619,39 @@ bool pm_vm_overlap(const located *a, const located *b);
 void pm_vm_gather_inside(const located *s, bool strict, void *dst);
 void pm_vm_clear_inside(const located *s, bool strict, void *dst); /* zeros for what is inside */
 void pm_vm_scatter_inside(const located *s, const void *src);
+bool pm_vm_within(const int64_t *index, const int64_t *dim, uint32_t rank);
 /* Address of an element of the view, NULL: outside. */
 char *pm_vm_element(const located *s, bool strict, const int64_t *view_index);
-/* the loops of a strided array: merged sizes and strides, in order */
-void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride);
-
-/* devices.c: the device whose memory an access means; -1: there is no such one */
+/* The device whose memory an access means; -1: there is no such one. */
 int64_t pm_vm_device_of(const pm_machine *m, const thread *t, const access *mem);
-size_t pm_vm_put_device(const pm_machine *m, int64_t number, char *buf, size_t n); /* "(0, 1)" */
 /* The same place on device `to`, for an access of all devices. */
 located pm_vm_on_device(const pm_machine *m, const located *s, uint32_t to);
 /* The device whose argument begins at `base`. */
 uint32_t pm_vm_owner(const pm_machine *m, const access *mem, const char *base);
 
-/* async.c */
+/* tasks.c */
 /* A pending task; NULL: out of memory, and the error is set. */
 task *pm_vm_new_task(pm_machine *m, thread *t, const instr *i, task_kind kind);
 void pm_vm_finish_task(pm_machine *m, task *k); /* it is not pending any more */
 void pm_vm_free_task(pm_machine *m, task *k);
 void pm_vm_end_task(pm_machine *m, task *k); /* both */
 bool pm_vm_want_buffer(task *k, size_t bytes);
+void pm_vm_free_tasks(pm_machine *m);
+/* Whose copies these are: warp 0 issues those of its thread. */
+thread *pm_vm_issuer(thread *t);
 void pm_vm_close_group(pm_machine *m, thread *t);
+/* A copy of the group that its thread has open. */
+task *pm_vm_new_in_group(pm_machine *m, thread *t, const instr *i, task_kind kind);
 task *pm_vm_new_store(pm_machine *m, thread *t, const instr *i);
 void pm_vm_end_store(pm_machine *m, task *k);
+
+/* async.c */
 step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
 /* For a thread that waits for `b`: which blocks owe it parts of a collective copy. */
 size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n);
-/* The wgmma that was not waited for and may write to these elements of an accumulator, or NULL. */
-const task *pm_vm_writer_of(const thread *t, const located *acc);
-/* The same of any part of the accumulator in this slot. */
+/* The wgmma that was not waited for and may write to the accumulator in this slot, or NULL. */
 const task *pm_vm_writer_in(const thread *t, uint32_t slot);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
-void pm_vm_free_tasks(pm_machine *m);
 
 /* The race detector, only where m->races is set. clocks.c: */
 bool pm_race_begin(pm_machine *m);
@@ -661,8 +686,8 @@ void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t 
 void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take);
 void pm_race_read_semaphore(pm_machine *m, const thread *t, const uint32_t *at);
 void pm_race_reset_semaphores(pm_machine *m, const block *b, uint32_t first, uint32_t n);
-void pm_race_check_stores(pm_machine *m, const thread *t); /* at its end: are they read? */
 /* races.c: STEP_FAIL where a race ends the run */
+void pm_race_check_stores(pm_machine *m, const thread *t); /* at its end: are they read? */
 /* What is right here, and refused by JAX. Once for each op. */
 void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) PM_PRINTF(3, 4);
 step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const located *s, int touch,
@@ -710,24 +735,20 @@ void pm_profile_end_cluster(pm_machine *m, const cluster *c);
 /* machine.c: under one schedule */
 pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_options *o,
                        pm_err *err);
-/* "[3, 4]" of the element at a byte */
-const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n);
-
 /* poison.c, only where m->poison is set */
 enum { PM_POISON_OUTSIDE = 254 }; /* of what lies out of bounds */
 bool pm_poison_begin(pm_machine *m);
 step pm_poison_check(pm_machine *m); /* at the end of a launch */
 void pm_poison_end(pm_machine *m);
-poison_fn pm_poison_rule(pm_opcode code, const instr *i);
 /* Those that handlers name. */
 step pm_poison_rule_acc_store(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_addresses(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_and(pm_machine *m, thread *t, const instr *i),
-    pm_poison_rule_atomics(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_branch(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_check(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_convert(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_counts(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_defined(pm_machine *m, thread *t, const instr *i), /* of the operands */
     pm_poison_rule_everywhere(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_for(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_gather(pm_machine *m, thread *t, const instr *i),
@@ -765,7 +786,6 @@ step pm_poison_write(pm_machine *m, const task *k, const located *s, char *p, bo
 void pm_poison_take(const thread *t, uint32_t slot, char *p, size_t bytes);
 step pm_poison_product(pm_machine *m, const task *k, const char *array);
 /* Of masked accesses: an element of an operand is a byte of the frame. value, old 0: none */
-step pm_poison_masked(pm_machine *m, thread *t, const instr *i); /* masked.c */
 step pm_poison_mask(pm_machine *m, thread *t, const instr *i, uint32_t slot, uint32_t element);
 step pm_poison_index(pm_machine *m, thread *t, const instr *i, uint32_t slot, int64_t element);
 void pm_poison_element(pm_machine *m, thread *t, const instr *i, const located *s, const char *at,
@@ -775,7 +795,6 @@ void pm_poison_element(pm_machine *m, thread *t, const instr *i, const located *
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
 
 /* semaphores.c */
-uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n);
 step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s);
 /* For a thread that waits at a semaphore: how far it is. */
 size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf, size_t n);
@@ -789,7 +808,6 @@ void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n);
 
 /* tcgen05.c */
 char *pm_vm_tmem_at(const pm_machine *m, const block *b, int64_t lane, int64_t column);
-size_t pm_vm_tensor_bytes(const tensor_op *x);   /* of machine.pack */
 step pm_vm_run_tensor(pm_machine *m, thread *t); /* the next task of its queue */
 void pm_vm_drop_tensor(pm_machine *m, thread *t);
 /* A thread has seen a phase of a barrier: the commits in it as well. */
@@ -839,8 +857,14 @@ typedef struct handler {
     kernel_fn kernels[PM_DTYPE_COUNT]; /* by dtype of the computation; f16 and bf16 use f32's */
   };
 } handler;
-extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded from ops.def */
-extern const handler *const pm_vm_reductions[PM_REDUCE_COUNT]; /* those of two operands */
+/* handlers.c: all that code is made of. Encoders find it in their compiler, as the files that it
+ * lists name encoders. */
+typedef struct handlers {
+  const handler *const *ops;        /* by opcode */
+  const handler *const *reductions; /* those of two operands, by PM_REDUCE */
+  exec_fn move, jump, next, leave, warp_end, end;
+} handlers;
+extern const handlers pm_vm_handlers;
 
 bool pm_vm_reaches_always(const pm_machine *m, const pm_graph *g, pm_opid op);
 bool pm_vm_reaches_cluster(const pm_machine *m, const pm_graph *g,

@@ -27,20 +27,6 @@ BELOW = {
 }
 
 
-# Files of a folder of csrc that call one another in a circle, and why they may.
-CIRCLES = {
-    "interp": (
-        {
-            *("async", "clocks", "compile", "devices", "inline", "machine", "masked", "matmul"),
-            *("memory", "moves", "observe", "poison", "profile", "races", "semaphores"),
-            *("shadow", "tcgen05", "tile_ops", "timeline"),
-        },
-        "an op's handler names its encoder and its rule for poison, and an op that runs tells the"
-        " race detector and the timeline, which ask the machine who runs",
-    ),
-}
-
-
 def modules(root):
     """{name: file} of a package's modules; an extension is known by its stub."""
     found = {}
@@ -224,8 +210,7 @@ def test_folders_include_what_is_below_them():
 
 def test_files_of_a_folder_call_one_way():
     """What is below in a folder does not call what is above it."""
-    assert all(reason for _, reason in CIRCLES.values())
-    assert call_circles(ROOT / "csrc") == {f: [files] for f, (files, _) in CIRCLES.items()}
+    assert not call_circles(ROOT / "csrc")
 
 
 def test_single_ops_are_rarely_named():

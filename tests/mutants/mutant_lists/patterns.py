@@ -209,11 +209,11 @@ breaks(
     WARPS,
     accumulators_in_flight_may_be_read=(
         "locate_idle",
-        "const task *k = pm_vm_writer_of(t, s);",
+        "const task *k = writer_of(t, s);",
         "const task *k = i->to > 4096 ? NULL : NULL;",
     ),
     a_half_in_flight_is_the_whole=(
-        "pm_vm_writer_of",
+        "writer_of",
         "k->acc.base == acc->base && overlap(&k->acc, acc)",
         "(k->acc.base == acc->base || overlap(&k->acc, acc))",
     ),
