@@ -784,7 +784,7 @@ bool pm_is_matrix(pm_gen *e, const pm_layout *l, const pm_view *v, bool store) {
 
 /* "ld_global<f32, 4>" */
 static const char *load_name(const access *a) {
-  if (a->e->multimem) return pm_multimem(a->e, a->v, a->vec, false);
+  if (a->e->multimem) return pm_ptx_multimem(a->e, a->v, a->vec, false);
   return pm_str(a->e, "ld_%s<%s, %lld>", pm_space_of(a->v), pm_cpp_type(a->v->dtype),
                 (long long)a->vec);
 }
@@ -865,7 +865,7 @@ static void store(access *a, const char *what) {
   } else if (a->matrix) {
     pm_line(e, "stmatrix_x4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
   } else {
-    const char *fn = a->v->all_devices ? pm_multimem(e, a->v, a->vec, true)
+    const char *fn = a->v->all_devices ? pm_ptx_multimem(e, a->v, a->vec, true)
                                        : pm_str(e, "st_%s<%s, %lld>", pm_space_of(a->v),
                                                 pm_cpp_type(a->v->dtype), (long long)a->vec);
     pm_line(e, "%s%s%s%s(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",

@@ -45,7 +45,7 @@ pm_code pm_cuda_MULTIMEM_REDUCE(pm_gen *e, pm_opid op) {
   if (pm_is_array(e, out)) {
     pm_load_array(e, pm_value_layout(e->g, out), &v, name, false);
   } else {
-    pm_line(e, "%s(&%s, %s);", pm_multimem(e, &v, 1, false), name, pm_view_address(e, &v));
+    pm_line(e, "%s(&%s, %s);", pm_ptx_multimem(e, &v, 1, false), name, pm_view_address(e, &v));
   }
   e->multimem = NULL;
   return check_width(e, op);

@@ -279,7 +279,7 @@ const char *pm_remote_map(pm_gen *e, const pm_view *v, const pm_tensor_map *m, c
 void pm_print_peers(pm_gen *e, pm_text *out, const char *sep);
 /* The function that moves n elements of v->dtype through the switch, for a load with what is
  * combined there. */
-const char *pm_multimem(pm_gen *e, const pm_view *v, int64_t n, bool store);
+const char *pm_ptx_multimem(pm_gen *e, const pm_view *v, int64_t n, bool store);
 
 /* ---- clusters (cluster.c) ---------------------------------------------------------------- */
 
@@ -439,12 +439,9 @@ pm_code pm_check_layout(pm_gen *e, pm_opid op, pm_val array, uint32_t k);
 const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *kind);
 const char *pm_ptx_mma(pm_gen *e, const pm_mma *m);
 const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
-const char *pm_ptx(pm_gen *e, const char *name, const char *text); /* any other: its text */
 const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment);
 const char *pm_ptx_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
-/* The same, kept for another catalogue too: the text is for it. */
-const char *pm_ptx_kept(pm_gen *e, const char *name, const char *text);
-/* ptx_tcgen05.c: (d, a, a_high or nothing if a is in tensor memory, b, b_high, instruction,
+/* (d, a, a_high or nothing if a is in tensor memory, b, b_high, instruction,
  * metadata if sparse, a_scale and b_scale if scaled, adds); (tmem, low, high); (registers, address)
  * of one part; (registers, &reduced, address) */
 const char *pm_ptx_tcgen05(pm_gen *e, const pm_tcgen05_product *p);

@@ -23,6 +23,15 @@ static const char *add_own(pm_gen *e, const char *name, const char *text) {
   return add(e, name, e->options->entry_only ? NULL : text);
 }
 
+static const char *once(pm_gen *e, const char *name, const char *text) {
+  return find(e, name) ? name : add_own(e, name, text);
+}
+
+/* For another catalogue, too: the text is for it. */
+static const char *kept(pm_gen *e, const char *name, const char *text) {
+  return find(e, name) ? name : add(e, name, text);
+}
+
 /* Registers that one statement takes where it need not take all: the compiler's time grows with the
  * square of the operands. (With fewer in a pin, ptxas made attention 1 % slower.) */
 enum { PINNED_AT_ONCE = 32, READ_AT_ONCE = 16 };
@@ -377,14 +386,6 @@ const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space
   return add_own(e, name, t.at);
 }
 
-const char *pm_ptx(pm_gen *e, const char *name, const char *text) {
-  return find(e, name) ? name : add_own(e, name, text);
-}
-
-const char *pm_ptx_kept(pm_gen *e, const char *name, const char *text) {
-  return find(e, name) ? name : add(e, name, text);
-}
-
 const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment) {
   if (find(e, name)) return name;
   return add(e, name, pm_str(e, "// %s\nconstexpr u32 %s = 0x%08xu;\n", comment, name, x));
@@ -417,7 +418,7 @@ const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank) {
   pm_put(&t, "}], [%1];\"\n               :: \"l\"(m), \"r\"(src)");
   for (int k = 0; k < rank; k++) pm_putf(&t, ", \"r\"(c%d)", k);
   pm_put(&t, " : \"memory\");\n}\n");
-  return pm_ptx(e, name, t.at);
+  return once(e, name, t.at);
 }
 
 /* As cp.reduce.async.bulk calls the type of the elements. */
@@ -441,7 +442,7 @@ const char *pm_bulk_combine(pm_gen *e, int64_t combine, pm_dtype d) {
           " [%%0], [%%1], %%2;\"\n",
           op, half && combine == PM_COMBINE_ADD ? ".noftz" : "", type_text(combine, as));
   pm_put(&t, "               :: \"l\"(dst), \"r\"(src), \"r\"(bytes) : \"memory\");\n}\n");
-  return pm_ptx(e, name, t.at);
+  return once(e, name, t.at);
 }
 
 /* *type: that of the elements */
@@ -452,7 +453,7 @@ const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char *
   *type = pm_cpp_type(as);
   if (kind >= 0) return pm_ptx_atomic(e, kind, as, "global", false);
   const char *name = pm_str(e, "red_%s_u32_global", op);
-  return pm_ptx(
+  return once(
       e, name,
       pm_str(e,
              "// %s\nFN void %s(u32* a, u32 x) {\n"
@@ -467,7 +468,7 @@ const char *pm_async_combine(pm_gen *e, int64_t combine, pm_dtype d) {
   const char *op = op_text(combine), *type = pm_cpp_type(d);
   const char *as = combine >= PM_COMBINE_AND ? "b32" : pm_dtypes[d].short_name;
   const char *name = pm_str(e, "red_async_%s_%s", op, type);
-  return pm_ptx(
+  return once(
       e, name,
       pm_str(e,
              "// one element in a block of the cluster, as 4 bytes for the barrier there\n"
@@ -476,4 +477,301 @@ const char *pm_async_combine(pm_gen *e, int64_t combine, pm_dtype d) {
              "::bytes.%s.%s [%%0], %%1, [%%2];\"\n"
              "               :: \"r\"(a), \"r\"(x), \"r\"(b) : \"memory\");\n}\n",
              name, type, op, as));
+}
+
+/* ---- accesses to all devices (multimem) --------------------------------------------------- */
+
+/* A function for each dtype, width and operation. A store goes to all devices; a load combines what
+ * they hold. Accesses have 4, 8 or 16 bytes; integers have no vectors. */
+
+/* "v4.bf16x2": n elements as one access of 4, 8 or 16 bytes; *words: of how many registers. */
+static const char *access_type(pm_gen *e, pm_dtype d, int64_t n, bool store, int64_t *words) {
+  const int64_t bytes = n * pm_dtypes[d].bytes, each = 4 / pm_dtypes[d].bytes;
+  const char *type = store ? "f32" : pm_dtypes[d].short_name;
+  *words = bytes / 4;
+  if (bytes < 4) return NULL;
+  if (!store && each > 1) type = pm_str(e, "%sx%lld", type, (long long)each);
+  return *words > 1 ? pm_str(e, "v%lld.%s", (long long)*words, type) : type;
+}
+
+static const char *braces(pm_gen *e, int64_t first, int64_t n) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int64_t k = 0; k < n; k++) pm_putf(&t, "%s%%%lld", k ? ", " : "", (long long)(first + k));
+  return n > 1 ? pm_str(e, "{%s}", t.at) : t.at;
+}
+
+/* The words, each as the argument of a function ("f32_bits("), if there is one. */
+static const char *operands(pm_gen *e, const char *constraint, const char *word, int64_t n) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int64_t k = 0; k < n; k++) {
+    pm_putf(&t, "%s\"%s\"(%sw[%lld]%s)", k ? ", " : "", constraint, word, (long long)k,
+            *word ? ")" : "");
+  }
+  return t.at;
+}
+
+/* Integers have no vectors. */
+static const char *load_function(pm_gen *e, const char *name, pm_dtype d, int64_t n, int64_t words,
+                                 const char *type) {
+  const bool whole = d == PM_I32 || d == PM_U32,
+             bits = e->multimem[0] == 'a' && e->multimem[1] == 'n';
+  const bool logical = whole && (bits || e->multimem[0] == 'o' || e->multimem[0] == 'x');
+  const char *reg = d == PM_F32 ? "f32" : "u32", *c = d == PM_F32 ? "=f" : "=r";
+  const char *cpp = pm_cpp_type(d);
+  if (whole) type = logical ? "b32" : pm_dtypes[d].short_name;
+  const char *head =
+      pm_str(e, "// combined over all devices\nFN void %s(%s* x, const %s* a) {\n", name, cpp, cpp);
+  if (whole) {
+    return pm_str(e,
+                  "%s  u32 w;\n"
+                  "  for (int k = 0; k < %lld; k++) {\n"
+                  "    asm volatile(\"multimem.ld_reduce.relaxed.sys.global.%s.%s %%0, [%%1];\"\n"
+                  "                 : \"=r\"(w) : \"l\"(a + k) : \"memory\");\n"
+                  "    x[k] = (%s)w;\n  }\n}\n",
+                  head, (long long)n, e->multimem, type, cpp);
+  }
+  return pm_str(e,
+                "%s  %s w[%lld];\n"
+                "  asm volatile(\"multimem.ld_reduce.relaxed.sys.global.%s.%s %s, [%%%lld];\"\n"
+                "               : %s : \"l\"(a) : \"memory\");\n"
+                "  %s\n}\n",
+                head, reg, (long long)words, e->multimem, type, braces(e, 0, words),
+                (long long)words, operands(e, c, "", words),
+                d == PM_F32 ? pm_str(e, "for (int k = 0; k < %lld; k++) x[k] = w[k];", (long long)n)
+                            : pm_str(e, "unpack<%s, %lld>(x, w);", cpp, (long long)n));
+}
+
+const char *pm_ptx_multimem(pm_gen *e, const pm_view *v, int64_t n, bool store) {
+  const pm_dtype d = (pm_dtype)v->dtype;
+  int64_t words;
+  const char *type = access_type(e, d, n, store, &words), *cpp = pm_cpp_type(d);
+  const char *name = store ? pm_str(e, "st_multimem_%s_%lld", cpp, (long long)n)
+                           : pm_str(e, "ld_multimem_%s_%s_%lld", e->multimem, cpp, (long long)n);
+  if (!type) {
+    e->async.narrow = true;
+    return name;
+  }
+  if (!store) return once(e, name, load_function(e, name, d, n, words, type));
+  return once(e, name,
+              pm_str(e,
+                     "// to all devices\nFN void %s(%s* a, const %s* x) {\n"
+                     "  u32 w[%lld];\n"
+                     "  pack<%s, %lld>(w, x);\n"
+                     "  asm volatile(\"multimem.st.relaxed.sys.global.%s [%%0], %s;\"\n"
+                     "               :: \"l\"(a), %s : \"memory\");\n}\n",
+                     name, cpp, cpp, (long long)words, cpp, (long long)n, type, braces(e, 1, words),
+                     operands(e, "f", "f32_bits(", words)));
+}
+
+/* ---- products in tensor memory ------------------------------------------------------------ */
+
+/* "mxf4nvf4.block_scale.scale_vec::4X": mxf4nvf4_4x */
+static const char *kind_name(pm_gen *e, const char *kind) {
+  const size_t n = strlen(kind);
+  const char *dot = strchr(kind, '.');
+  if (!dot) return kind;
+  return pm_str(e, "%.*s_%cx", (int)(dot - kind), kind, kind[n - 2]);
+}
+
+const char *pm_ptx_tcgen05(pm_gen *e, const pm_tcgen05_product *p) {
+  const char *name =
+      pm_str(e, "tcgen05_mma%s_%s%s%s", p->sparse ? "_sp" : "", kind_name(e, p->kind),
+             p->pair ? "_pair" : "", p->a_in_tmem ? "_tmem" : "");
+  pm_text t, operands;
+  int n = 0; /* operands of the statement */
+  pm_text_init(&t, e->arena);
+  pm_text_init(&operands, e->arena);
+  pm_putf(&t,
+          "// D += A B, or D = A B, of one step along K; A in %s memory%s%s%s\nFN void %s(u32 d",
+          p->a_in_tmem ? "tensor" : "shared", p->sparse ? ", 2:4 sparse" : "",
+          p->block ? ", with scales" : "", p->pair ? "; of two blocks" : "", name);
+  pm_put(&t, p->a_in_tmem ? ", u32 a" : ", u32 a, u32 a_high");
+  pm_putf(&t, ", u32 b, u32 b_high, u32 instruction%s%s, bool adds) {\n",
+          p->sparse ? ", u32 metadata" : "", p->block ? ", u32 a_scale, u32 b_scale" : "");
+  pm_put(&t, "  asm volatile(\"{ .reg .pred p; .reg .b64 ");
+  pm_put(&t, p->a_in_tmem ? "mb; " : "ma, mb; ");
+  pm_put(&operands, "\"r\"(d), \"r\"(a), ");
+  n = 2;
+  if (!p->a_in_tmem) {
+    pm_putf(&t, "mov.b64 ma, {%%1, %%2}; ");
+    pm_put(&operands, "\"r\"(a_high), ");
+    n++;
+  }
+  pm_putf(&t, "mov.b64 mb, {%%%d, %%%d}; ", n, n + 1);
+  pm_put(&operands, "\"r\"(b), \"r\"(b_high), \"r\"(instruction), ");
+  const int instruction = n + 2, metadata = n + 3, scales = metadata + p->sparse;
+  const int adds = scales + (p->block ? 2 : 0);
+  if (p->sparse) pm_put(&operands, "\"r\"(metadata), ");
+  if (p->block) pm_put(&operands, "\"r\"(a_scale), \"r\"(b_scale), ");
+  pm_putf(&t, "setp.ne.u32 p, %%%d, 0;\\n\"\n    \"%s [%%0], %s, mb, ", adds,
+          pm_tcgen05_name(e->arena, p), p->a_in_tmem ? "[%1]" : "ma");
+  if (p->sparse) pm_putf(&t, "[%%%d], ", metadata);
+  pm_putf(&t, "%%%d, ", instruction);
+  if (p->block) pm_putf(&t, "[%%%d], [%%%d], ", scales, scales + 1);
+  pm_putf(&t, "p; }\"\n    :: %s\"r\"((u32)adds) : \"memory\");\n}\n", operands.at);
+  return once(e, name, t.at);
+}
+
+const char *pm_ptx_tcgen05_copy(pm_gen *e, const char *shape, bool pair) {
+  pm_text name;
+  pm_text_init(&name, e->arena);
+  pm_put(&name, "tcgen05_copy_");
+  for (const char *s = shape; *s && *s != ':'; s++) pm_putn(&name, *s == '.' ? "_" : s, 1);
+  pm_put(&name, pair ? "_pair" : "");
+  return once(e, name.at,
+              pm_str(e,
+                     "// rows of a matrix in shared memory to lanes of tensor memory%s\n"
+                     "FN void %s(u32 tmem, u32 low, u32 high) {\n"
+                     "  asm volatile(\"{ .reg .b64 m; mov.b64 m, {%%1, %%2};\\n\"\n"
+                     "    \"tcgen05.cp.cta_group::%d.%s [%%0], m; }\"\n"
+                     "    :: \"r\"(tmem), \"r\"(low), \"r\"(high) : \"memory\");\n}\n",
+                     pair ? ", of both blocks" : "", name.at, pair ? 2 : 1, shape));
+}
+
+/* Loads whose bytes are those of a barrier in either block of a pair, an address in the cluster. */
+const char *pm_ptx_tma_pair(pm_gen *e, int rank, bool multicast) {
+  const char *name = pm_str(e, "tma_%s_pair_%dd", multicast ? "multicast" : "load", rank);
+  const int first = multicast ? 4 : 3; /* operand of the first coordinate */
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t,
+          "// the bytes count on the barrier of one block of a pair, an address in the cluster\n"
+          "FN void %s(u32 dst, const TensorMap* m, u32 barrier%s",
+          name, multicast ? ", u32 mask" : "");
+  for (int k = 0; k < rank; k++) pm_putf(&t, ", i32 c%d", k);
+  pm_putf(&t,
+          ") {\n  asm volatile(\"cp.async.bulk.tensor.%dd.shared::%s.global.tile"
+          ".mbarrier::complete_tx::bytes\"\n               \"%s.cta_group::2 [%%0], [%%1, {",
+          rank, multicast ? "cluster" : "cta", multicast ? ".multicast::cluster" : "");
+  for (int k = 0; k < rank; k++) pm_putf(&t, "%s%%%d", k ? "," : "", first + k);
+  pm_putf(&t, "}], [%%2]%s;\"\n               :: \"r\"(dst), \"l\"(m), \"r\"(barrier)%s",
+          multicast ? ", %3" : "", multicast ? ", \"h\"((u16)mask)" : "");
+  for (int k = 0; k < rank; k++) pm_putf(&t, ", \"r\"(c%d)", k);
+  pm_put(&t, " : \"memory\");\n}\n");
+  return once(e, name, t.at);
+}
+
+/* ---- between registers and tensor memory -------------------------------------------------- */
+
+/* Where the words of a part lie among each other, if they do not follow each other: numbers 1, 2, 4
+ * ... tell, as the layouts have digits of powers of two. */
+static const char *pattern_name(pm_gen *e, const struct pm_tcgen05_part *part) {
+  bool plain = true;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_put(&t, "");
+  for (uint32_t k = 1; k < part->words; k++) {
+    plain = plain && part->word[k] == part->word[0] + k;
+  }
+  for (uint32_t k = 1; k < part->words && !plain; k *= 2) {
+    pm_putf(&t, "_%d", part->word[k] - part->word[0]);
+  }
+  return t.at;
+}
+
+static const char *shape_name(pm_gen *e, const pm_tcgen05_move *m, uint32_t k) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (const char *s = pm_tcgen05_shape_text(e->arena, m, k); *s; s++) {
+    pm_putn(&t, *s == '.' ? "_" : s, 1);
+  }
+  return t.at;
+}
+
+/* d[0], d[2], ..., as operands with a constraint or as addresses */
+static void put_words(pm_text *t, const struct pm_tcgen05_part *p, const char *before,
+                      const char *after) {
+  for (uint32_t k = 0; k < p->words; k++) {
+    pm_putf(t, "%s%sd[%d]%s",
+            !k      ? ""
+            : k % 8 ? ", "
+                    : ",\n    ",
+            before, p->word[k] - p->word[0], after);
+  }
+}
+
+/* A host catalogue has functions of the registers' addresses. */
+static void put_host_move(pm_text *t, const pm_tcgen05_move *m, uint32_t k, bool store) {
+  const struct pm_tcgen05_part *p = &m->part[k];
+  const char *shape = pm_tcgen05_shape_text(t->arena, m, k);
+  pm_put(t, "  u32* const r[] = {");
+  put_words(t, p, "(u32*)&", "");
+  pm_putf(t, "};\n  tmem_%s_%.*s<%u, %s>(r, a, line);\n}\n", store ? "store" : "load",
+          (int)strcspn(shape, "."), shape, p->times, m->halves ? "true" : "false");
+}
+
+/* {%0, %1, ...} */
+static void put_list(pm_text *t, uint32_t first, uint32_t n) {
+  pm_put(t, "{");
+  for (uint32_t k = 0; k < n; k++) {
+    pm_putf(t, "%s%%%u", !k ? "" : k % 16 ? "," : ",\"\n    \"", first + k);
+  }
+  pm_put(t, "}");
+}
+
+const char *pm_ptx_tmem_move(pm_gen *e, const pm_tcgen05_move *m, uint32_t k, bool store) {
+  const struct pm_tcgen05_part *p = &m->part[k];
+  const char *name = pm_str(e, "tmem_%s_%s%s%s", store ? "store" : "load", shape_name(e, m, k),
+                            m->halves ? "_halves" : "", pattern_name(e, p));
+  const bool calls = e->options->entry_only;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "// %u registers %s tensor memory at a\nFN void %s(%su32* d, u32 a%s) {\n", p->words,
+          store ? "to" : "from", name, store ? "const " : "", calls ? ", LINE" : "");
+  if (calls) {
+    put_host_move(&t, m, k, store);
+    return kept(e, name, t.at);
+  }
+  const char *shape = pm_tcgen05_shape_text(e->arena, m, k);
+  if (store) {
+    pm_putf(&t, "  asm volatile(\"tcgen05.st.sync.aligned.%s%s.b32 [%%0], \"\n    \"", shape,
+            m->halves ? ".unpack::16b" : "");
+    put_list(&t, 1, p->words);
+    pm_put(&t, ";\"\n    :: \"r\"(a), ");
+    put_words(&t, p, "\"r\"(", ")");
+  } else {
+    pm_putf(&t, "  asm volatile(\"tcgen05.ld.sync.aligned.%s%s.b32 \"\n    \"", shape,
+            m->halves ? ".pack::16b" : "");
+    put_list(&t, 0, p->words);
+    pm_putf(&t, ", [%%%u];\"\n    : ", p->words);
+    put_words(&t, p, "\"=r\"(", ")");
+    pm_put(&t, " : \"r\"(a)");
+  }
+  pm_put(&t, store ? " : \"memory\");\n}\n" : " : \"memory\");\n}\n");
+  return kept(e, name, t.at);
+}
+
+/* .red: what it finds in the words of one part is a register of its own. */
+const char *pm_ptx_tmem_reduce(pm_gen *e, const pm_tcgen05_move *m, uint32_t k, int64_t reduce,
+                               pm_dtype d) {
+  const struct pm_tcgen05_part *p = &m->part[k];
+  const bool abs = reduce == PM_TMEM_REDUCE_ABSMAX || reduce == PM_TMEM_REDUCE_ABSMIN;
+  const char *how = reduce == PM_TMEM_REDUCE_MAX || reduce == PM_TMEM_REDUCE_ABSMAX ? "max" : "min";
+  const char *type = pm_dtypes[d].short_name, *shape = pm_tcgen05_shape_text(e->arena, m, k);
+  const bool calls = e->options->entry_only;
+  const char *name = pm_str(e, "tmem_load_%s%s_%s_%s%s", abs ? "abs" : "", how, type,
+                            shape_name(e, m, k), pattern_name(e, p));
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t,
+          "// %u registers from tensor memory at a, and their %simum%s\n"
+          "FN void %s(u32* d, u32* reduced, u32 a%s) {\n",
+          p->words, how, abs ? " without signs" : "", name, calls ? ", LINE" : "");
+  if (calls) {
+    pm_put(&t, "  u32* const r[] = {");
+    put_words(&t, p, "(u32*)&", "");
+    pm_putf(&t,
+            "};\n  tmem_load_reduce<%u, HOST_%s%s, HOST_AS_%s>(r, reduced, a, true, line);\n}\n",
+            p->times, abs ? "abs" : "r", how, pm_cpp_type(d));
+    return kept(e, name, t.at);
+  }
+  pm_putf(&t, "  asm volatile(\"tcgen05.ld.red.sync.aligned.%s.%s%s%s.%s \"\n    \"", shape, how,
+          abs ? ".abs" : "", d == PM_F32 ? ".NaN" : "", type);
+  put_list(&t, 0, p->words);
+  pm_putf(&t, ", %%%u, [%%%u];\"\n    : ", p->words, p->words + 1);
+  put_words(&t, p, "\"=r\"(", ")");
+  pm_put(&t, ", \"=r\"(*reduced) : \"r\"(a) : \"memory\");\n}\n");
+  return kept(e, name, t.at);
 }

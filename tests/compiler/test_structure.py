@@ -220,6 +220,14 @@ def test_single_ops_are_rarely_named():
     assert 0 < sum(map(len, named)) <= MOST_NAMED
 
 
+def test_ptx_is_printed_by_one_file():
+    """Its text is in the device functions, and in what ptx.c prints for a program."""
+    statement = re.compile(r"\basm\s*(volatile)?\s*\(")
+    files = [f for f in sources(ROOT / "csrc") if f.suffix != ".cuh"]
+    assert [f.name for f in files if statement.search(f.read_text())] == ["ptx.c"]
+    assert not any("__asm" in f.read_text() for f in files)
+
+
 def test_the_emulated_machine_shares_nothing():
     """It judges what csrc generates, so it knows no header of it, nor does csrc one of its own."""
     machine = ROOT / "pallas_mgpu" / "machine"
