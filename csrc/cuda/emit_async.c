@@ -589,7 +589,7 @@ pm_code pm_cuda_ASYNC_STORE(pm_gen *e, pm_opid op) {
   pm_end(e);
   if (!e->async.narrow) return PM_OK;
   return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                     "async_store_smem: lanes would store less than 32 bits at once; give the "
+                     "lanes would store less than 32 bits at once; give the "
                      "array a layout with neighbours in one lane, or use a wider dtype");
 }
 

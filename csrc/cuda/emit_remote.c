@@ -15,10 +15,9 @@ static pm_code view_of(pm_gen *e, pm_opid op, pm_view *v) {
 static pm_code check_width(pm_gen *e, pm_opid op) {
   if (!e->async.narrow) return PM_OK;
   return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                     "%s: lanes would access less than 32 bits at once; give the array a layout "
+                     "lanes would access less than 32 bits at once; give the array a layout "
                      "with neighbours in one lane (plgpu.layout_cast to "
-                     "Layout.WG_STRIDED(shape, vec_size)), or use a wider dtype",
-                     pm_ops[pm_get(e->g, op)->code].text);
+                     "Layout.WG_STRIDED(shape, vec_size)), or use a wider dtype");
 }
 
 pm_code pm_cuda_MULTIMEM_STORE(pm_gen *e, pm_opid op) {

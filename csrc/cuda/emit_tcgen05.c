@@ -258,11 +258,10 @@ pm_code pm_cuda_COPY_S2T(pm_gen *e, pm_opid op) {
   const int64_t s = (swizzle ? swizzle : 16) * 8 / bits, step = swizzle ? 32 : 16;
   if (column->inner != 1 || row->inner != s || row->tile ||
       (column->tile ? column->tile != s : column->size > s)) {
-    return pm_gen_fail(
-        e, op, PM_E_NOT_IMPLEMENTED,
-        "async_copy_smem_to_tmem from SMEM that is not tiled by (8, %lld)%s; give it "
-        "TilingTransform((8, S)) and SwizzleTransform, or leave out its transforms",
-        (long long)(128 / bits), swizzle ? " with this swizzle" : "");
+    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
+                       "the SMEM is not tiled by (8, %lld)%s; give it "
+                       "TilingTransform((8, S)) and SwizzleTransform, or leave out its transforms",
+                       (long long)(128 / bits), swizzle ? " with this swizzle" : "");
   }
   const uint64_t m = pm_tcgen05_matrix(16, 8 * row->inner * bits / 8, (int)swizzle);
   c.shape = swizzle ? "128x256b" : "128x128b";
@@ -302,8 +301,7 @@ static pm_code copy_staged(pm_gen *e, pm_opid op) {
   PM_TRY(begin_copy(e, op, &c));
   if (!is_contiguous(&c.from)) {
     return pm_gen_fail(e, op, PM_E_VALUE,
-                       "%s: its tiles must be contiguous in SMEM, without transforms",
-                       pm_ops[pm_get(e->g, op)->code].text);
+                       "its tiles must be contiguous in SMEM, without transforms");
   }
   const int64_t rows = c.from.dim[2].size;
   c.shape = rows == 32 ? "32x128b.warpx4" : rows == 64 ? "64x128b.warpx2::01_23" : "128x128b";
@@ -573,18 +571,16 @@ static pm_code rows_of(pm_gen *e, pm_opid op, pm_val smem, pm_val gmem, pm_val n
   r->chunk_bytes = column->outer * bits / 8;
   if (column->inner != 1 || s->dim[0].inner != r->chunk || s->dim[0].tile || r->chunk > 256 ||
       r->row_bytes % 16 || column->size % r->chunk) {
-    return pm_gen_fail(
-        e, op, PM_E_NOT_IMPLEMENTED,
-        "%s: rows of %lld columns of this SMEM; tile it by (8, S), S being 128, 64 or "
-        "32 bytes, with that swizzle",
-        pm_ops[pm_get(e->g, op)->code].text, (long long)column->size);
+    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
+                       "rows of %lld columns of this SMEM; tile it by (8, S), S being 128, 64 or "
+                       "32 bytes, with that swizzle",
+                       (long long)column->size);
   }
   if (g->reshaped || g->base_rank != 2 || g->dim[1].step != 1 || g->dim[0].base_dim != 0 ||
       g->base_stride[0] * bits / 8 % 16) {
     return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                       "%s: the array must be a matrix whose rows begin at multiples of 16 bytes, "
-                       "and the ref all of its rows",
-                       pm_ops[pm_get(e->g, op)->code].text);
+                       "the array must be a matrix whose rows begin at multiples of 16 bytes, "
+                       "and the ref all of its rows");
   }
   r->map = (pm_tensor_map){.param = g->param,
                            .dtype = g->dtype,
