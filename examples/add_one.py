@@ -11,6 +11,6 @@ def kernel_body(input_ref, out_ref):
 
 
 inputs = jnp.ones((128,), jnp.float32)
-result = plgpu.kernel(kernel_body, out_shape=plgpu.ShapeDtypeStruct((128,), jnp.float32))(inputs)
+result = plgpu.kernel(kernel_body, out_type=plgpu.ShapeDtypeStruct((128,), jnp.float32))(inputs)
 np.testing.assert_array_equal(result, np.full(128, 2, np.float32))
 print("ok")

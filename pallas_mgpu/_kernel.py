@@ -136,7 +136,10 @@ class Definition:
         self.outs = []
         for x in leaves:
             if not is_shaped(x):
-                raise TypeError(f"{self.who}: out_type leaves need shape and dtype, got {show(x)}")
+                raise TypeError(
+                    f"{self.who}: out_type must be a plgpu.ShapeDtypeStruct(shape, dtype), or a"
+                    f" pytree of them, got {show(x)}"
+                )
             if getattr(x, "memory_space", GMEM) is not GMEM:
                 raise ValueError(f"{self.who}: an output is in GMEM, got {show(x)}")
             self.outs.append(_checked(ShapeDtypeStruct(x.shape, x.dtype), f"{self.who}: out_type"))
@@ -382,8 +385,13 @@ class Definition:
     def _check_arity(self, n_args, n_scratch, keyword):
         """TypeError if the body cannot be called with that many refs."""
         n_out = len(self.out_structure[2])
-        n_scratch_refs = n_scratch + len(keyword)
-        gets = f"{n_args - n_out} operands, {n_out} outputs and {n_scratch_refs} scratch refs"
+        counts = (
+            (n_args - n_out, "operand"),
+            (n_out, "output"),
+            (n_scratch + len(keyword), "scratch ref"),
+        )
+        operands, outputs, refs = (f"{n} {what}{'s' * (n != 1)}" for n, what in counts)
+        gets = f"{operands}, {outputs} and {refs}"
         if keyword:
             gets += f" by name ({', '.join(keyword)})"
         what = f"{self.who} {self.name}: the body"
@@ -417,6 +425,14 @@ class Definition:
             )
 
 
+def _count_numbers(x):
+    """How many numbers a list, or a list of lists, consists of; 0 if it contains anything else."""
+    if isinstance(x, (int, float)):
+        return 1
+    counts = [_count_numbers(v) for v in x] if isinstance(x, (list, tuple)) else [0]
+    return sum(counts) if all(counts) else 0
+
+
 class _Structured:
     """Calls with nested arguments: flatten, find the kernel of that structure, call it."""
 
@@ -429,10 +445,10 @@ class _Structured:
     def _find(self, args):
         leaves, structure = tree.flatten(args)
         for k, x in enumerate(args):
-            if isinstance(x, (list, tuple)) and x and all(isinstance(v, (int, float)) for v in x):
+            if isinstance(x, (list, tuple)) and (n := _count_numbers(x)):
                 raise TypeError(
                     f"{self.definition.who} {self.definition.name}: argument {k} is a"
-                    f" {type(x).__name__} of numbers, which would be {len(x)} arguments; pass an"
+                    f" {type(x).__name__} of numbers, which would be {n} arguments; pass an"
                     " array: np.asarray(..., np.float32)"
                 )
         kernel = self.kernels.get(structure)
@@ -631,15 +647,19 @@ def kernel(
         check_keywords("kernel", [*names, "in_shapes", "kernel_name"], mesh_kwargs)
     outs = _either(out_type, out_shape, "out_type", "out_shape")
     scratch = _either(scratch_types, scratch_shapes, "scratch_types", "scratch_shapes")
-    mesh = Mesh(
-        grid=grid,
-        grid_names=grid_names,
-        cluster=cluster,
-        cluster_names=cluster_names,
-        num_threads=num_threads,
-        thread_name=thread_name,
-        **mesh_kwargs,
-    )
+    try:
+        mesh = Mesh(
+            grid=grid,
+            grid_names=grid_names,
+            cluster=cluster,
+            cluster_names=cluster_names,
+            num_threads=num_threads,
+            thread_name=thread_name,
+            **mesh_kwargs,
+        )
+    except (TypeError, ValueError) as e:
+        e.args = (str(e).replace("Mesh: ", "kernel: ", 1),)
+        raise
 
     def wrap(f):
         definition = Definition(f, outs, scratch, compiler_params, mesh, interpret, debug)

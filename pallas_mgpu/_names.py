@@ -64,7 +64,8 @@ def _public(namespace):
 def suggest(name, names):
     """ ", did you mean 'x'?" of a misspelt name, "" where none is close."""
     difflib = importlib.import_module("difflib")  # only errors need it
-    close = difflib.get_close_matches(name, names, 1, 0.7)
+    other_case = [x for x in names if x.lower() == name.lower()]
+    close = other_case or difflib.get_close_matches(name, names, 1, 0.7)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
@@ -223,8 +224,10 @@ PLGPU_WRONG = {
     "kernel_family": "it is plgpu.specialize",
     "lazy_where": "it is plgpu.ext.warp_where(mask, on_true, on_false)",
     "next_tile": "it is plgpu.ext.TileScheduler(...).fetch()",
-    "autotune": "functions of ops choose their configuration, and config= takes another one; time"
-    " your own kernels with the timer of your array library",
+    "jnp": "it is a module of its own: from pallas_mgpu import numpy as jnp",
+    "ops": "it is a module of its own: from pallas_mgpu import ops",
+    "torch": "it is a module of its own: import pallas_mgpu.torch",
+    "jax": "it is a module of its own: import pallas_mgpu.jax",
     "Semaphore": "the right form is plgpu.SemaphoreType.REGULAR",
     "Registers": "the right form is plgpu.REGS; arrays in registers come from ref[...]",
     "TransposeTransform": "the right form is ref.transpose(permutation) or plgpu.transpose_ref",

@@ -837,6 +837,13 @@ def transform_ref(ref, transform):
     return view.transpose((*range(first), *pairs[::2], *pairs[1::2]))
 
 
+def _unbound(name, axes):
+    bound = f"bound are {sorted(map(str, axes))}" if axes else "the kernel names no axes"
+    return NameError(
+        f"unbound axis name: {name!r}; {bound} (grid_names=, cluster_names=, thread_name=)"
+    )
+
+
 def axis_index(name):
     """The int32 index of this program along a grid, cluster or thread axis. A tuple of names gives
     the row-major index over those axes. NameError for an unknown name."""
@@ -847,7 +854,7 @@ def axis_index(name):
             total = total * axis_size(n) + axis_index(n)
         return total
     if name not in axes:
-        raise NameError(f"unbound axis name: {name!r}; bound are {sorted(map(str, axes))}")
+        raise _unbound(name, axes)
     kind, k, _ = axes[name]
     return program_id(k) if kind == "program" else _core.axis_index(kind, k)
 
@@ -861,7 +868,7 @@ def axis_size(name):
             total *= axis_size(n)
         return total
     if name not in axes:
-        raise NameError(f"unbound axis name: {name!r}; bound are {sorted(map(str, axes))}")
+        raise _unbound(name, axes)
     return axes[name][2]
 
 

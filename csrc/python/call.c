@@ -103,13 +103,13 @@ static int make_room(pmpy_call *c) {
   }
   c->out = c->in + c->n_in;
   if (c->in) return 0;
-  c->n_in = c->n_out_given = 0;
   if (n <= PMPY_MAX_PARAMS) PyErr_NoMemory();
   else
     PyErr_Format(PyExc_NotImplementedError,
-                 "kernel %U: %zu arrays were given; at most %d are "
-                 "supported",
-                 c->name, n, PMPY_MAX_PARAMS);
+                 "kernel %U: %u arguments and %u arrays as out= were given; at most %d arrays in "
+                 "all are supported",
+                 c->name, c->n_in, c->n_out_given, PMPY_MAX_PARAMS);
+  c->n_in = c->n_out_given = 0;
   return -1;
 }
 
@@ -289,8 +289,8 @@ static PyObject *text_of_spec(const pmpy_spec *s) {
 static int check_outputs(const pmpy_call *c) {
   if (!c->out_arg) return 0;
   if (c->n_out_given != c->plan->n_out) {
-    PyErr_Format(PyExc_TypeError, "kernel %U: out has %u arrays, and the kernel has %u outputs",
-                 c->name, c->n_out_given, c->plan->n_out);
+    PyErr_Format(PyExc_TypeError, "kernel %U: out has %u arrays, and the kernel has %u output%s",
+                 c->name, c->n_out_given, c->plan->n_out, c->plan->n_out == 1 ? "" : "s");
     return -1;
   }
   for (uint32_t i = 0; i < c->n_out_given; i++) {

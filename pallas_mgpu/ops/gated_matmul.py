@@ -170,7 +170,8 @@ def _checked(x, w, up, activation, transposed):
             raise ValueError(f"{name}: {what} must have two dims and elements, got {a.shape}")
     (m, k), (n, k2) = x.shape, w.shape if transposed else w.shape[::-1]
     if k != k2:
-        raise ValueError(f"{name}: the inner dims differ, {k} and {k2}")
+        shapes = f"x is {x.shape}, w {w.shape}"
+        raise ValueError(f"{name}: the inner dims differ, {k} and {k2}: {shapes}")
     if up is not None and up.shape != w.shape:
         raise ValueError(f"{name}: up must have the shape of w, {w.shape}, got {up.shape}")
     if up is None and n % 2:

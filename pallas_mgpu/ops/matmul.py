@@ -696,7 +696,8 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb):
     k, m = a.shape if ta else a.shape[::-1]
     n, k2 = b.shape if tb else b.shape[::-1]
     if k != k2:
-        raise ValueError(f"matmul: the inner dims differ, {k} and {k2}")
+        shapes = f"a is {a.shape}, b {b.shape}"
+        raise ValueError(f"matmul: the inner dims differ, {k} and {k2}: {shapes}")
     bias_dtypes = _FLOATS if fp8 else (a.dtype.name,)
     if bias is not None and (bias.shape != (n,) or bias.dtype.name not in bias_dtypes):
         raise ValueError(

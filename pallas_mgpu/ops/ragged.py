@@ -630,7 +630,8 @@ def ragged_dot(
     m, k = lhs.shape
     groups, n, k2 = rhs.shape if transpose_rhs else (rhs.shape[0], *rhs.shape[:0:-1])
     if k != k2:
-        raise ValueError(f"ragged_dot: the inner dims differ, {k} and {k2}")
+        shapes = f"lhs is {lhs.shape}, rhs {rhs.shape}"
+        raise ValueError(f"ragged_dot: the inner dims differ, {k} and {k2}: {shapes}")
     if group_sizes.shape != (groups,):
         raise ValueError(
             f"ragged_dot: group_sizes must have the shape ({groups},), got {group_sizes.shape}"

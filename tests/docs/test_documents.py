@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import lax, nn, ops, pl
 from pallas_mgpu import numpy as jnp
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -78,6 +78,57 @@ def test_links(path):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
             assert anchor in map(_anchor, headings), target
+
+
+PAGES = [
+    p for d in (".", "docs", "benchmarks", "pallas_mgpu", "tests") for p in (ROOT / d).glob("*.md")
+]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_nothing_twice(path):
+    """No table has a row twice and no list an item, as merges make them: neither whole nor begun
+    alike. Rows that continue the one above have an empty first cell or a number there."""
+    sections = re.split(r"^#+ |^\*\*", path.read_text(encoding="utf-8"), flags=re.M)
+    for section in sections:
+        text = re.sub(r"```.*?```", "", section, flags=re.S)
+        for table in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
+            rows = [row for row in table.splitlines() if not re.match(r"\| *-*:? *\|", row)]
+            assert len(rows) == len(set(rows)), [row for row in rows if rows.count(row) > 1]
+            begun = [row[:90] for row in rows if len(row) > 120]
+            assert len(begun) == len(set(begun)), [row for row in begun if begun.count(row) > 1]
+        items = re.findall(r"^- (.*(?:\n  .*)*)", text, re.M)
+        begun = [item[:60] for item in items]
+        assert len(begun) == len(set(begun)), [item for item in begun if begun.count(item) > 1]
+
+
+def test_map_of_the_source():
+    """docs/design.md has each folder of the source, and each file that it names exists."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+)` \|", text, re.M)
+    kinds = ("*.c", "*.cuh", "*.cpp", "*.py", "*.sh")
+    found = {
+        str(file.parent.relative_to(ROOT))
+        for top in listed
+        for kind in kinds
+        for file in (ROOT / top).rglob(kind)
+    }
+    inner = ("tests", "examples")  # their own pages list what is below
+    assert sorted({d for d in found if d.split("/")[0] not in inner} | {*inner}) == sorted(listed)
+    for name in re.findall(r"`([\w/.]+\.(?:[ch]|py|def|cuh))`", text):
+        assert [*ROOT.glob(name), *ROOT.glob(f"*/**/{name}")], name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_names_exist(path):
+    """What the documents call plgpu.x, pl.x, lax.x, jnp.x, nn.x or ops.x is there."""
+    spaces = {"plgpu": plgpu, "pl": pl, "lax": lax, "jnp": jnp, "nn": nn, "ops": ops}
+    text = re.sub(r"^  \| .*", "", path.read_text(encoding="utf-8"), flags=re.M)  # old names
+    for first, rest in re.findall(r"(?<![\w./])(plgpu|pl|lax|jnp|nn|ops)\.([a-zA-Z]\w*)", text):
+        if rest not in ("py", "md", "def"):
+            there = hasattr(spaces[first], rest)
+            module = first == "ops" and (ROOT / f"pallas_mgpu/ops/{rest}.py").exists()
+            assert there or module, f"{first}.{rest}"
 
 
 def test_calling():

@@ -639,7 +639,7 @@ def params(**fields):
     [
         ({"grid_spec": pl.GridSpec()}, ValueError, "grid_spec holds grid"),
         ({"body": lambda x, o: 3}, ValueError, "must return None"),
-        ({"body": lambda x: None}, TypeError, "1 operands, 1 outputs"),
+        ({"body": lambda x: None}, TypeError, "1 operand, 1 output"),
         ({"grid": (0,)}, ValueError, "must be positive"),
         ({"grid": (2.5,)}, TypeError, "ints known at trace time"),
         ({"grid": (("a", 1), ("a", 2))}, ValueError, "must differ"),

@@ -109,8 +109,12 @@ big = plgpu.ShapeDtypeStruct((2**31, 2**31), np.float32)
 
 DEFINITIONS = {
     "body": (TE, "body must be callable, got 5", define(5)),
-    "out_type int": (TE, "out_type leaves need shape and dtype, got 5", define(out_type=5)),
-    "out_type type": (TE, "leaves need shape and dtype, got <class", define(out_type=np.float32)),
+    "out_type int": (
+        TE,
+        r"out_type must be a plgpu.ShapeDtypeStruct\(.*, got 5",
+        define(out_type=5),
+    ),
+    "out_type type": (TE, "ShapeDtypeStruct.*, got <class", define(out_type=np.float32)),
     "out_type evil": (TE, "got a Evil", define(out_type=Evil())),
     "out_type smem": (VE, r"output is in GMEM, got SMEM\(\(128,\)", define(out_type=SMEM)),
     "out_type rank": (VE, "9 dimensions; at most 8", define(out_type=np.zeros((1,) * 9, "i4"))),
@@ -181,9 +185,16 @@ DEFINITIONS = {
     "snake of no width": (VE, "tile_width must be", lambda: plgpu.planar_snake(0, (3, 3), 0, 0)),
     "layout tiled": (TE, "must be a plgpu.Tiling", lambda: plgpu.Layout.TILED(1, 2, 3, 4)),
     "layout reduce": (TE, "axes must be ints", lambda: plgpu.Layout.WGMMA.reduce("a")),
-    "call nothing": (TE, r"the body is add_one\(x, o\), and it gets 0 operands, 1 outputs", call()),
-    "call two": (TE, r"gets 2 operands, 1 outputs.*\n  at .*test_misuse.py:\d+", call(X, X)),
+    "call nothing": (
+        TE,
+        r"the body is add_one\(x, o\), and it gets 0 operands, 1 output and",
+        call(),
+    ),
+    "call two": (TE, r"gets 2 operands, 1 output.*\n  at .*test_misuse.py:\d+", call(X, X)),
     "call keyword": (TE, "unknown argument 'x'; only out=", call(x=X)),
+    "call rows": (TE, "list of numbers, which would be 6 arguments", call([[1, 2, 3], [4, 5, 6]])),
+    "many out": (NIE, "1 arguments and 200 arrays as out=", call(X, out=[X] * 200)),
+    "grid float": (TE, r"kernel: grid must be a tuple of ints, got \(2.0,\)", define(grid=(2.0,))),
     "call text": (TE, "argument 0 is a str, which is no array", call("a")),
     "call i64": (OverflowError, "of int64. is converted to int32, and", call(np.full(128, 2**40))),
     "call big-endian": (TE, "dtype >f4", call(X.astype(">f4"))),

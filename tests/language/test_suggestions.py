@@ -23,6 +23,8 @@ def run(body, *args, **options):
         (plgpu, "copy_gmem_to_smen", "'copy_gmem_to_smem'"),
         (plgpu, "axis_index", "lax.axis_index"),
         (plgpu, "autotuen", "'autotune'"),
+        (plgpu, "smem", "'SMEM'"),
+        (plgpu, "jnp", "from pallas_mgpu import numpy as jnp"),
         (jnp, "softmax", "nn.softmax"),
         (jnp, "maximun", "'maximum'"),
         (lax, "softmax", "nn.softmax"),
