@@ -194,7 +194,6 @@ DEFINITIONS = {
     "call keyword": (TE, "unknown argument 'x'; only out=", call(x=X)),
     "call rows": (TE, "list of numbers, which would be 6 arguments", call([[1, 2, 3], [4, 5, 6]])),
     "many out": (NIE, "1 arguments and 200 arrays as out=", call(X, out=[X] * 200)),
-    "grid float": (TE, r"kernel: grid must be a tuple of ints, got \(2.0,\)", define(grid=(2.0,))),
     "call text": (TE, "argument 0 is a str, which is no array", call("a")),
     "call i64": (OverflowError, "of int64. is converted to int32, and", call(np.full(128, 2**40))),
     "call big-endian": (TE, "dtype >f4", call(X.astype(">f4"))),
