@@ -98,6 +98,7 @@ KERNELS = {
 def main():
     os.environ["PALLAS_MGPU_NO_CACHE"] = "1"
     os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
+
     def add(x, o):
         o[...] = x[...] + 1
 

@@ -1,0 +1,146 @@
+"""ops.attention beside torch's scaled_dot_product_attention on 40 shapes of prefill.
+
+    python benchmarks/bench_prefill.py [--budget SECONDS] [--json FILE]
+
+The shapes follow a rule, which was written down before any figure: every attention layer below
+meets the batches of lengths below it by turns, causal and in full by turns. Every result is
+compared with float32 by one head, on a poisoned output. Then all are captured in CUDA graphs and
+take turns (plgpu.testing.do_bench, queued). The peer is the faster of torch's cuDNN and
+FlashAttention backends; the ratio is its time divided by ours, the median of the rounds."""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import time
+
+import torch
+from bench_gemm_suite import machine
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+# heads, key heads, head_dim
+LAYERS = {
+    "Llama 3 8B": (32, 8, 128),
+    "Llama 3 70B, a quarter": (16, 2, 128),
+    "Qwen2.5 7B": (28, 4, 128),
+    "GPT-2 XL": (25, 25, 64),
+    "ViT-L": (16, 16, 64),
+    "Gemma 2 9B": (16, 8, 256),
+    "MHA": (16, 16, 128),
+    "DiT": (16, 16, 64),
+}
+# batch, queries, keys
+LENGTHS = [
+    (1, 16384, 16384), (2, 8192, 8192), (4, 4096, 4096), (8, 2048, 2048), (16, 1024, 1024),
+    (16, 512, 512), (1, 8192, 8192), (1, 4096, 4096), (1, 2048, 2048), (2, 1000, 1000),
+    (3, 3001, 3001), (32, 257, 257), (4, 77, 4096), (1, 128, 16384), (1, 1024, 8192),
+]  # fmt: skip
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+BOUND = 4e-3  # error of one head, relative in the norm, bfloat16
+
+
+def suite():
+    """(layer, batch, queries, keys, causal): 40 of them, five for each layer."""
+    found = []
+    for i, layer in enumerate(LAYERS):
+        for j in range(5):
+            batch, queries, keys = LENGTHS[(i + 3 * j) % len(LENGTHS)]
+            causal = queries == keys and (i + j) % 2 == 0
+            found.append((layer, batch, queries, keys, causal))
+    return found
+
+
+def reference(q, k, v, causal):
+    """The first and the last head of the last batch entry, in float32."""
+    found = []
+    for h in (0, q.shape[2] - 1):
+        key = h // (q.shape[2] // k.shape[2])
+        one = [x[-1:, None, :, n].float() for x, n in ((q, h), (k, key), (v, key))]
+        with sdpa_kernel(SDPBackend.MATH):
+            found.append(torch.nn.functional.scaled_dot_product_attention(*one, is_causal=causal))
+    return torch.cat(found)
+
+
+def error(out, want):
+    got = torch.stack([out[-1, :, h] for h in (0, out.shape[2] - 1)]).float()
+    return float((got - want[:, 0]).norm() / want.norm())
+
+
+def of_torch(backend, q, k, v, causal):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        ).transpose(1, 2)
+
+
+def time_one(case, rounds):
+    layer, batch, queries, keys, causal = case
+    heads, kv_heads, dim = LAYERS[layer]
+    random = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (random(batch, n, h, dim) for n, h in
+               ((queries, heads), (keys, kv_heads), (keys, kv_heads)))  # fmt: skip
+    want, out = reference(q, k, v, causal), torch.full_like(q, float("nan"))
+    calls = {"ops": functools.partial(ops.attention, q, k, v, causal=causal, out=out)}
+    calls |= {n: functools.partial(of_torch, b, q, k, v, causal) for n, b in BACKENDS.items()}
+    found, failed, errors = {}, [], {}
+    for name, call in calls.items():
+        try:
+            errors[name] = error(call(), want)
+            if not errors[name] < BOUND:
+                raise AssertionError(f"relative error {errors[name]:.2e}")
+            found[name] = call
+        except (RuntimeError, AssertionError, NotImplementedError, ValueError) as e:
+            failed.append(f"{name}: {type(e).__name__}: {str(e)[:120]}")
+    times = plgpu.testing.do_bench(found, ways="queued", rounds=rounds, graphs=True)["queued"]
+    row = {"layer": layer, "batch": batch, "queries": queries, "keys": keys, "causal": causal}
+    row |= {"errors": errors, "failed": failed}
+    row["us"] = {n: [t.median * 1e6, *(x * 1e6 for x in t.quartiles)] for n, t in times.items()}
+    peers = [n for n in times if n != "ops"]
+    if "ops" in times and peers:
+        row["peer"] = min(peers, key=lambda n: times[n].median)
+        row["ratio"] = times["ops"].ratio(times[row["peer"]])
+    flops = 4 * batch * heads * queries * keys * dim * (0.5 if causal else 1)
+    row["tflops"] = flops / row["us"]["ops"][0] / 1e6 if "ops" in times else None
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--budget", type=float, default=120, help="seconds")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", help="file for all figures")
+    args = parser.parse_args()
+    start, rows = time.perf_counter(), []
+    print("| layer | batch, queries, keys | causal | ops, us | TFLOP/s | peer, us | ratio |")
+    print("|---|---|---|---:|---:|---:|---:|")
+    for case in suite():
+        if time.perf_counter() - start > args.budget:
+            print(f"left out after {args.budget:.0f} s: {case}")
+            continue
+        row = time_one(case, args.rounds)
+        rows.append(row)
+        if "ratio" in row:
+            us, peer = row["us"], row["peer"]
+            print(
+                f"| {row['layer']} | {case[1]} x ({case[2]}, {case[3]}) | {case[4]} |"
+                f" {us['ops'][0]:.1f} | {row['tflops']:.0f} | {us[peer][0]:.1f} ({peer}) |"
+                f" {row['ratio'][0]:.3f} |",
+                flush=True,
+            )
+        for failure in row["failed"]:
+            print(f"  {case}: {failure}")
+        if args.json:
+            data = {"machine": machine(), "command": vars(args), "rows": rows}
+            pathlib.Path(args.json).write_text(json.dumps(data, indent=1))
+    ratios = [r["ratio"][0] for r in rows if "ratio" in r]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    print(f"\n{len(ratios)} shapes: geometric mean {mean:.3f}, minimum {min(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
