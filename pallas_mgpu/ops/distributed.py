@@ -1,19 +1,23 @@
-"""Collectives: exchanges and sums over the devices of a mesh, by loads and stores over NVLink.
+"""Collectives: exchanges and sums over the devices of a mesh, by stores over NVLink.
 
 Devices meet inside the kernel. A *worker* is a warpgroup, with the same number on every device; it
 exchanges flags only with the workers of its number, each of which has the same pieces of the
-arrays. Flags count up: a worker has an epoch, the number of its launch, which is in device memory,
-so that calls and replays of a CUDA graph alike find it one higher. A flag that is as high as the
-epoch was raised in this launch.
+arrays. Flags count up: a worker has a count in device memory, which calls and replays of a CUDA
+graph alike find where the last one left it. A flag that is as high as the count was raised for it.
 
-Arrays of a call are ready for others only once the kernel has begun on their device, since what
-made them stands in front of it in the stream. So workers that read or write others' arrays first
-hear from them (ENTRY); and a kernel ends only when all others have ended with its arrays (EXIT).
-Small sums need only one meeting: each device writes to staging memory of the others, which lasts.
-It has two halves, for even and odd epochs: a device that writes to a half again has heard of the
-launch in between, and that one began after everyone had read the half.
+Data goes through staging memory, which lasts: a worker writes an *item* into a slot of each other
+device and raises its flag there, then takes what the others sent. It sends one item ahead of the
+one that it takes. A slot is free for item k + 4: a device that sends it has heard of the other's
+item k + 2, which that one sent after it had taken item k. So nobody waits before it sends, and
+operands and results are accessed by their own device alone.
 
-Sums are taken in float32 in the order of the ranks, so that all devices get the same bits."""
+Copies of large arrays go directly into the results, which saves the way out of staging memory.
+These are ready for others only once the kernel has begun on their device, since what made them
+stands in front of it in the stream. So workers first hear from the others (ENTRY); and a kernel
+ends only when all others have ended with its arrays (EXIT).
+
+Sums are taken in float32 in the order of the ranks, so that all devices get the same bits; two
+summands need no order."""
 
 import functools
 import math
@@ -28,8 +32,12 @@ from pallas_mgpu._spmd import is_symmetric
 
 _THREADS = 4  # warpgroups of a block
 _PIECE = 8192  # bytes that a worker moves at a time
-_SMALL = 65536  # bytes of a sum that goes through staging memory
+_ITEM = 32768  # bytes that one flag tells of, at most
+_SLOTS = 4  # of staging memory, for the items of a worker
+_SMALL = 65536  # bytes of an array that all devices sum
+_DIRECT = 1 << 19  # bytes of a part from which on copies go directly to where they belong
 ENTRY, EXIT = range(2)  # kinds of flags
+DATA = ENTRY  # of items, which are sent where nothing else is to be told first
 _SUMMED = ("float32", "float16", "bfloat16", "int32", "uint32")  # by the switch
 
 
@@ -44,6 +52,7 @@ class Workers:
         self.number = lax.axis_index("block") * _THREADS + lax.axis_index("wg")
         self.size, self.me = lax.axis_size(axis), lax.axis_index(axis)
         self.epoch = epochs[self.number] + 1
+        self.sent = 0  # items of this launch
 
     def others(self):
         """The other devices, from the next one on."""
@@ -55,49 +64,157 @@ class Workers:
     def on(self, ref, device):
         return plgpu.remote_ref(ref, {self.axis: device})
 
-    def tell(self, kind):
+    def tell(self, kind, times=1):
         """All other devices: what this worker did before is done."""
         flag = self.flags.at[self.number, kind, self.me]
-        plgpu.semaphore_signal_parallel(
-            *(plgpu.SemaphoreSignal(flag, device_id={self.axis: d}) for d in self.others())
-        )
+        signals = [
+            plgpu.SemaphoreSignal(flag, device_id={self.axis: d}, inc=times) for d in self.others()
+        ]
+        plgpu.semaphore_signal_parallel(*signals)
 
-    def hear(self, kind):
-        """Wait until all others have told it in this launch."""
+    def hear(self, kind, item=0):
+        """Wait until all others have told it in this launch, or of this item of it."""
         for d in self.others():
             flag = self.flags.at[self.number, kind, d]
-            plgpu.semaphore_wait(flag, self.epoch, decrement=False)
+            plgpu.semaphore_wait(flag, self.epoch + item, decrement=False)
 
     def meet(self, kind):
         self.tell(kind)
         self.hear(kind)
 
     def end(self):
-        self.epochs[self.number] = self.epoch
+        """The count is that of the launches, or of the items where there are some."""
+        last = self.epoch if isinstance(self.sent, int) else self.epoch + (self.sent - 1)
+        self.epochs[self.number] = last
 
     def share(self, items, work):
         """work(i) for the items of this worker."""
         trips = (items - self.number + (self.count - 1)) // self.count
         lax.fori_loop(0, trips, lambda k, _: work(self.number + k * self.count), None)
 
-    def pieces(self, rows, columns, itemsize, move, arrays=1):
-        """move(rows, columns) with slices of each piece of this worker, of an array of so many rows
-        and columns. arrays: of which it holds a piece at a time."""
+    def pieces(self, rows, columns, itemsize, load, store=None, ready=None, arrays=1):
+        """store(load(rows, columns), rows, columns) with slices of each piece of this worker, of an
+        array of so many rows and columns. The next piece is loaded before one is stored. ready():
+        is called once, before the first store. arrays: of which it holds a piece at a time."""
         piece = _piece(arrays, itemsize)
         if columns >= piece:
             for start, size, count in _runs(columns, piece):
 
-                def one(i, start=start, size=size, count=count):
-                    move(pl.ds(i // count, 1), pl.ds(start + i % count * size, size))
+                def at(i, start=start, size=size, count=count):
+                    return pl.ds(i // count, 1), pl.ds(start + i % count * size, size)
 
-                self.share(rows * count, one)
+                self._flow(rows * count, at, load, store, ready)
+                ready = None
             return
         height = min(piece // columns, rows)
         whole, rest = divmod(rows, height)
         every = pl.ds(0, columns)
-        self.share(whole, lambda i: move(pl.ds(i * height, height), every))
+        self._flow(whole, lambda i: (pl.ds(i * height, height), every), load, store, ready)
         if rest:
-            self.share(1, lambda i: move(pl.ds(whole * height, rest), every))
+            self._flow(1, lambda i: (pl.ds(whole * height, rest), every), load, store, None)
+
+    def _flow(self, items, at, load, store, ready):
+        """The items of this worker, of which the next one is loaded before one is stored."""
+        if store is None:
+            return self.share(items, lambda i: load(*at(i)))
+
+        def get(i):
+            return load(*at(jnp.minimum(i, items - 1)))
+
+        trips = (items - self.number + (self.count - 1)) // self.count
+        value = get(self.number)
+        if ready:
+            ready()
+
+        def step(k, value):
+            i = self.number + k * self.count
+            following = get(i + self.count)
+            store(value, *at(i))
+            return following
+
+        lax.fori_loop(0, trips, step, value)
+
+    def exchange(self, staging, n, send, take):
+        """Parts of n elements through staging memory, (slots, workers, devices, elements).
+
+        send(where, targets): write what the others are to get of the part's slice `where` to
+        targets(d), for device d; take(where, sources): use what came, sources.at[d] from device d."""
+        size = staging.shape[-1]
+        whole, rest = divmod(n, size)
+
+        def slot(item):
+            return staging.at[(self.epoch + item) % _SLOTS, self.number]
+
+        def give(item, where):
+            here = slot(item).at[self.me]
+            send(where, lambda d: self.on(here, d))
+            self.tell(DATA)
+
+        def get(item, where):
+            self.hear(DATA, item)
+            take(where, slot(item))
+
+        if rest:  # first, by a worker that has no more other items than the rest of them
+            where, mine, first = pl.ds(whole * size, rest), self.number == whole % self.count, self.sent
+
+            @pl.when(mine)
+            def _():
+                give(first, where)
+                get(first, where)
+
+            self.sent = first + mine.astype(jnp.int32)
+        if not whole:
+            return
+        first, trips = self.sent, (whole - self.number + (self.count - 1)) // self.count
+
+        def where(k):
+            return pl.ds((self.number + k * self.count) * size, size)
+
+        def step(k, _):
+            pl.when(k < trips)(lambda: give(first + k, where(k)))
+            pl.when(k > 0)(lambda: get(first + (k - 1), where(k - 1)))
+
+        lax.fori_loop(0, trips + 1, step, None)
+        self.sent = first + trips
+
+
+def _item(n, itemsize, workers):
+    """Elements of an item of a part of n elements: they are shared among the workers."""
+    size = 2048
+    while size < _ITEM and size * workers < n * itemsize:
+        size *= 2
+    return size // itemsize
+
+
+def _batches(n, itemsize, arrays, load, store):
+    """store(load(start, size), start, size) for slices of n elements, of which two fit in registers
+    for each of some arrays: the next one is loaded before one is stored."""
+    places, start = [], 0
+    size = max(2 * _PIECE // max(arrays, 2 if itemsize == 1 else 1), 2048) // itemsize
+    size = 1 << (size.bit_length() - 1)
+    while start < n:
+        while size > n - start:
+            size //= 2
+        places.append((start, size))
+        start += size
+    value = load(*places[0])
+    for at, following in zip(places, [*places[1:], None]):
+        coming = load(*following) if following else None
+        store(value, *at)
+        value = coming
+
+
+def _copy(source, where, *targets):
+    """A slice of a flat array into others, (target, where it begins there)."""
+
+    def store(value, start, size):
+        for target, first in targets:
+            target[pl.ds(first + start, size)] = value
+
+    def load(start, size):
+        return source[pl.ds(where.start + start, size)]
+
+    _batches(where.size, source.dtype.itemsize, 1, load, store)
 
 
 def _piece(arrays, itemsize):
@@ -128,24 +245,78 @@ def _total(parts, dtype):
 # ---- kernels ------------------------------------------------------------------------------------
 
 
-def _gather(w, x, out, view):
+def _gather(w, x, out, staging, view):
+    """Each device sends its array to all."""
+    n = math.prod(view)
+    x, out = x.reshape((n,)), out.reshape((w.size, n))
+
+    def send(where, targets):
+        to = [(targets(d), 0) for d in w.others()]
+        _copy(x, where, *to, (out.at[w.me], where.start))
+
+    def take(where, sources):
+        for d in w.others():
+            _copy(sources.at[d], pl.ds(0, where.size), (out.at[d], where.start))
+
+    w.exchange(staging, n, send, take)
+
+
+def _gather_directly(w, x, out, view):
     """Each device writes its array into the results of all."""
     major, inner = view
     x, out = x.reshape((major, inner)), out.reshape((major, w.size, inner))
-    w.meet(ENTRY)
     targets = [w.on(out, d).at[:, w.me] for d in w.others()] + [out.at[:, w.me]]
 
-    def move(*at):
-        value = x[at]
+    def store(value, *at):
         for target in targets:
             target[at] = value
 
-    w.pieces(major, inner, x.dtype.itemsize, move)
+    w.tell(ENTRY)
+    w.pieces(
+        major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.hear(ENTRY)
+    )
     w.meet(EXIT)
 
 
-def _scatter_sums(w, x, out, view):
-    """Each device reads its part from all."""
+def _others_sum(w):
+    """The devices that get a summand through staging memory."""
+    return w.others() if w.size == 2 else w.everyone()
+
+
+def _sum_into(w, where, own, sources, targets):
+    """own: flat array with the own summand at `where`; targets have the sum there."""
+
+    def load(start, size):
+        here, at = pl.ds(start, size), pl.ds(where.start + start, size)
+        if w.size == 2:
+            return [own[at], sources.at[1 - w.me][here]]
+        return [sources.at[d][here] for d in range(w.size)]
+
+    def store(parts, start, size):
+        value = _total(parts, own.dtype)
+        for target in targets:
+            target[pl.ds(where.start + start, size)] = value
+
+    _batches(where.size, own.dtype.itemsize, w.size, load, store)
+
+
+def _scatter_sums(w, x, out, staging, view):
+    """Each device sends part d to device d, and sums what it got."""
+    n = math.prod(view)
+    x, out = x.reshape((w.size, n)), out.reshape((n,))
+
+    def send(where, targets):
+        for d in _others_sum(w):
+            _copy(x.at[d], where, (targets(d), 0))
+
+    def take(where, sources):
+        _sum_into(w, where, x.at[w.me], sources, [out])
+
+    w.exchange(staging, n, send, take)
+
+
+def _scatter_sums_of_columns(w, x, out, view):
+    """Each device reads its part, which is in many places, from all."""
     major, inner = view
     x, out = x.reshape((major, w.size, inner)), out.reshape((major, inner))
     w.meet(ENTRY)
@@ -154,63 +325,87 @@ def _scatter_sums(w, x, out, view):
     def move(*at):
         out[at] = _total([source[at] for source in sources], out.dtype)
 
-    w.pieces(major, inner, x.dtype.itemsize, move, w.size)
+    w.pieces(major, inner, x.dtype.itemsize, move, arrays=w.size)
     w.meet(EXIT)
 
 
-def _sum_in_two_steps(w, x, out, view):
-    """Each device sums the pieces of its own, and writes them into the results of all."""
+def _sum_in_two_steps(w, x, out, staging, view):
+    """Each device sums the items of its own, and writes them into the results of all. Items are
+    dealt to the devices; the rest of them are summed by all."""
     (n,) = view
-    x, out = x.reshape((n,)), out.reshape((n,))
-    w.meet(ENTRY)
-    sources = [w.on(x, d) for d in range(w.size)]
-    targets = [w.on(out, d) for d in w.everyone()]
+    size = staging.shape[-1]
+    groups = n // (size * w.size)
+    if groups:
+        parts, sums = x.reshape((n,)), out.reshape((n,))
+        everyone = [w.on(sums, d) for d in w.everyone()]
 
-    for start, size, count in _runs(n, _piece(w.size, x.dtype.itemsize)):
+        def part(d, where):
+            """The slice of device d, of items that are dealt to the devices."""
+            return pl.ds(where.start * w.size + d * size, size)
 
-        def move(i, start=start, size=size):
-            at = pl.ds(start + (i * w.size + w.me) * size, size)
-            value = _total([source[at] for source in sources], out.dtype)
-            for target in targets:
-                target[at] = value
+        def send(where, targets):
+            for d in _others_sum(w):
+                _copy(parts, part(d, where), (targets(d), 0))
 
-        w.share((count - w.me + (w.size - 1)) // w.size, move)
-    w.meet(EXIT)
+        def take(where, sources):
+            _sum_into(w, part(w.me, where), parts, sources, everyone)
+
+        w.exchange(staging, groups * size, send, take)
+    done = groups * size * w.size
+    if done < n:
+        _sum_by_all(w, x, out, staging, n, done)
+    if groups:  # this flag counts items too
+        w.tell(EXIT, w.sent)
+        w.hear(EXIT, w.sent - 1)
+
+
+def _sum_by_all(w, x, out, staging, n, done=0):
+    """Each device sends its array, from an element on, to all, and sums what it got."""
+    x, out = (r.reshape((n,)).at[pl.ds(done, n - done)] for r in (x, out))
+
+    def send(where, targets):
+        _copy(x, where, *((targets(d), 0) for d in _others_sum(w)))
+
+    w.exchange(
+        staging, n - done, send, lambda where, sources: _sum_into(w, where, x, sources, [out])
+    )
 
 
 def _sum_through_staging(w, x, out, staging, view):
-    """Each device writes its array into staging memory of all, and sums what it got."""
-    (n,) = view
-    x, out = x.reshape((1, n)), out.reshape((1, n))
-    half = staging.at[w.epoch % 2]
-    targets = [w.on(half, d).at[pl.ds(w.me, 1)] for d in w.everyone()]
-
-    def send(*at):
-        value = x[at]
-        for target in targets:
-            target[at] = value
-
-    def total(row, columns):
-        parts = [half[pl.ds(d, 1), columns] for d in range(w.size)]
-        out[row, columns] = _total(parts, out.dtype)
-
-    w.pieces(1, n, x.dtype.itemsize, send, w.size)
-    w.meet(ENTRY)
-    w.pieces(1, n, x.dtype.itemsize, total, w.size)
+    _sum_by_all(w, x, out, staging, *view)
 
 
-def _exchange(w, x, out, view):
+def _exchange(w, x, out, staging, view):
+    """Each device sends part d of its array to device d."""
+    n = math.prod(view)
+    x, out = x.reshape((w.size, n)), out.reshape((w.size, n))
+
+    def send(where, targets):
+        for d in w.others():
+            _copy(x.at[d], where, (targets(d), 0))
+        _copy(x.at[w.me], where, (out.at[w.me], where.start))
+
+    def take(where, sources):
+        for d in w.others():
+            _copy(sources.at[d], pl.ds(0, where.size), (out.at[d], where.start))
+
+    w.exchange(staging, n, send, take)
+
+
+def _exchange_directly(w, x, out, view):
     """Each device writes part d of its array into the result of device d."""
     major, inner = view
     x, out = x.reshape((w.size, major, inner)), out.reshape((w.size, major, inner))
-    w.meet(ENTRY)
+    w.tell(ENTRY)
+    ready = lambda: w.hear(ENTRY)  # noqa: E731
     for d in w.everyone():
         source, target = x.at[d], w.on(out, d).at[w.me]
 
-        def move(*at, source=source, target=target):
-            target[at] = source[at]
+        def store(value, *at, target=target):
+            target[at] = value
 
-        w.pieces(major, inner, x.dtype.itemsize, move)
+        w.pieces(major, inner, x.dtype.itemsize, lambda *at, s=source: s[at], store, ready)
+        ready = None
     w.meet(EXIT)
 
 
@@ -407,31 +602,41 @@ class Collective:
         return self.call.lower(*args, **options)
 
 
+_KERNELS = {
+    "all_gather": _gather,
+    "all_gather_directly": _gather_directly,
+    "reduce_scatter": _scatter_sums,
+    "reduce_scatter_of_columns": _scatter_sums_of_columns,
+    "all_reduce": _sum_in_two_steps,
+    "all_reduce_one_shot": _sum_through_staging,
+    "all_to_all": _exchange,
+    "all_to_all_directly": _exchange_directly,
+    "all_gather_by_multicast": _gather_by_multicast,
+    "reduce_scatter_by_multicast": _scatter_sums_by_multicast,
+    "all_reduce_by_multicast": _sum_by_multicast,
+}
+
+
 @cached
-def _collective(mesh, axis, kind, dtype, out_shape, view, staging, blocks, interpret):
-    kernels = {
-        "all_gather": _gather,
-        "reduce_scatter": _scatter_sums,
-        "all_reduce": _sum_in_two_steps,
-        "all_reduce_one_shot": _sum_through_staging,
-        "all_to_all": _exchange,
-        "all_gather_by_multicast": _gather_by_multicast,
-        "reduce_scatter_by_multicast": _scatter_sums_by_multicast,
-        "all_reduce_by_multicast": _sum_by_multicast,
-    }
+def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
+    n, size, staging, options = math.prod(view), mesh.size, [], {}
+    if kind.endswith("_by_multicast"):
+        item, count = _window(n, dtype.itemsize)
+        sums_all = kind.startswith("all_reduce")
+        options["windows"] = [((2, 1 if sums_all else size, item * count), dtype)]
+        if n % item and not sums_all:
+            staging = [((item,), dtype)]  # the tail
+    elif not kind.endswith(("_directly", "_of_columns")):
+        part = pl.cdiv(n, size) if kind == "all_reduce" else n
+        item = _item(part, dtype.itemsize, blocks * _THREADS)
+        blocks = min(blocks, pl.cdiv(pl.cdiv(part, item), _THREADS))
+        staging = [((_SLOTS, blocks * _THREADS, size, item), dtype)]
 
     def body(refs, flags, epochs):
         w = Workers(flags, epochs, axis, blocks * _THREADS)
-        kernels[kind](w, *refs, view=view)
+        _KERNELS[kind](w, *refs, view=view)
         w.end()
 
-    options = {}
-    if kind.endswith("_by_multicast"):
-        size, count = _window(math.prod(view), dtype.itemsize)
-        sums_all = kind.startswith("all_reduce")
-        options["windows"] = [((2, 1 if sums_all else mesh.size, size * count), dtype)]
-        staging = (size,) if math.prod(view) % size and not sums_all else None  # the tail
-    staging = [(staging, dtype)] if staging else []
     return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret, **options)
 
 
@@ -513,12 +718,12 @@ def all_gather(
     axis, major, inner = _split(one.shape, axis, what)
     shape = (*one.shape[:axis], one.shape[axis] * n, *one.shape[axis + 1 :])
     dtype = _dtype(one, what)
-    kind = _by_multicast(what, dtype, axis if major > 1 else 0) if multicast else what
-    f = _collective(
-        mesh, axis_name, kind, dtype, shape, (major, inner), None,
-        _blocks(blocks, what), interpret,
-    )  # fmt: skip
-    return f(x, out=out)
+    direct = major > 1 or inner * dtype.itemsize >= _DIRECT
+    kind = f"{what}_directly" if direct else what
+    if multicast:
+        kind = _by_multicast(what, dtype, axis if major > 1 else 0)
+    how = _blocks(blocks, what), interpret
+    return _collective(mesh, axis_name, kind, dtype, shape, (major, inner), *how)(x, out=out)
 
 
 def reduce_scatter(
@@ -536,12 +741,11 @@ def reduce_scatter(
         raise ValueError(f"{what}: axis {axis} of {tuple(one.shape)} has no {n} equal parts")
     shape = (*one.shape[:axis], one.shape[axis] // n, *one.shape[axis + 1 :])
     dtype = _dtype(one, what)
-    kind = _by_multicast(what, dtype, axis if major > 1 else 0) if multicast else what
-    f = _collective(
-        mesh, axis_name, kind, dtype, shape, (major, inner // n), None,
-        _blocks(blocks, what), interpret,
-    )  # fmt: skip
-    return f(x, out=out)
+    kind = f"{what}_of_columns" if major > 1 else what
+    if multicast:
+        kind = _by_multicast(what, dtype, axis if major > 1 else 0)
+    how = _blocks(blocks, what), interpret
+    return _collective(mesh, axis_name, kind, dtype, shape, (major, inner // n), *how)(x, out=out)
 
 
 def all_reduce(
@@ -562,18 +766,15 @@ def all_reduce(
     for arrays of up to 64 KiB. Else as :func:`reduce_scatter`."""
     what = "all_reduce"
     one = _operand(x, mesh, what)
-    axis_name, devices = _along(mesh, axis_name, what)
+    axis_name, _ = _along(mesh, axis_name, what)
     dtype, n = _dtype(one, what), math.prod(one.shape)
     if one_shot is None:
         one_shot = n * dtype.itemsize <= _SMALL
-    kind, staging = ("all_reduce_one_shot", (2, devices, n)) if one_shot else (what, None)
+    kind = "all_reduce_one_shot" if one_shot else what
     if multicast:
-        kind, staging = _by_multicast(what, dtype), None
-    f = _collective(
-        mesh, axis_name, kind, dtype, tuple(one.shape), (n,), staging, _blocks(blocks, what),
-        interpret,
-    )  # fmt: skip
-    return f(x, out=out)
+        kind = _by_multicast(what, dtype)
+    how = _blocks(blocks, what), interpret
+    return _collective(mesh, axis_name, kind, dtype, tuple(one.shape), (n,), *how)(x, out=out)
 
 
 def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None, out=None):
@@ -587,9 +788,8 @@ def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None, out=None):
         raise ValueError(
             f"{what}: the first dimension of {tuple(one.shape)} has no {n} equal parts"
         )
-    view = (1, math.prod(one.shape) // n)
-    f = _collective(
-        mesh, axis_name, what, _dtype(one, what), tuple(one.shape), view, None,
-        _blocks(blocks, what), interpret,
-    )  # fmt: skip
+    part, dtype = math.prod(one.shape) // n, _dtype(one, what)
+    kind = f"{what}_directly" if part * dtype.itemsize >= _DIRECT else what
+    how = _blocks(blocks, what), interpret
+    f = _collective(mesh, axis_name, kind, dtype, tuple(one.shape), (1, part), *how)
     return f(x, out=out)

@@ -1,5 +1,7 @@
 """ops.distributed: what every device gets, whatever the schedule, call after call."""
 
+import re
+
 import numpy as np
 import pytest
 from distributed.meshes import gpus, on_gpus, params, shards
@@ -125,36 +127,38 @@ def test_wrong_arguments(rng):
 
 
 def problems(n, columns=48):
-    """(result, staging memory or None, the dimensions that kernels see) of arrays (64, columns)."""
+    """(result, the dimensions that kernels see) of arrays (64, columns)."""
     whole = 64 * columns
+    gathered, scattered = (n * 64, columns), (64 // n, columns)
     return {
-        "all_gather": ((n * 64, columns), None, (1, whole)),
-        "reduce_scatter": ((64 // n, columns), None, (1, whole // n)),
-        "all_reduce": ((64, columns), None, (whole,)),
-        "all_reduce_one_shot": ((64, columns), (2, n, whole), (whole,)),
-        "all_to_all": ((64, columns), None, (1, whole // n)),
-        "all_gather_by_multicast": ((n * 64, columns), None, (1, whole)),
-        "reduce_scatter_by_multicast": ((64 // n, columns), None, (1, whole // n)),
-        "all_reduce_by_multicast": ((64, columns), None, (whole,)),
+        "all_gather": (gathered, (1, whole)),
+        "all_gather_directly": (gathered, (1, whole)),
+        "reduce_scatter": (scattered, (1, whole // n)),
+        "reduce_scatter_of_columns": (scattered, (1, whole // n)),
+        "all_reduce": ((64, columns), (whole,)),
+        "all_reduce_one_shot": ((64, columns), (whole,)),
+        "all_to_all": ((64, columns), (1, whole // n)),
+        "all_to_all_directly": ((64, columns), (1, whole // n)),
+        "all_gather_by_multicast": (gathered, (1, whole)),
+        "reduce_scatter_by_multicast": (scattered, (1, whole // n)),
+        "all_reduce_by_multicast": ((64, columns), (whole,)),
     }
 
 
 def expected(kind, x):
     n, total = len(x), sum(x)
+    name = re.sub("_(by_multicast|directly|of_columns|one_shot)$", "", kind)
     return {
         "all_gather": [np.concatenate(x)] * n,
         "reduce_scatter": np.split(total, n),
         "all_reduce": [total] * n,
-        "all_reduce_one_shot": [total] * n,
         "all_to_all": [np.concatenate([np.split(a, n)[d] for a in x]) for d in range(n)],
-    }[kind.removesuffix("_by_multicast")]
+    }[name]
 
 
 def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48):
-    out, staging, view = problems(n, columns)[kind]
-    return distributed._collective(
-        mesh, "x", kind, np.dtype(dtype), out, view, staging, blocks, None
-    )
+    out, view = problems(n, columns)[kind]
+    return distributed._collective(mesh, "x", kind, np.dtype(dtype), out, view, blocks, None)
 
 
 @pytest.mark.parametrize("kind", problems(2))

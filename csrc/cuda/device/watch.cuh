@@ -53,18 +53,30 @@ FN bool watch_ends(const Watch& w, u32 looks, u64& since) {
   return most && now - since > most;
 }
 
+//! semaphore_look
+// an acquiring read. A relaxed one and a fence would also wait for all writes of this lane, among
+// them its own signals to other devices, to arrive.
+template <bool SYSTEM> FN u32 semaphore_look(const u32* s) {
+  u32 r;
+  if constexpr (SYSTEM) {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(r) : "l"(s) : "memory");
+  } else {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(s) : "memory");
+  }
+  return r;
+}
+
 //! semaphore_wait_watched
 // waits until the semaphore is at least n; false: the wait was ended before. first: of its ref
 template <bool SYSTEM>
 FN bool semaphore_wait_watched(const u32* s, u32 n, const u32* first, u32 site, const Watch& w) {
   u64 since = 0;
   u32 looks = 0;
-  for (u32 value; (value = semaphore_load<SYSTEM>(s)) < n;) {
+  for (u32 value; (value = semaphore_look<SYSTEM>(s)) < n;) {
     if (++looks % 64 || !watch_ends(w, looks, since)) continue;
     watch_report(w, site, (u32)(s - first), value, n);
     return false;
   }
-  semaphore_acquire<SYSTEM>();
   return true;
 }
 
