@@ -2,20 +2,30 @@
 
 Starts a process for each GPU (`--gpus`, all by default) and measures the collectives and products
 of `ops` in CUDA graphs of 100 calls, beside the same by NCCL and cuBLAS, after it compared the
-results on poisoned outputs. Then one process drives all GPUs. Each section stands alone: what fails
-or takes too long is reported, and the next one runs. The run ends after `--seconds`, prints a table
-and writes `--json`. `--dry` runs all of it on the interpreter with small arrays, to test the
-script. NVLink multicast is left as the environment has it, and nothing here asks for it."""
+results on poisoned outputs. Then one process drives all GPUs. The section `components` measures
+what the kernels consist of: a launch, a signal, copies by some SMs.
+
+Each section has a share of `--seconds`, and what it leaves goes to those after it. Processes say
+what they are doing. If one does the same for `--patience` seconds, the stacks of all threads are
+printed and the processes are started again without that measurement, which is reported with what it
+was: ours, or NCCL's. The run prints a table and writes `--json`. `--dry` runs all of it on the
+interpreter with small arrays, to test the script. NVLink multicast is left as the environment has
+it, and nothing here asks for it."""
 
 import argparse
+import contextlib
+import faulthandler
 import json
 import math
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +38,7 @@ from pallas_mgpu.ops import (
 )
 
 CALLS = 100  # of a graph
+FEW = 20  # of one with more than 32 MiB a call
 LINK = 372e9  # bytes a second of the copy engine between two H200s, both directions at once
 COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]  # bytes of a rank
@@ -48,10 +59,11 @@ PRODUCTS = [  # M of a device, K, N of a device
 class Dry:
     """A mesh of the interpreter. Arrays are lists, and times are those of the interpreter."""
 
-    rank, dry = 0, True
+    rank, dry, row = 0, True, "start"
 
-    def __init__(self, n):
-        self.n, self.mesh = n, plgpu.DeviceMesh((n,), "x")
+    def __init__(self, n, said=None):
+        self.n, self.mesh, self.said = n, plgpu.DeviceMesh((n,), "x"), said
+        self.say = partial(Ranks.say, self)
 
     def data(self, shape, dtype, seed, same=False):
         rngs = [np.random.default_rng([seed, 0 if same else r]) for r in range(self.n)]
@@ -64,10 +76,13 @@ class Dry:
 
     poison = staticmethod(lambda x: [a.fill(77) for a in x])
 
-    def time(self, f):
+    def time(self, what, f, calls=CALLS):
+        self.say(what)
         start = time.perf_counter()
         f()
         return (time.perf_counter() - start) * 1e6
+
+    plain = staticmethod(lambda x: x)
 
     def nccl(self, kind, x, out):
         """The reference."""
@@ -80,6 +95,18 @@ class Dry:
                 "all_reduce": lambda: total,
                 "all_to_all": lambda d=d: np.concatenate([p[d] for p in parts]),
             }[kind]()
+
+    def reference(self, kind, x, out, seed=1):
+        self.nccl(kind, x, out)
+
+    scratch = empty
+
+    def summed(self, a, b):
+        """The sum of all devices' products, on each of them."""
+        return [sum(x.astype(np.float32) @ y.astype(np.float32) for x, y in zip(a, b))] * self.n
+
+    def part(self, x):
+        return [np.split(y, self.n)[d] for d, y in enumerate(x)]
 
     def product(self, a, b, out):
         for x, y, z in zip(a, b, out):
@@ -99,6 +126,9 @@ class Dry:
     def agree(self, result):
         return [result]
 
+    def beside(self, row, measure):
+        row["nccl"] = measure()
+
     def delay(self, rng):
         pass
 
@@ -106,13 +136,13 @@ class Dry:
 class Ranks:
     """This process of several, each with its GPU. Arrays are tensors in symmetric memory."""
 
-    dry = False
+    dry, without_nccl, row = False, False, "start"
 
-    def __init__(self, n):
+    def __init__(self, n, said=None):
         import torch
         import torch.distributed as dist
 
-        self.torch, self.dist, self.n = torch, dist, n
+        self.torch, self.dist, self.n, self.said = torch, dist, n, said
         self.rank = int(os.environ["RANK"])
         torch.cuda.set_device(self.rank)
         dist.init_process_group("nccl", device_id=torch.device("cuda", self.rank))
@@ -121,8 +151,19 @@ class Ranks:
 
     def renew(self):
         """The mesh, a new one after a failure."""
-        self.mesh = plgpu.DeviceMesh((self.n,), "x", group=True, timeout=15)
+        self.mesh = plgpu.DeviceMesh((self.n,), "x", group=True, timeout=8)
         self.kept = {}
+
+    def say(self, what):
+        """What this process does now, for the one that waits for it."""
+        if self.said:
+            with open(f"{self.said}/{self.rank}.new", "w") as f:
+                f.write(f"{self.row}: {what}")
+            os.replace(f"{self.said}/{self.rank}.new", f"{self.said}/{self.rank}")
+
+    def plain(self, x):
+        """A copy in memory that is not symmetric, for NCCL."""
+        return x.clone()
 
     def _symmetric(self, shape, dtype, key):
         dtype = plgpu.ShapeDtypeStruct((), dtype).dtype
@@ -133,26 +174,59 @@ class Ranks:
 
     def data(self, shape, dtype, seed, same=False):
         x = self._symmetric(shape, dtype, seed)
-        g = self.torch.Generator("cuda").manual_seed(seed * 1000 + (0 if same else self.rank))
-        values = self.torch.randint(-4, 5, x.shape, generator=g, device="cuda")
-        return x.copy_(values.float().to(x.dtype))
+        return x.copy_(self._values(x, seed, 0 if same else self.rank))
+
+    def _values(self, like, seed, rank):
+        g = self.torch.Generator("cuda").manual_seed(seed * 1000 + rank)
+        values = self.torch.randint(-4, 5, like.shape, generator=g, device="cuda")
+        return values.to(like.dtype)
+
+    def of_all(self, x, seed):
+        """The arrays of all ranks, which are made again."""
+        return [self._values(x, seed, r) for r in range(self.n)]
+
+    def reference(self, kind, x, out, seed=1):
+        """What a collective should give, without NCCL."""
+        all_x = self.of_all(x, seed)
+        if kind == "all_gather":
+            return self.torch.cat(all_x, out=out)
+        if kind == "all_to_all":
+            return self.torch.cat([a.chunk(self.n)[self.rank] for a in all_x], out=out)
+        total = all_x[0].float()
+        for a in all_x[1:]:
+            total += a
+        return out.copy_(self.part(total) if kind == "reduce_scatter" else total)
+
+    def summed(self, a, b):
+        return sum(x.float() @ y.float() for x, y in zip(self.of_all(a, 2), self.of_all(b, 3)))
+
+    def part(self, x):
+        return x.chunk(self.n)[self.rank]
 
     def empty(self, shape, dtype):
         return self.poison(self._symmetric(shape, dtype, "out"))
 
     poison = staticmethod(lambda x: x.fill_(77))
 
-    def time(self, f):
+    def scratch(self, shape, dtype):
+        """An array of this process alone."""
+        kind = getattr(self.torch, plgpu.ShapeDtypeStruct((), dtype).dtype.name)
+        return self.torch.empty(shape, dtype=kind, device="cuda")
+
+    def time(self, what, f, calls=CALLS):
         """Microseconds of a call, in a graph; the slowest rank's, and the best of some replays."""
         torch = self.torch
+        self.say(f"{what}: calls")
         for _ in range(3):
             f()
         torch.cuda.synchronize()
         self.dist.barrier(self.control)
+        self.say(f"{what}: capture")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(CALLS):
+            for _ in range(calls):
                 f()
+        self.say(f"{what}: replays")
         found = []
         for _ in range(4):
             a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -162,8 +236,9 @@ class Ranks:
             graph.replay()
             b.record()
             torch.cuda.synchronize()
-            found.append(a.elapsed_time(b) * 1e3 / CALLS)
+            found.append(a.elapsed_time(b) * 1e3 / calls)
         del graph
+        self.say(f"{what}: done")
         return max(min(t) for t in self.agree(found))
 
     def nccl(self, kind, x, out):
@@ -179,6 +254,9 @@ class Ranks:
             d.all_reduce(out)
 
     def product(self, a, b, out):
+        if out.dtype != a.dtype:  # for a reference
+            out.copy_(self.torch.matmul(a.float(), b.float()))
+            return
         self.torch.matmul(a, b, out=out)
 
     def own_product(self, a, b):
@@ -190,6 +268,16 @@ class Ranks:
         far = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1)
         found = max(self.agree(float(far)))
         return 0.0 if found <= tolerance else found
+
+    def beside(self, row, measure):
+        """What NCCL takes, unless that did not end when it was tried."""
+        if self.without_nccl:
+            row["note"] = "NCCL did not end"
+            return
+        try:
+            row["nccl"] = measure()
+        except RuntimeError as e:
+            row["note"] = f"NCCL: {str(e)[:200]}"
 
     def agree(self, result):
         """What all ranks say, over the CPU."""
@@ -203,7 +291,8 @@ class Ranks:
 
 
 # ---- sections -----------------------------------------------------------------------------------
-# Each yields rows: dictionaries with what, size, microseconds of ours and of others, and wrong.
+# Each gives functions of rows: dictionaries with what, size, microseconds of ours and of others,
+# and wrong.
 
 
 def collective_shapes(kind, size, n, itemsize):
@@ -234,34 +323,116 @@ def collectives(w, dtype="bfloat16", sizes=None, blocks=(16,)):
                 for one_shot in [True, False] if kind == "all_reduce" else [None]:
                     if one_shot and size > 256 << 10:
                         continue
-                    yield collective(w, kind, size, dtype, count, one_shot)
+                    yield partial(collective, w, kind, size, dtype, count, one_shot)
 
 
 def collective(w, kind, size, dtype, blocks, one_shot):
     itemsize = plgpu.ShapeDtypeStruct((), dtype).dtype.itemsize
     shape, out_shape = collective_shapes(kind, size, w.n, itemsize)
+    w.say("arrays")
     x, out = w.data(shape, dtype, 1), w.empty(out_shape, dtype)
-    want = w.empty(out_shape, dtype) if w.dry else w.torch.empty_like(out)
+    want = w.plain(out)
+    w.reference(kind, x, want)
     options = {"blocks": blocks, "out": out} | ({} if one_shot is None else {"one_shot": one_shot})
+    calls = FEW if size > 32 << 20 else CALLS
 
     def ours():
         return getattr(distributed, kind)(x, w.mesh, **options)
 
-    w.nccl(kind, x, want)
-    w.poison(out)
-    wrong = w.wrong(ours(), want)
     most = math.prod(out_shape if kind == "all_gather" else shape) * itemsize
     received = most * (w.n - 1) / w.n * {None: 1, True: w.n, False: 2}[one_shot]
     name = kind + {None: "", True: " one-shot", False: " two-shot"}[one_shot]
-    return {
+    row = {
         "what": f"{name} {dtype} {blocks} SMs",
         "size": f"{size >> 10} KiB",
-        "ours": w.time(ours),
-        "nccl": w.time(lambda: w.nccl(kind, x, want)),
         "goal": goal(kind, received, w.n, one_shot),
         "received": received,
-        "wrong": wrong,
     }
+    w.say("ours: a call")
+    row["wrong"] = w.wrong(ours(), want)
+    row["ours"] = w.time("ours", ours, calls)
+    own = w.plain(x)
+    w.beside(row, lambda: w.time("nccl", lambda: w.nccl(kind, own, want), calls))
+    return row
+
+
+def components(w):
+    """Launches, signals and copies by some SMs."""
+    yield partial(component, w, "empty kernel", empty, 1, 0)
+    for blocks in [1] if w.dry else [1, 16]:
+        for body in (told, met, met_twice):
+            yield partial(component, w, body.__doc__, body, blocks, 0)
+    for size in [1 << 20] if w.dry else [1 << 20, 64 << 20]:
+        for blocks in [2] if w.dry else [8, 16, 32]:
+            for body in (copied_here, pushed, pulled):
+                yield partial(component, w, body.__doc__, body, blocks, size)
+
+
+def empty(w, x, out):
+    """empty kernel"""
+
+
+def told(w, x, out):
+    """signal to the others, no wait"""
+    w.tell(distributed.ENTRY)
+
+
+def met(w, x, out):
+    """one meeting"""
+    w.meet(distributed.ENTRY)
+
+
+def met_twice(w, x, out):
+    """two meetings"""
+    w.meet(distributed.ENTRY)
+    w.meet(distributed.EXIT)
+
+
+def moved(w, source, target):
+    def store(value, *at):
+        target[at] = value
+
+    rows, columns = source.shape
+    w.pieces(rows, columns, source.dtype.itemsize, lambda *at: source[at], store)
+
+
+def copied_here(w, x, out):
+    """two meetings, copy on the GPU"""
+    met_twice(w, x, out)
+    moved(w, x, out)
+
+
+def pushed(w, x, out):
+    """two meetings, copy by stores"""
+    w.meet(distributed.ENTRY)
+    moved(w, x, w.on(out, w.others()[0]))
+    w.meet(distributed.EXIT)
+
+
+def pulled(w, x, out):
+    """two meetings, copy by loads"""
+    w.meet(distributed.ENTRY)
+    moved(w, w.on(x, w.others()[0]), out)
+    w.meet(distributed.EXIT)
+
+
+def component(w, what, body, blocks, size):
+    shape = (1, max(size // 4, 1024))
+    x, out = w.data(shape, "float32", 12, same=True), w.empty(shape, "float32")
+
+    def kernel(refs, flags, epochs):
+        worker = distributed.Workers(flags, epochs, "x", blocks * distributed._THREADS)
+        body(worker, *refs)
+        worker.end()
+
+    made = [(shape, np.dtype("float32"))]
+    f = distributed.Collective(w.mesh, kernel, body.__name__, made, [], blocks, None)
+    w.say("ours: a call")
+    got = f(x, out=out)
+    copies = body in (copied_here, pushed, pulled)
+    took = w.time("ours", lambda: f(x, out=out), FEW if size > 32 << 20 else CALLS)
+    row = {"what": f"{what} {blocks} SMs", "size": f"{size >> 10} KiB", "ours": took}
+    return row | {"wrong": w.wrong(got, x)} if copies else row
 
 
 def settings(w):
@@ -275,129 +446,138 @@ def settings(w):
 def products(w, dtype="float16"):
     for shape in [(130, 72, 66)] if w.dry else PRODUCTS:
         for kind in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-            yield product(w, kind, *shape, dtype)
+            yield partial(product, w, kind, *shape, dtype)
 
 
 def product(w, kind, m, k, cols, dtype):
-    n, gathers = w.n, kind == "all_gather_matmul"
-    rows = n * m if kind == "matmul_reduce_scatter" else m
+    n, gathers, scatters = w.n, kind == "all_gather_matmul", kind == "matmul_reduce_scatter"
+    rows = n * m if scatters else m
+    w.say("arrays")
     a, b = w.data((rows, k), dtype, 2), w.data((k, cols), dtype, 3)
     whole = (n * m, k) if gathers else (rows, k)
-    result = (m, cols) if kind == "matmul_reduce_scatter" else (whole[0], cols)
-    out, want = w.empty(result, dtype), None
-    all_a = w.empty(whole, dtype) if w.dry else w.torch.empty(whole, dtype=a.dtype, device="cuda")
-    part = (whole[0], cols)
-    if w.dry:
-        summand, want = w.empty(part, "float32"), w.empty(result, "float32")
+    result = (m, cols) if scatters else (whole[0], cols)
+    out = w.empty(result, dtype)
+    all_a, summand, got = (w.scratch(s, dtype) for s in (whole, (whole[0], cols), result))
+    if gathers:
+        w.reference("all_gather", a, all_a, 2)
+        want = w.scratch(result, "float32")
+        w.product(all_a, b, want)
     else:
-        summand = w.torch.empty(part, dtype=a.dtype, device="cuda")
-        want = w.torch.empty(result, dtype=a.dtype, device="cuda")
+        want = w.summed(a, b)
+        want = w.part(want) if scatters else want
 
     def beside():
         """NCCL and cuBLAS."""
         if gathers:
             w.nccl("all_gather", a, all_a)
-            w.product(all_a, b, want)
+            w.product(all_a, b, got)
             return
         w.product(a, b, summand)
-        w.nccl("reduce_scatter" if kind == "matmul_reduce_scatter" else "all_reduce", summand, want)
+        w.nccl("reduce_scatter" if scatters else "all_reduce", summand, got)
 
     def ours():
         options = {"blocks": 2} if w.dry else {}
         return getattr(distributed_matmul, kind)(a, b, w.mesh, out=out, **options)
 
-    beside()
-    wrong = w.wrong(ours(), want, 2e-2)
+    w.say("ours: a call")
     left = all_a if gathers else a
-    alone = {
-        "cublas": w.time(lambda: w.product(left, b, summand)),
-        "matmul": w.time(w.own_product(left, b)),
+    row = {
+        "what": f"{kind} {dtype}",
+        "size": f"{m} x {k} x {cols}",
+        "wrong": w.wrong(ours(), want, 2e-2),
+        "ours": w.time("ours", ours, FEW),
+        "cublas": w.time("cublas", lambda: w.product(left, b, summand), FEW),
+        "matmul": w.time("matmul", w.own_product(left, b), FEW),
     }
-    summands = m * cols * 4 if kind == "matmul_reduce_scatter" else rows * cols * 4 / n
+    w.beside(row, lambda: w.time("nccl", beside, FEW))
+    summands = m * cols * 4 if scatters else rows * cols * 4 / n
     received = (n - 1) * (m * k * 2 if gathers else summands)
     if kind == "matmul_all_reduce":
         received += (n - 1) / n * rows * cols * 2
-    fast = min(alone.values()) if not w.dry else alone["cublas"]
-    return {
-        "what": f"{kind} {dtype}",
-        "size": f"{m} x {k} x {cols}",
-        "ours": w.time(ours),
-        "nccl": w.time(beside),
-        **alone,
-        "link": received / LINK * 1e6,
-        "goal": 1.05 * max(fast, received / LINK * 1e6) + 5,
-        "wrong": wrong,
-    }
+    fast = row["cublas"] if w.dry else min(row["cublas"], row["matmul"])
+    row["link"] = received / LINK * 1e6
+    row["goal"] = 1.05 * max(fast, row["link"]) + 5
+    return row
 
 
 def fused(w, dtype="bfloat16"):
     for rows in [3] if w.dry else [1, 16, 128, 4096]:
-        columns = 256 if w.dry else 8192
-        x, r = w.data((rows, columns), dtype, 4), w.data((rows, columns), dtype, 5, same=True)
-        outs = w.data((rows, columns), dtype, 10), w.data((rows, columns), dtype, 11)
-        g = w.data((columns,), dtype, 6, same=True)
-        total = w.empty((rows, columns), dtype) if w.dry else w.torch.empty_like(x)
+        yield partial(normed, w, rows, 256 if w.dry else 8192, dtype)
 
-        def ours(x=x, r=r, g=g, outs=outs):
-            return distributed_norms.all_reduce_rms_norm(x, r, g, w.mesh, out=outs)
 
-        w.nccl("all_reduce", x, total)
-        if w.dry:
-            want = [a + b for a, b in zip(total, r)]
-            beside = lambda: None  # noqa: E731
-        else:
-            want, functional = total + r, w.torch.nn.functional
+def normed(w, rows, columns, dtype):
+    w.say("arrays")
+    x, r = w.data((rows, columns), dtype, 4), w.data((rows, columns), dtype, 5, same=True)
+    outs = w.data((rows, columns), dtype, 10), w.data((rows, columns), dtype, 11)
+    g = w.data((columns,), dtype, 6, same=True)
+    total = w.scratch((rows, columns), dtype)
+    w.reference("all_reduce", x, total, 4)
+    want = [a + b for a, b in zip(total, r)] if w.dry else total + r
+    own = w.plain(x)
 
-            def beside(x=x, r=r, g=g, total=total, functional=functional):
-                w.nccl("all_reduce", x, total)
-                return functional.rms_norm(total + r, g.shape, g, 1e-6)
+    def ours():
+        return distributed_norms.all_reduce_rms_norm(x, r, g, w.mesh, out=outs)
 
-        yield {
-            "what": f"all_reduce_rms_norm {dtype}",
-            "size": f"{rows} x {columns}",
-            "ours": w.time(ours),
-            "nccl": w.time(beside),
-            "wrong": w.wrong(ours()[1], want),
-        }
+    def beside():
+        w.nccl("all_reduce", own, total)
+        if not w.dry:
+            w.torch.nn.functional.rms_norm(total + r, g.shape, g, 1e-6)
+
+    w.say("ours: a call")
+    row = {
+        "what": f"all_reduce_rms_norm {dtype}",
+        "size": f"{rows} x {columns}",
+        "wrong": w.wrong(ours()[1], want),
+        "ours": w.time("ours", ours),
+    }
+    w.beside(row, lambda: w.time("nccl", beside))
+    return row
 
 
 def ragged(w):
     """Dispatch of tokens, as many to each device, beside NCCL's all-to-all of equal parts."""
     for rows in [6] if w.dry else [256, 4096, 32768]:
-        rows, columns = rows // w.n * w.n, 128 if w.dry else 7168
-        x, want = w.data((rows, columns), "bfloat16", 7), w.empty((rows, columns), "bfloat16")
-        sizes = w.data((w.n,), "int32", 8)
-        for one in sizes if w.dry else [sizes]:
-            one[...] = rows // w.n
-
-        out = w.empty((rows, columns), "bfloat16"), w.empty((w.n,), "int32")
-
-        def ours(x=x, sizes=sizes, out=out):
-            return distributed_ragged.ragged_all_to_all(x, sizes, w.mesh, out=out)
-
-        if not w.dry:
-            want = w.torch.empty_like(x)
-        w.nccl("all_to_all", x, want)
-        wrong = w.wrong(ours()[0], want)
-        yield {
-            "what": "ragged_all_to_all bfloat16",
-            "size": f"{rows} x {columns}",
-            "ours": w.time(ours),
-            "nccl": w.time(lambda x=x, want=want: w.nccl("all_to_all", x, want)),
-            "wrong": wrong,
-        }
+        yield partial(dispatched, w, rows // w.n * w.n, 128 if w.dry else 7168)
 
 
-def many_launches(w, seconds=60, most=10_000):
+def dispatched(w, rows, columns):
+    w.say("arrays")
+    x, sizes = w.data((rows, columns), "bfloat16", 7), w.data((w.n,), "int32", 8)
+    for one in sizes if w.dry else [sizes]:
+        one[...] = rows // w.n
+    out = w.empty((rows, columns), "bfloat16"), w.empty((w.n,), "int32")
+    want = w.scratch((rows, columns), "bfloat16")
+    w.reference("all_to_all", x, want, 7)
+    own = w.plain(x)
+
+    def ours():
+        return distributed_ragged.ragged_all_to_all(x, sizes, w.mesh, out=out)
+
+    w.say("ours: a call")
+    row = {
+        "what": "ragged_all_to_all bfloat16",
+        "size": f"{rows} x {columns}",
+        "wrong": w.wrong(ours()[0], want),
+        "ours": w.time("ours", ours, FEW),
+    }
+    w.beside(row, lambda: w.time("nccl", lambda: w.nccl("all_to_all", own, want), FEW))
+    return row
+
+
+def many_launches(w):
     """Launches in a row, each device late at random: right results."""
+    yield partial(launched, w, 15, 10_000)
+
+
+def launched(w, seconds, most):
+    w.say("arrays")
     rng, x = np.random.default_rng(w.rank), w.data((3000,), "float32", 9)
-    if w.dry:
-        most, want = 5, w.empty((3000,), "float32")
-    else:
-        want = w.torch.empty_like(x)
-    w.nccl("all_reduce", x, want)
+    want = w.scratch((3000,), "float32")
+    w.reference("all_reduce", x, want, 9)
     start, done, wrong, outs = time.time(), 0, 0.0, []
+    most = 5 if w.dry else most
     while done < most:
+        w.say(f"ours: launch {done}")
         for _ in range(5 if w.dry else 100):
             w.delay(rng)
             outs.append(distributed.all_reduce(x, w.mesh, one_shot=done % 2 == 0))
@@ -407,17 +587,18 @@ def many_launches(w, seconds=60, most=10_000):
         outs.clear()
         if max(w.agree(time.time() - start)) > seconds:
             break
-    yield {"what": "all_reduce with random delays", "size": f"{done} launches", "wrong": wrong}
+    return {"what": "all_reduce with random delays", "size": f"{done} launches", "wrong": wrong}
 
 
-SECTIONS = {
-    "collectives": collectives,
-    "products": products,
-    "fused": fused,
-    "ragged": ragged,
-    "many_launches": many_launches,
-    "settings": settings,
-    "bfloat16 products": lambda w: products(w, "bfloat16"),
+SECTIONS = {  # functions, and shares of the time
+    "collectives": (collectives, 4),
+    "components": (components, 2),
+    "products": (products, 4),
+    "fused": (fused, 1),
+    "ragged": (ragged, 1),
+    "many_launches": (many_launches, 2),
+    "settings": (settings, 2),
+    "bfloat16 products": (lambda w: products(w, "bfloat16"), 3),
 }
 
 
@@ -461,74 +642,153 @@ def one_process(n, dry):
 # ---- the run ------------------------------------------------------------------------------------
 
 
-def run_sections(w, names, until, note):
-    for name in names:
-        failed, rows = None, SECTIONS[name](w) if name in SECTIONS else iter(())
-        while True:
-            if min(w.agree(until - time.time())) < 0:
-                note({"section": name, "failed": "the time is over"})
-                return
-            row, failed = None, None
+def deadlines(names, start, until):
+    """When each section is to end: {name: time}."""
+    shares = [SECTIONS[n][1] for n in names]
+    ends = np.cumsum(shares) / sum(shares)
+    return {n: start + (until - start) * e for n, e in zip(names, ends)}
+
+
+def run_sections(w, args, note):
+    """All rows but those in the file of what was done, by processes that were here before."""
+    with open(f"{args.worker}/plan") as f:
+        plan = json.load(f)
+    done, hung = set(map(tuple, plan["done"])), plan["hung"]
+    ends = deadlines(args.sections, plan["start"], plan["until"])
+    for name in args.sections:
+        for number, row in enumerate(SECTIONS[name][0](w)):
+            if (name, number) in done:
+                continue
+            if min(w.agree(ends[name] - time.time())) < 0:
+                note({"section": name, "failed": f"the time is over, from row {number} on"})
+                break
+            w.without_nccl = [name, number] in hung
+            found, failed = None, None
+            w.row = f"{name} {number}"
+            w.say("begins")
             try:
-                row = next(rows, None)
+                found = row()
             except Exception as e:
                 failed = f"rank {w.rank}: {type(e).__name__}: {e}"
                 traceback.print_exc()
             errors = [e for e in w.agree(failed) if e]
             if errors:
-                note({"section": name, "failed": "; ".join(errors)[:1500]})
-                if not w.dry:
-                    w.renew()
-                break
-            if row is None:
-                break
-            note({"section": name, **row})
+                found = {"failed": "; ".join(errors)[:1500]}
+            note({"section": name, "row": number, **found})
+            if errors and not w.dry:
+                w.renew()
 
 
 def worker(args):
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
     def note(row):
-        if w.rank == 0:
-            with open(args.worker, "a") as f:
-                f.write(json.dumps(row) + "\n")
+        if args.mode == "one process" or w.rank == 0:
+            with open(f"{args.worker}/rows", "a") as f:
+                f.write(json.dumps({"at": round(time.time() - args.start, 1), **row}) + "\n")
 
     if args.mode == "one process":
         try:
             for row in one_process(args.gpus, args.dry):
-                with open(args.worker, "a") as f:
-                    f.write(json.dumps({"section": args.mode, **row}) + "\n")
+                note({"section": args.mode, **row})
         except Exception as e:
             traceback.print_exc()
-            with open(args.worker, "a") as f:
-                f.write(json.dumps({"section": args.mode, "failed": f"{e}"[:1500]}) + "\n")
+            note({"section": args.mode, "failed": f"{e}"[:1500]})
         return
-    w = Dry(args.gpus) if args.dry else Ranks(args.gpus)
-    run_sections(w, args.sections or list(SECTIONS), args.until, note)
+    w = Dry(args.gpus, args.worker) if args.dry else Ranks(args.gpus, args.worker)
+    run_sections(w, args, note)
     sys.stdout.flush()
     os._exit(0)  # the ranks end together, with nothing left to wait for
 
 
-def start(args, mode, n, rows, until):
-    """The processes of a mode; they end in time."""
+def launch(args, mode, n, place, attempt):
+    """The processes of a mode."""
     count = 1 if mode == "one process" or args.dry else n
-    port = str(20000 + os.getpid() % 20000 + (mode == "one process"))
-    command = [sys.executable, __file__, "--worker", rows, "--mode", mode, "--gpus", str(n)]
-    command += ["--until", str(until), *(["--dry"] if args.dry else [])]
-    command += ["--sections", *args.sections] if args.sections else []
+    port = str(20000 + (os.getpid() * 7 + attempt * 2 + (mode == "one process")) % 20000)
+    command = [sys.executable, __file__, "--worker", place, "--mode", mode, "--gpus", str(n)]
+    command += ["--start", str(args.start), *(["--dry"] if args.dry else [])]
+    command += ["--sections", *[s for s in args.sections if s in SECTIONS]]
     running = []
     for rank in range(count):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         running.append(subprocess.Popen(command, env=env))
-    try:
-        for p in running:
-            p.wait(max(until + 20 - time.time(), 1))
-    except subprocess.TimeoutExpired:
-        print(f"{mode}: its time is over", file=sys.stderr)
-    finally:
-        for p in running:
-            p.kill()
-            p.wait()
-    return [p.returncode for p in running]
+    return running
+
+
+def said(place, n):
+    """What each process does, and since when."""
+    found = []
+    for rank in range(n):
+        with contextlib.suppress(OSError), open(f"{place}/{rank}") as f:
+            found.append((os.fstat(f.fileno()).st_mtime, rank, f.read()))
+    return found
+
+
+def stop(running):
+    for p in running:
+        with contextlib.suppress(ProcessLookupError):
+            p.send_signal(signal.SIGUSR1)  # prints its stacks
+    time.sleep(1)
+    for p in running:
+        p.kill()
+        p.wait()
+
+
+def finish(args, running, place, until):
+    """Waits for processes. None: they ended; else why they did not."""
+    start = time.time()
+    while any(p.poll() is None for p in running):
+        time.sleep(0.2)
+        now = time.time()
+        if now > until:
+            stop(running)
+            return "its time is over"
+        ended = [p.returncode for p in running if p.poll() is not None]
+        if any(ended):
+            time.sleep(3)
+            stop(running)
+            return f"a process ended with {ended}"
+        last = max([start + 30, *(t for t, _, _ in said(place, args.gpus))])
+        if now - last > args.patience:
+            stop(running)
+            return f"nothing new for {args.patience:.0f} s"
+    codes = [p.returncode for p in running]
+    return f"processes ended with {codes}" if any(codes) else None
+
+
+def run_ranks(args, n, place, until):
+    """The ranks, again without what did not end. What failed."""
+    plan = {"done": [], "hung": [], "start": time.time(), "until": until}
+    for attempt in range(6):
+        for rank in range(n):
+            with contextlib.suppress(OSError):
+                os.remove(f"{place}/{rank}")
+        with open(f"{place}/plan", "w") as f:
+            json.dump(plan, f)
+        why = finish(args, launch(args, "ranks", n, place, attempt), place, until + 15)
+        if why is None:
+            return
+        doing = [f"rank {r}: {what}" for _, r, what in said(place, n)]
+        print(f"ranks: {why}; {doing}", file=sys.stderr, flush=True)
+        with open(f"{place}/rows", "a") as f:
+            failed = {"section": "ranks", "failed": f"{why}: {'; '.join(doing)}"}
+            f.write(json.dumps({"at": round(time.time() - args.start, 1), **failed}) + "\n")
+        if until - time.time() < 25:
+            return
+        with open(f"{place}/rows") as f:
+            rows = [json.loads(line) for line in f]
+        plan["done"] = [[r["section"], r["row"]] for r in rows if "row" in r]
+        for at in {tuple(what.split(": ")[0].rsplit(" ", 1)) for _, _, what in said(place, n)}:
+            if len(at) < 2:
+                continue
+            cell = [at[0], int(at[1])]
+            by_nccl = all("nccl" in what for _, _, what in said(place, n))
+            if by_nccl and cell not in plan["hung"]:
+                plan["hung"].append(cell)
+            elif cell not in plan["done"]:
+                plan["done"].append(cell)
 
 
 def table(rows):
@@ -541,6 +801,9 @@ def table(rows):
         cells = [f"{r[k]:9.1f}" if r.get(k) else " " * 9 for k in ("ours", "nccl", "goal")]
         by = f"{r['ours'] / r['goal']:7.2f}" if r.get("goal") and r.get("ours") else " " * 7
         bad = f"  WRONG by {r['wrong']:.2g}" if r.get("wrong") else ""
+        bad += f"  {r['note']}" if r.get("note") else ""
+        if r.get("matmul"):
+            bad += f"  cuBLAS {r['cublas']:.1f}, matmul {r['matmul']:.1f}, link {r['link']:.1f}"
         lines.append(f"{r['what']:44} {r['size']:>18} {' '.join(cells)} {by}{bad}")
     return "\n".join(lines)
 
@@ -548,39 +811,39 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--gpus", type=int, default=0, help="how many, 0: all")
-    parser.add_argument("--seconds", type=float, default=500, help="of the whole run")
+    parser.add_argument("--seconds", type=float, default=240, help="of the whole run")
+    parser.add_argument("--patience", type=float, default=20, help="seconds of a measurement")
     parser.add_argument("--json", default="distributed.json")
     parser.add_argument("--dry", action="store_true", help="on the interpreter")
     parser.add_argument("--sections", nargs="*", choices=[*SECTIONS, "one process"])
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--mode", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=0, help=argparse.SUPPRESS)
+    for hidden in ("--worker", "--mode"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=float, default=time.time(), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return worker(args)
-    start_time = time.time()
+    args.sections = args.sections or [*SECTIONS, "one process"]
     devices = plgpu._core.system_info()["devices"]
     n = args.gpus or (2 if args.dry else len(devices))
     if not args.dry and (n < 2 or n > len(devices)):
         parser.error(f"{n} GPUs are needed, at least 2; there are {len(devices)}. --dry needs none")
-    rows = tempfile.mkstemp(suffix=".jsonl")[1]
-    modes = ["ranks", "one process"]
-    if args.sections:
-        modes = [m for m in modes if (m == "one process") == (args.sections == ["one process"])]
-    codes = {}
-    for mode in modes:
-        left = start_time + args.seconds - time.time()
-        share = left - 60 if mode == "ranks" and len(modes) > 1 and left > 150 else left - 25
-        codes[mode] = start(args, mode, n, rows, time.time() + max(share, 5))
-    with open(rows) as f:
+    args.gpus, place = n, tempfile.mkdtemp()
+    open(f"{place}/rows", "w").close()
+    end = args.start + args.seconds
+    if "one process" in args.sections:  # first: it is short
+        until = min(end, time.time() + args.seconds / 6)
+        why = finish(args, launch(args, "one process", n, place, 0), place, until)
+        print("one process:", why or "done", file=sys.stderr, flush=True)
+    if any(s in SECTIONS for s in args.sections):
+        run_ranks(args, n, place, end - 15)
+    with open(f"{place}/rows") as f:
         found = [json.loads(line) for line in f]
-    os.remove(rows)
+    shutil.rmtree(place)
     info = {
         "devices": [str(d) for d in devices],
         "gpus": n,
         "dry": args.dry,
-        "exit codes": codes,
-        "seconds": time.time() - start_time,
+        "seconds": time.time() - args.start,
         "rows": found,
     }
     with open(args.json, "w") as f:

@@ -138,7 +138,8 @@ class Workers:
         """Parts of n elements through staging memory, (slots, workers, devices, elements).
 
         send(where, targets): write what the others are to get of the part's slice `where` to
-        targets(d), for device d; take(where, sources): use what came, sources.at[d] from device d."""
+        targets(d), for device d. take(where, sources): use what came, sources.at[d] from device d.
+        """
         size = staging.shape[-1]
         whole, rest = divmod(n, size)
 
@@ -155,7 +156,11 @@ class Workers:
             take(where, slot(item))
 
         if rest:  # first, by a worker that has no more other items than the rest of them
-            where, mine, first = pl.ds(whole * size, rest), self.number == whole % self.count, self.sent
+            where, mine, first = (
+                pl.ds(whole * size, rest),
+                self.number == whole % self.count,
+                self.sent,
+            )
 
             @pl.when(mine)
             def _():
@@ -272,9 +277,7 @@ def _gather_directly(w, x, out, view):
             target[at] = value
 
     w.tell(ENTRY)
-    w.pieces(
-        major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.hear(ENTRY)
-    )
+    w.pieces(major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.hear(ENTRY))
     w.meet(EXIT)
 
 

@@ -17,7 +17,7 @@ def way(request):
     return request.param
 
 
-def run(way, f, x, n, seed=0, calls=1, **options):
+def run(way, f, x, n, seed=0, calls=1, blocks=2, **options):
     """The results of the last of some calls, as NumPy arrays."""
     if way == "cuda":
         mesh = plgpu.DeviceMesh(n, "x", devices=gpus(n))
@@ -25,7 +25,7 @@ def run(way, f, x, n, seed=0, calls=1, **options):
     else:
         mesh, options["interpret"] = plgpu.DeviceMesh(n, "x"), params(seed)
     for _ in range(calls):
-        y = f(x, mesh, blocks=2, **options)
+        y = f(x, mesh, blocks=blocks, **options)
     return [np.asarray(a) for a in y]
 
 
@@ -72,6 +72,27 @@ def test_all_to_all(way, rng, shape):
     parts = [np.split(a, n) for a in x]
     for d in range(n):
         np.testing.assert_array_equal(y[d], np.concatenate([p[d] for p in parts]))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_more_items_than_slots(way, rng, kind, n):
+    """Slots of staging memory are used again, within a call and by the next one."""
+    x = shards(rng, n, (n * 500_003,), bfloat16)
+    x = [a[:500_003] for a in x] if kind == "all_gather" else x
+    f, options = getattr(distributed, kind), {"one_shot": False} if kind == "all_reduce" else {}
+    total = x[0].astype(np.float32)
+    for a in x[1:]:
+        total = total + a.astype(np.float32)
+    total = total.astype(bfloat16)
+    want = {
+        "all_gather": lambda: [np.concatenate(x)] * n,
+        "reduce_scatter": lambda: np.split(total, n),
+        "all_reduce": lambda: [total] * n,
+        "all_to_all": lambda: [np.concatenate([np.split(a, n)[d] for a in x]) for d in range(n)],
+    }[kind]()
+    for got, expected in zip(run(way, f, x, n, calls=2, blocks=1, **options), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (6,), (9, 700), (3, 2, 9001)], ids=str)
