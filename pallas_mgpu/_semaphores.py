@@ -86,8 +86,9 @@ def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
 
 
 def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
-    """Wait until a semaphore is at least ``value``, an int32 scalar that is compared as unsigned.
-    Then subtract ``value`` if ``decrement`` is True. TypeError unless ``decrement`` is a bool."""
+    """Wait until a semaphore is at least ``value``, an int32 scalar: until it is less than 2**31
+    ahead of it, modulo 2**32, so that counts may wrap. Then subtract ``value`` if ``decrement`` is
+    True. TypeError unless ``decrement`` is a bool."""
     what = "semaphore_wait"
     if not isinstance(decrement, bool):
         raise TypeError(f"{what}: decrement must be a bool, got {show(decrement)}")

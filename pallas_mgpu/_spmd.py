@@ -149,7 +149,7 @@ def symm_empty(shape, dtype, mesh, *, multicast=False):
         raise TypeError(f"symm_empty: mesh must be a plgpu.DeviceMesh, got {show(mesh)}")
     spec = ShapeDtypeStruct(_shape(shape, "symm_empty"), dtype)
     if mesh.group is not None:
-        return _symmetric_tensor(spec, mesh.group, multicast)
+        return _symmetric_tensor(spec, mesh, multicast)
     host = [np.zeros(spec.shape, spec.dtype) for _ in range(mesh.size)]
     if mesh.devices is None:
         return host
@@ -161,16 +161,18 @@ def symm_empty(shape, dtype, mesh, *, multicast=False):
     return [_core.device_put(x, d) for x, d in zip(host, mesh.devices)]
 
 
-def _symmetric_tensor(spec, group, multicast):
+def _symmetric_tensor(spec, mesh, multicast):
+    """The ranks meet on the CPU: a barrier of the handle has no timeout, and it would signal in
+    memory that PyTorch clears on a stream of each rank."""
     torch, symm_mem = _torch(), _torch(".distributed._symmetric_memory")
     dtype = getattr(torch, spec.dtype.name)
     x = symm_mem.empty(spec.shape, dtype=dtype, device=torch.device("cuda"))
-    handle = symm_mem.rendezvous(x, group)
+    handle = symm_mem.rendezvous(x, mesh.group)
     if multicast and not handle.multicast_ptr:
         raise ValueError("symm_empty: this system has no NVLink multicast, or it is switched off")
     x.zero_()
     torch.cuda.current_stream().synchronize()
-    handle.barrier()
+    _torch(".distributed").barrier(group=mesh._watch.control)
     at = x.data_ptr()
     gone = weakref.ref(x.untyped_storage(), lambda _: _symmetric.pop(at, None))
     _symmetric[at] = (gone, handle, x.numel() * x.element_size())

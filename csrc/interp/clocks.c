@@ -403,10 +403,11 @@ void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t 
   semaphore_order *s = semaphore_of(m, t->block, at);
   if (!s) return;
   start_count(s, *at);
-  const int64_t need = s->taken + least;
+  /* = taken + least, but that counts of the program wrap */
+  const int64_t need = s->total - (int32_t)((uint32_t)(s->total - s->taken) - least);
   uint32_t k = 0;
   while (k + 1 < s->n && s->at[k].total < need) k++;
-  if (s->n && least) learn(m, t, &s->at[k].clock);
+  if (s->n && need) learn(m, t, &s->at[k].clock);
   if (take) s->taken += least;
 }
 

@@ -47,9 +47,10 @@ static step exec_await(pm_machine *m, thread *t, const instr *i) {
   uint32_t *s = semaphore_at(m, t, i);
   const uint32_t least = (uint32_t)slot_i32(t, i->a);
   if (!s) return STEP_FAIL;
+  const bool early = (int32_t)(*s - least) < 0; /* counts may wrap */
   LOG(m, t, i->op, PM_LOG_SEMAPHORE, "%s semaphore '%s' for %" PRIu32 " or more, it is %" PRIu32,
-      *s < least ? "waits on" : "passes", i->mem->name, least, *s);
-  if (*s < least) {
+      early ? "waits on" : "passes", i->mem->name, least, *s);
+  if (early) {
     t->waits_at = s;
     t->pc--;
     return pm_vm_block_on(m, t, THREAD_AT_SEMAPHORE);

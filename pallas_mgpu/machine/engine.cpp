@@ -220,7 +220,7 @@ static u32 *acquire(void *p, u32 a, int line) {
 extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) {
   u32 *w = word_at(p, a, line);
   m.self->line = line;
-  while (*w < n) {
+  while ((i32)(*w - n) < 0) {
     m.semaphores[w].waiters.push_back(m.self);
     host_sleep("a semaphore to be %u, which is %u", n, *w);
     if (m.self->late) return;

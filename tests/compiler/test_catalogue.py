@@ -466,7 +466,7 @@ def test_the_last_caller_clears_the_counters():
 
 
 def test_semaphores_wait():
-    """Again and again until the counter is at least n, as unsigned; then the fence. With _take it
+    """Again and again until the counter is at least n, modulo 2^32; then the fence. With _take it
     goes down by n in the same step, from no less than what was seen."""
     sync = "fence.acq_rel.gpu;"
     for code, access in (
@@ -488,7 +488,7 @@ def test_semaphores_wait():
             assert any(x.startswith("sub.s32") for x in lines[:at]), code
             assert any(x.startswith("max.u32") for x in lines[:at]), code
         else:
-            assert re.match(r"setp\.(lt|ge)\.u32", compare), compare
+            assert re.match(r"setp\.(lt|gt|ge)\.s32 %\w+, %\w+, (0|-1);", compare), compare
         if "gpu" in access:
             assert lines.index(sync) > back[0]
 

@@ -111,6 +111,28 @@ def test_multicast(rng, shape, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
+@pytest.mark.parametrize("kind", ["all_gather_directly", "reduce_scatter", "all_reduce"])
+def test_counts_wrap(rng, kind, start):
+    """After 2^31 and 2^32 items, on the interpreter and the emulated machine."""
+    n = 2
+    x = shards(rng, n, (64, 48))
+    f = made(plgpu.DeviceMesh(n, "x"), kind, n, interpret=params())
+    flags, epochs = f.lasting[-2:]
+    for a in (*flags, *epochs):
+        a[...] = np.uint32(start).astype(np.int32)
+    lasting = [[a.copy() for a in row] for row in zip(*f.lasting)]
+    for _ in range(6):
+        for got, want in zip(f(x), expected(kind, x), strict=True):
+            np.testing.assert_array_equal(got, want)
+    for seed in range(2):
+        outs = [[np.zeros(problems(n)[kind][0], np.float32), *row] for row in lasting]
+        host.run_mesh(f.lower(x[0]), [[a] for a in x], outs, seed, written=True)
+        for got, want in zip(outs, expected(kind, x), strict=True):
+            np.testing.assert_array_equal(got[0], want)
+    assert 0 < (int(epochs[0][0]) - start) % 2**32 < 99  # it went on from there
+
+
 def test_multicast_that_is_not_there(rng):
     mesh = plgpu.DeviceMesh(2, "x")
     with pytest.raises(NotImplementedError, match="along axis 1"):
@@ -177,9 +199,9 @@ def expected(kind, x):
     }[name]
 
 
-def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48):
+def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48, interpret=None):
     out, view = problems(n, columns)[kind]
-    return distributed._collective(mesh, "x", kind, np.dtype(dtype), out, view, blocks, None)
+    return distributed._collective(mesh, "x", kind, np.dtype(dtype), out, view, blocks, interpret)
 
 
 @pytest.mark.parametrize("kind", problems(2))

@@ -96,7 +96,7 @@ FN bool mbarrier_wait_cluster_timed(u32 b, u32 parity, u32 site, u32* s) {
 //! semaphore_wait_timed
 template <bool SYSTEM> FN bool semaphore_wait_timed(const u32* w, u32 n, u32 site, u32* s) {
   const u64 start = nanoseconds();
-  while (semaphore_load<SYSTEM>(w) < n)
+  while ((i32)(semaphore_load<SYSTEM>(w) - n) < 0)
     if (wait_is_late(start, site, s)) return true;
   semaphore_acquire<SYSTEM>();
   return false;

@@ -33,9 +33,9 @@ template <bool SYSTEM> FN void semaphore_acquire() {
 }
 
 //! semaphore_wait
-// waits until the semaphore is at least n
+// waits until the semaphore is at least n, or up to 2^31 ahead of it: counts go on from 2^32 - 1 to 0
 template <bool SYSTEM> FN void semaphore_wait(const u32* s, u32 n) {
-  while (semaphore_load<SYSTEM>(s) < n) {}
+  while ((i32)(semaphore_load<SYSTEM>(s) - n) < 0) {}
   semaphore_acquire<SYSTEM>();
 }
 
@@ -84,7 +84,7 @@ FN u32 block_semaphore_load(u32 s) {
 
 //! block_semaphore_wait
 FN void block_semaphore_wait(u32 s, u32 n) {
-  while (block_semaphore_load(s) < n) {}
+  while ((i32)(block_semaphore_load(s) - n) < 0) {}
 }
 
 //! block_semaphore_take

@@ -72,7 +72,7 @@ template <bool SYSTEM>
 FN bool semaphore_wait_watched(const u32* s, u32 n, const u32* first, u32 site, const Watch& w) {
   u64 since = 0;
   u32 looks = 0;
-  for (u32 value; (value = semaphore_look<SYSTEM>(s)) < n;) {
+  for (u32 value; (i32)((value = semaphore_look<SYSTEM>(s)) - n) < 0;) {
     if (++looks % 64 || !watch_ends(w, looks, since)) continue;
     watch_report(w, site, (u32)(s - first), value, n);
     return false;

@@ -29,8 +29,8 @@ breaks(
     ),
     waits_for_more_than_asked=(
         "semaphore_wait",
-        "while (semaphore_load<SYSTEM>(s) < n)",
-        "while (semaphore_load<SYSTEM>(s) <= n)",
+        "while ((i32)(semaphore_load<SYSTEM>(s) - n) < 0)",
+        "while ((i32)(semaphore_load<SYSTEM>(s) - n) <= 0)",
     ),
     signed_comparisons=(
         "semaphore_take",

@@ -28,8 +28,8 @@ breaks(
     ),
     waits_of_blocks_are_for_more=(
         "block_semaphore_wait",
-        "while (block_semaphore_load(s) < n) {}",
-        "while (block_semaphore_load(s) <= n) {}",
+        "while ((i32)(block_semaphore_load(s) - n) < 0) {}",
+        "while ((i32)(block_semaphore_load(s) - n) <= 0) {}",
     ),
     looks_are_at_the_own_gpu=(
         "semaphore_load",
