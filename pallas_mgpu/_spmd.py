@@ -172,7 +172,7 @@ def _symmetric_tensor(spec, mesh, multicast):
         raise ValueError("symm_empty: this system has no NVLink multicast, or it is switched off")
     x.zero_()
     torch.cuda.current_stream().synchronize()
-    _torch(".distributed").barrier(group=mesh._watch.control)
+    mesh._watch.meet()
     at = x.data_ptr()
     gone = weakref.ref(x.untyped_storage(), lambda _: _symmetric.pop(at, None))
     _symmetric[at] = (gone, handle, x.numel() * x.element_size())

@@ -61,6 +61,11 @@ class Watch:
                 " new DeviceMesh, and arrays for it"
             )
 
+    def meet(self):
+        """Wait for all processes of the group, on the CPU. RuntimeError after the timeout."""
+        dist = importlib.import_module("torch.distributed")
+        dist.all_gather_object([None] * self.devices, 0, group=self.control)
+
     def is_over(self):
         try:
             self.check()

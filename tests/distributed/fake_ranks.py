@@ -213,7 +213,8 @@ def a_late_rank(fake, rank):
 
 
 def a_collective(fake, mesh, rank):
-    """Results that others write are in symmetric memory, and the caller's are copies."""
+    """Results that others write (columns, which do not go through staging memory) are in symmetric
+    memory, and the caller's are copies."""
     seen = []
 
     def run(entries, params):
@@ -223,23 +224,25 @@ def a_collective(fake, mesh, rank):
         targets = [table[1 + k * N + d] for d in range(N)]
         seen.append(targets)
         for at in targets:
-            array(at + rank * 32)[...] = array(word(params, own)[0])
+            for row in range(2):
+                found = array(word(params, own)[0] + row * 16, 4)
+                array(at + row * 32 + rank * 16, 4)[...] = found
 
     x = Tensor((2, 4), torch.float32, rank)
     x.host[...] = rank + 1
     f = distributed._collective(
-        mesh, "d", "all_gather", np.dtype(np.float32), (4, 4), (1, 8), None, 1, None
+        mesh, "d", "all_gather_directly", np.dtype(np.float32), (2, 8), (2, 4), 1, None
     )
     program = f.lower(plgpu.ShapeDtypeStruct((2, 4), np.float32)).graph.cuda(line=False)[1]
     launches(fake, functools.partial(run, program))
-    want = np.repeat([1.0, 2.0], 2)[:, None] + np.zeros(4)
-    y = distributed.all_gather(x, mesh, blocks=1)
+    want = np.repeat([1.0, 2.0], 4) + np.zeros((2, 1))
+    y = distributed.all_gather(x, mesh, axis=1, blocks=1)
     meet()
     assert y.at not in seen[0] and seen[0][rank] != y.at and f.windows.keys() == {1}
     y.copy_(f.windows[1])  # what the copy found, had the kernel waited for the other rank
     np.testing.assert_array_equal(y.host, want)
-    out = plgpu.symm_empty((4, 4), np.float32, mesh)
-    assert distributed.all_gather(x, mesh, blocks=1, out=out) is out
+    out = plgpu.symm_empty((2, 8), np.float32, mesh)
+    assert distributed.all_gather(x, mesh, axis=1, blocks=1, out=out) is out
     meet()
     assert seen[1][rank] == out.at
     np.testing.assert_array_equal(out.host, want)

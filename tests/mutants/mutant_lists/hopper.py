@@ -267,7 +267,11 @@ INTERP = "csrc/interp"
 breaks(
     f"{INTERP}/semaphores.c",
     SEMAPHORES,
-    interpreted_waits_are_for_more=("exec_await", "if (*s < least) {", "if (*s <= least) {"),
+    interpreted_waits_are_for_more=(
+        "exec_await",
+        "(int32_t)(*s - least) < 0;",
+        "(int32_t)(*s - least) <= 0;",
+    ),
     interpreted_waits_take_nothing=("exec_await", "if (i->flags) *s -= least;", ""),
     interpreted_reads_are_of_another=("exec_read", "(int32_t)*s;", "(int32_t)s[1];"),
     interpreted_signals_wake_nobody=("signal", "pm_vm_wake_at(m, s);", ""),
