@@ -41,7 +41,8 @@ CALLS = 100  # of a graph
 FEW = 20  # of one with more than 32 MiB a call
 LINK = 372e9  # bytes a second of the copy engine between two H200s, both directions at once
 COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]  # bytes of a rank
+# bytes of a rank, in the order in which they are measured
+SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]
 PRODUCTS = [  # M of a device, K, N of a device
     (1024, 4096, 2048),
     (4096, 4096, 2048),
@@ -358,14 +359,19 @@ def collective(w, kind, size, dtype, blocks, one_shot):
 
 def components(w):
     """Launches, signals and copies by some SMs."""
-    yield partial(component, w, "empty kernel", empty, 1, 0)
+    yield partial(component, w, empty, 1, 0)
     for blocks in [1] if w.dry else [1, 16]:
         for body in (told, met, met_twice):
-            yield partial(component, w, body.__doc__, body, blocks, 0)
+            yield partial(component, w, body, blocks, 0)
     for size in [1 << 20] if w.dry else [1 << 20, 64 << 20]:
-        for blocks in [2] if w.dry else [8, 16, 32]:
-            for body in (copied_here, pushed, pulled):
-                yield partial(component, w, body.__doc__, body, blocks, size)
+        for body, blocks in [
+            (pushed, 16),
+            (pulled, 16),
+            (copied_here, 16),
+            (pushed, 8),
+            (pushed, 32),
+        ]:
+            yield partial(component, w, body, blocks, size)
 
 
 def empty(w, x, out):
@@ -416,7 +422,7 @@ def pulled(w, x, out):
     w.meet(distributed.EXIT)
 
 
-def component(w, what, body, blocks, size):
+def component(w, body, blocks, size):
     shape = (1, max(size // 4, 1024))
     x, out = w.data(shape, "float32", 12, same=True), w.empty(shape, "float32")
 
@@ -431,7 +437,7 @@ def component(w, what, body, blocks, size):
     got = f(x, out=out)
     copies = body in (copied_here, pushed, pulled)
     took = w.time("ours", lambda: f(x, out=out), FEW if size > 32 << 20 else CALLS)
-    row = {"what": f"{what} {blocks} SMs", "size": f"{size >> 10} KiB", "ours": took}
+    row = {"what": f"{body.__doc__} {blocks} SMs", "size": f"{size >> 10} KiB", "ours": took}
     return row | {"wrong": w.wrong(got, x)} if copies else row
 
 
@@ -591,14 +597,14 @@ def launched(w, seconds, most):
 
 
 SECTIONS = {  # functions, and shares of the time
-    "collectives": (collectives, 4),
-    "components": (components, 2),
-    "products": (products, 4),
+    "collectives": (collectives, 8),
+    "components": (components, 3),
+    "products": (products, 5),
     "fused": (fused, 1),
     "ragged": (ragged, 1),
-    "many_launches": (many_launches, 2),
-    "settings": (settings, 2),
-    "bfloat16 products": (lambda w: products(w, "bfloat16"), 3),
+    "many_launches": (many_launches, 1.5),
+    "settings": (settings, 1.5),
+    "bfloat16 products": (lambda w: products(w, "bfloat16"), 1),
 }
 
 

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from ._torch_ops import matmul as product
+from ._torch_ops import rms_norm_backward
 from .ops import distributed as _distributed
 from .ops import distributed_matmul as _matmul
+from .ops import distributed_norms as _norms
 from .ops import distributed_ragged as _ragged
 
 distributed: Any = _distributed
 distributed_matmul: Any = _matmul
+distributed_norms: Any = _norms
 distributed_ragged: Any = _ragged
 
 
@@ -132,44 +135,97 @@ def matmul_all_reduce(a, b, mesh, axis_name=None, **options):
     return _differentiable(f, gradient, [a, b], mesh, options)
 
 
+def _call_of_several(f, columns, mesh, options):
+    """f on lists of tensors, which has several results: lists of them."""
+    if mesh.group is None:
+        return [list(y) for y in f(*columns, mesh, **options)]
+    return [[y] for y in f(*(c[0] for c in columns), mesh, **options)]
+
+
+class _AllReduceRmsNorm(torch.autograd.Function):
+    """Of flat tensors: the summands of n devices, their residuals and their weights."""
+
+    @staticmethod
+    def forward(ctx, mesh, options, n, *tensors):
+        ctx.mesh, ctx.n, ctx.eps = mesh, n, options.get("eps", 1e-6)
+        ctx.options = {k: options.get(k) for k in ("axis_name", "interpret")}
+        columns = _columns(tensors, n)
+        f = distributed_norms.all_reduce_rms_norm
+        normed, total = _call_of_several(f, columns, mesh, options)
+        ctx.save_for_backward(*total, *columns[2])
+        return *normed, *total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        total, weight = _columns(ctx.saved_tensors, ctx.n)
+        of_normed, of_total = _columns([g.contiguous() for g in grads], ctx.n)
+        found = [
+            rms_norm_backward(g, x, w, add, ctx.eps)
+            for g, x, w, add in zip(of_normed, total, weight, of_total)
+        ]
+        by_total, by_weight = ([f[k] for f in found] for k in range(2))
+        by_x = _call(distributed.all_reduce, ctx.mesh, [by_total], **ctx.options)
+        return None, None, None, *by_x, *by_total, *by_weight
+
+
+def all_reduce_rms_norm(x, residual, weight, mesh, axis_name=None, **options):
+    """:func:`pallas_mgpu.ops.distributed_norms.all_reduce_rms_norm` with gradients. That by ``x``
+    is the sum over the devices; those by ``residual`` and ``weight`` are of this device's results
+    alone, so where all devices share a parameter its gradients are still to be summed."""
+    many = mesh.group is None
+    columns = [list(a) if many else [a] for a in (x, residual, weight)]
+    n = len(columns[0])
+    flat = [a for c in columns for a in c]
+    made = _AllReduceRmsNorm.apply(mesh, {"axis_name": axis_name, **options}, n, *flat)
+    normed, total = _columns(made, n)
+    return (normed, total) if many else (normed[0], total[0])
+
+
 class _RaggedAllToAll(torch.autograd.Function):
-    """Of flat tensors: the rows of n devices, then their sizes. The gradient goes back."""
+    """Of flat tensors: the rows of n devices, their sizes, and scales where there are some. The
+    gradients go back."""
 
     @staticmethod
     def forward(ctx, mesh, options, n, *tensors):
         ctx.mesh, ctx.rows, ctx.n = mesh, tensors[0].shape[0], n
         ctx.options = {k: options.get(k) for k in ("axis_name", "interpret")}
-        out, received = _call_of_two(_columns(tensors, n), mesh, options)
+        out, received, *scales = _ragged_call(_columns(tensors, n), mesh, options)
         ctx.save_for_backward(*received)
         ctx.mark_non_differentiable(*received)
-        return *out, *received
+        return *out, *received, *(y for c in scales for y in c)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        columns = [[g.contiguous() for g in grads[: ctx.n]], list(ctx.saved_tensors)]
-        back, _ = _call_of_two(columns, ctx.mesh, {"capacity": ctx.rows, **ctx.options})
-        return None, None, None, *back, *[None] * ctx.n
+        of_rows, _, *of_scales = _columns(grads, ctx.n)
+        columns = [of_rows, list(ctx.saved_tensors), *of_scales]
+        columns = [[g.contiguous() for g in c] for c in columns]
+        options = {"capacity": ctx.rows, **ctx.options}
+        back, _, *scales = _ragged_call(columns, ctx.mesh, options)
+        return None, None, None, *back, *[None] * ctx.n, *(y for c in scales for y in c)
 
 
-def _call_of_two(columns, mesh, options):
-    if mesh.group is None:
-        return distributed_ragged.ragged_all_to_all(*columns, mesh, **options)
-    x, sizes = (c[0] for c in columns)
-    return [[y] for y in distributed_ragged.ragged_all_to_all(x, sizes, mesh, **options)]
+def _ragged_call(columns, mesh, options):
+    """columns: rows, sizes, and scales where there are some."""
+    rows, sizes, *scales = columns
+    if scales:
+        own = scales[0] if mesh.group is None else scales[0][0]
+        options = {**options, "scales": own}
+    return _call_of_several(distributed_ragged.ragged_all_to_all, [rows, sizes], mesh, options)
 
 
-def ragged_all_to_all(x, sizes, mesh, axis_name=None, **options):
-    """:func:`pallas_mgpu.ops.distributed_ragged.ragged_all_to_all` with the gradient by ``x``,
-    which takes the same way back. NotImplementedError for ``scales`` and ``out``."""
-    given = [k for k in ("scales", "out") if options.get(k) is not None]
-    if given:
+def ragged_all_to_all(x, sizes, mesh, axis_name=None, *, scales=None, **options):
+    """:func:`pallas_mgpu.ops.distributed_ragged.ragged_all_to_all` with gradients by ``x`` and
+    ``scales``, which take the same way back. NotImplementedError for ``out``."""
+    if options.pop("out", None) is not None:
         raise NotImplementedError(
-            f"ragged_all_to_all: {given[0]}= has no gradient; use the function of pallas_mgpu.ops"
+            "ragged_all_to_all: out= has no gradient; use the function of pallas_mgpu.ops"
         )
     many = mesh.group is None
     n = mesh.size if many else 1
-    flat = [*x, *sizes] if many else [x, sizes]
+    given = [x, sizes] if scales is None else [x, sizes, scales]
+    flat = [a for g in given for a in (g if many else [g])]
     made = _RaggedAllToAll.apply(mesh, {"axis_name": axis_name, **options}, n, *flat)
-    out, received = _columns(made, n)
-    return (out, received) if many else (out[0], received[0])
+    columns = _columns(made, n)
+    return tuple(columns) if many else tuple(c[0] for c in columns)

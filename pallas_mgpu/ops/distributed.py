@@ -622,7 +622,7 @@ _KERNELS = {
 
 @cached
 def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
-    n, size, staging, options = math.prod(view), mesh.size, [], {}
+    n, size, staging, options = math.prod(view), _size(mesh, axis), [], {}
     if kind.endswith("_by_multicast"):
         item, count = _window(n, dtype.itemsize)
         sums_all = kind.startswith("all_reduce")
@@ -643,8 +643,12 @@ def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
     return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret, **options)
 
 
-def _by_multicast(what, dtype, axis=0):
+def _by_multicast(what, mesh, dtype, axis=0):
     """The kind of such a kernel, if it can be."""
+    if len(mesh.shape) > 1:
+        raise NotImplementedError(
+            f"{what}: multicast=True on a mesh of {len(mesh.shape)} axes; use a mesh of one"
+        )
     if axis:
         raise NotImplementedError(f"{what}: multicast=True along axis {axis}; use axis 0")
     if what != "all_gather" and dtype.name not in _SUMMED:
@@ -672,11 +676,11 @@ def _along(mesh, axis_name, what):
         axis_name = names[0]
     if axis_name not in names:
         raise ValueError(f"{what}: axis_name must be one of {names}, got {axis_name!r}")
-    if len(names) > 1:
-        raise NotImplementedError(
-            f"{what}: a mesh of {len(names)} axes; make a plgpu.DeviceMesh of the devices along one"
-        )
-    return axis_name, dict(mesh.axes)[axis_name]
+    return axis_name, _size(mesh, axis_name)
+
+
+def _size(mesh, axis_name):
+    return dict(mesh.axes)[axis_name]
 
 
 def _dtype(x, what):
@@ -707,10 +711,14 @@ def all_gather(
     """The arrays of all devices, joined along ``axis`` in the order of the devices, on each.
 
     x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
-    tensor of this process. Returns the same kind, or ``out``, which it writes. ``blocks``: how many
-    SMs of each device take part. Calls on one mesh must follow each other on every device, in the
-    same order. With a process group, tensors of ``plgpu.symm_empty`` need no copies; others are
-    copied to such a tensor, or from it, which the first call of each shape makes.
+    tensor of this process. Returns the same kind, or ``out``, which it writes. axis_name: on a mesh
+    of several axes, the one along which devices exchange; those at each place of the other axes do
+    so among themselves. ``blocks``: how many SMs of each device take part, at most. Calls on one
+    mesh must follow each other on every device, in the same order. With a process group, arrays
+    that other devices access (results of 512 KiB a device or more, and where ``axis`` is not the
+    first dimension of more than one element) need no copies if they are tensors of
+    ``plgpu.symm_empty``; others are copied to such a tensor, or from it, which the first call of
+    each shape makes.
 
     ``multicast``: through an address at which NVLink stores to all devices, and sums what they
     have (Hopper, with a process group; never used unless asked for). Sums are then rounded as the
@@ -724,7 +732,7 @@ def all_gather(
     direct = major > 1 or inner * dtype.itemsize >= _DIRECT
     kind = f"{what}_directly" if direct else what
     if multicast:
-        kind = _by_multicast(what, dtype, axis if major > 1 else 0)
+        kind = _by_multicast(what, mesh, dtype, axis if major > 1 else 0)
     how = _blocks(blocks, what), interpret
     return _collective(mesh, axis_name, kind, dtype, shape, (major, inner), *how)(x, out=out)
 
@@ -746,7 +754,7 @@ def reduce_scatter(
     dtype = _dtype(one, what)
     kind = f"{what}_of_columns" if major > 1 else what
     if multicast:
-        kind = _by_multicast(what, dtype, axis if major > 1 else 0)
+        kind = _by_multicast(what, mesh, dtype, axis if major > 1 else 0)
     how = _blocks(blocks, what), interpret
     return _collective(mesh, axis_name, kind, dtype, shape, (major, inner // n), *how)(x, out=out)
 
@@ -775,7 +783,7 @@ def all_reduce(
         one_shot = n * dtype.itemsize <= _SMALL
     kind = "all_reduce_one_shot" if one_shot else what
     if multicast:
-        kind = _by_multicast(what, dtype)
+        kind = _by_multicast(what, mesh, dtype)
     how = _blocks(blocks, what), interpret
     return _collective(mesh, axis_name, kind, dtype, tuple(one.shape), (n,), *how)(x, out=out)
 

@@ -165,7 +165,7 @@ def _roles(producer, consumer, courier=None):
 
 @cached
 def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
-    size = mesh.size
+    size = distributed._size(mesh, axis)
     tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
     each = tiles_m * tiles_n
     padded = pl.cdiv(k, _STEP) * _STEP
@@ -242,7 +242,7 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
 @cached
 def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     """m: rows of the result of a device."""
-    size = mesh.size
+    size = distributed._size(mesh, axis)
     tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
     each = tiles_m * tiles_n
 
@@ -323,7 +323,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
 
 @cached
 def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
-    size = mesh.size
+    size = distributed._size(mesh, axis)
     tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
     all_tiles = tiles_m * tiles_n
     each = pl.cdiv(all_tiles, size)  # of a device; the last one of some is computed for nobody
@@ -446,9 +446,9 @@ def all_gather_matmul(
     :func:`all_gather`. ``blocks``: SMs of each device, at most as many as it has."""
     what = "all_gather_matmul"
     (m, k, n), dtype = _operands(a, b, mesh, what)
-    axis, _ = distributed._along(mesh, axis_name, what)
+    axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), mesh.size))
+    most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), size))
     blocks = min(distributed._blocks(blocks, what), most)
     how = blocks, interpret, _has_tensor_memory(mesh)
     f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, *how)

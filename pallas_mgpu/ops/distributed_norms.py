@@ -114,7 +114,7 @@ def _normed(mesh, axis, shape, dtype, eps, one_shot, blocks, interpret):
         w.end()
 
     view = (math.prod(shape[:-1]), shape[-1])
-    staging = [((2, mesh.size, *view), dtype)] if one_shot else []
+    staging = [((2, distributed._size(mesh, axis), *view), dtype)] if one_shot else []
     return Collective(
         mesh, body, "all_reduce_rms_norm", [(shape, dtype)] * 2, staging, blocks, interpret
     )

@@ -102,7 +102,7 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
         w.meet(EXIT)
         w.end()
 
-    n = mesh.size
+    n = distributed._size(mesh, axis)
     outs = [((n,), np.int32), *(((capacity, *shape), dtype) for shape, dtype in kinds)]
     staging = [((2, workers, n, n), np.dtype(np.int32))]
     return Collective(mesh, body, "ragged_all_to_all", outs, staging, blocks, interpret)

@@ -9,7 +9,12 @@ from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine import run as host
-from pallas_mgpu.ops import distributed
+from pallas_mgpu.ops import (
+    distributed,
+    distributed_matmul,
+    distributed_norms,
+    distributed_ragged,
+)
 
 
 @pytest.fixture(params=["interpret", pytest.param("cuda", marks=on_gpus)])
@@ -165,8 +170,62 @@ def test_wrong_arguments(rng):
         distributed.all_gather(x, mesh, axis=2)
     with pytest.raises(ValueError, match="blocks"):
         distributed.all_gather(x, mesh, blocks=0)
-    with pytest.raises(NotImplementedError, match="2 axes"):
-        distributed.all_gather(shards(rng, 4, (4,)), plgpu.DeviceMesh((2, 2), ("x", "y")), "x")
+    two, y = plgpu.DeviceMesh((2, 2), ("x", "y")), shards(rng, 4, (4,))
+    with pytest.raises(ValueError, match="axis_name must be one of"):
+        distributed.all_gather(y, two)
+    with pytest.raises(NotImplementedError, match="a mesh of 2 axes"):
+        distributed.all_gather(y, two, "x", multicast=True)
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_meshes_of_two_axes(way, rng, axis):
+    """Devices along an axis exchange among themselves."""
+    shape, rows = (2, 3), 6
+    where = np.arange(6).reshape(shape)
+    groups = list(where.T if axis == "x" else where)
+    x = shards(rng, 6, (rows, 130))
+    a, b = (shards(rng, 6, s, np.float16) for s in ((rows, 64), (64, 72)))
+    n = shape["xy".index(axis)]
+    mesh = plgpu.DeviceMesh(shape, ("x", "y"), devices=gpus(6) if way == "cuda" else None)
+    options = {"blocks": 2} | ({} if way == "cuda" else {"interpret": params()})
+    sizes, g = [np.full(n, rows // n, np.int32)] * 6, [np.ones(130, np.float32)] * 6
+    if way == "cuda":
+        x, a, b, sizes, g = (
+            [plgpu.device_put(v, d) for v, d in zip(each, mesh.devices, strict=True)]
+            for each in (x, a, b, sizes, g)
+        )
+    gathered = distributed.all_gather(x, mesh, axis, **options)
+    columns = distributed.all_gather(x, mesh, axis, axis=1, **options)
+    scattered = distributed.reduce_scatter(x, mesh, axis, **options)
+    one, two = (distributed.all_reduce(x, mesh, axis, one_shot=k, **options) for k in (True, False))
+    exchanged = distributed.all_to_all(x, mesh, axis, **options)
+    ragged, _ = distributed_ragged.ragged_all_to_all(x, sizes, mesh, axis, **options)
+    _, normed = distributed_norms.all_reduce_rms_norm(x, x, g, mesh, axis, **options)
+    product = distributed_matmul.all_gather_matmul(a, b, mesh, axis, **options)
+    summed = distributed_matmul.matmul_reduce_scatter(a, b, mesh, axis, **options)
+    x, a, b = ([np.asarray(v) for v in r] for r in (x, a, b))
+    for group in groups:
+        mine = [x[d] for d in group]
+        total = sum(mine[1:], mine[0])
+        products = sum(a[d].astype(np.float32) @ b[d].astype(np.float32) for d in group)
+        for k, d in enumerate(group):
+            equal = np.testing.assert_array_equal
+            equal(np.asarray(gathered[d]), np.concatenate(mine))
+            equal(np.asarray(columns[d]), np.concatenate(mine, 1))
+            equal(np.asarray(scattered[d]), np.split(total, n)[k])
+            equal(np.asarray(one[d]), total)
+            equal(np.asarray(two[d]), total)
+            parts = np.concatenate([np.split(v, n)[k] for v in mine])
+            equal(np.asarray(exchanged[d]), parts)
+            equal(np.asarray(ragged[d]), parts)
+            equal(np.asarray(normed[d]), total + x[d])
+            close = {"rtol": 1e-2, "atol": 1e-2}
+            want = np.concatenate([a[e] for e in group]).astype(np.float32) @ b[d].astype(
+                np.float32
+            )
+            np.testing.assert_allclose(np.asarray(product[d], np.float32), want, **close)
+            part = np.split(products, n)[k]
+            np.testing.assert_allclose(np.asarray(summed[d], np.float32), part, **close)
 
 
 def problems(n, columns=48):

@@ -383,7 +383,7 @@ CASES = {
         (TypeError, lambda: on_mesh([{"x": zeros(8)}] * 2)),
     ],
     "`ops.distributed`": [
-        lambda: distributed.all_reduce([zeros(8)] * 4, two_axes, axis_name="a"),
+        lambda: distributed.all_gather([zeros(8)] * 4, two_axes, axis_name="a", multicast=True),
         lambda: distributed.all_gather([zeros(8, 8)] * 2, two, axis=1, multicast=True),
     ],
 }

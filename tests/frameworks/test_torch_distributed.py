@@ -94,8 +94,42 @@ def test_rows_there_and_back(mesh):
         torch.testing.assert_close(back[d][:4], 3 * x[d][:4])
         torch.testing.assert_close(x[d].grad[:4], 3 * weights[d][:4])
         assert not x[d].grad[4:].any() and not back[d][4:].any()
-    with pytest.raises(NotImplementedError, match="scales="):
-        pt.ragged_all_to_all(x, sizes, mesh, scales=x)
+    with pytest.raises(NotImplementedError, match="out="):
+        pt.ragged_all_to_all(x, sizes, mesh, out=x)
+
+
+def test_scales_go_with_their_rows(mesh):
+    x, scales = ([torch.randn(4, k).requires_grad_() for _ in range(N)] for k in (8, 1))
+    sizes = [torch.tensor([1 + d, 3 - d], dtype=torch.int32) for d in range(N)]
+    how = {"scales": scales, "capacity": 5, "interpret": True}
+    out, received, moved = pt.ragged_all_to_all(x, sizes, mesh, **how)
+    w = [torch.randn(5, 8) for _ in range(N)]
+    sum((y * s * v).sum() for y, s, v in zip(out, moved, w)).backward()
+    # device 0 has row 0 of its own and two of device 1; device 1 three of device 0 and two
+    there = [torch.cat([w[0][:1], w[1][:3]]), torch.cat([w[0][1:3], w[1][3:]])]
+    for d in range(N):
+        assert received[d].tolist() == [int(s[d]) for s in sizes]
+        torch.testing.assert_close(x[d].grad, scales[d].detach() * there[d])
+        want = (x[d].detach() * there[d]).sum(1, keepdim=True)
+        torch.testing.assert_close(scales[d].grad, want)
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_a_sum_and_its_norm(mesh, one_shot):
+    x, r = ([torch.randn(6, 128) for _ in range(N)] for _ in range(2))
+    r[1].copy_(r[0])
+    g = [torch.randn(128)] * N
+
+    def ours(x, r, g):
+        normed, total = pt.all_reduce_rms_norm(x, r, g, mesh, one_shot=one_shot, interpret=True)
+        return [*normed, *total]
+
+    def theirs(x, r, g):
+        total = [sum(x) + own for own in r]
+        normed = [torch.nn.functional.rms_norm(t, (128,), w, 1e-6) for t, w in zip(total, g)]
+        return [*normed, *total]
+
+    compare(ours, theirs, x, r, g, tolerance=1e-4)
 
 
 def test_the_functions_of_ops_say_that_they_have_no_gradient(mesh):
