@@ -163,7 +163,8 @@ class Ranks:
             os.replace(f"{self.said}/{self.rank}.new", f"{self.said}/{self.rank}")
 
     def plain(self, x):
-        """A copy in memory that is not symmetric, for NCCL."""
+        """A copy in memory that is not symmetric, for NCCL, which registers the memory of
+        captured calls."""
         return x.clone()
 
     def _symmetric(self, shape, dtype, key):
@@ -472,10 +473,12 @@ def product(w, kind, m, k, cols, dtype):
         want = w.summed(a, b)
         want = w.part(want) if scatters else want
 
+    own_a = w.plain(a)
+
     def beside():
         """NCCL and cuBLAS."""
         if gathers:
-            w.nccl("all_gather", a, all_a)
+            w.nccl("all_gather", own_a, all_a)
             w.product(all_a, b, got)
             return
         w.product(a, b, summand)
