@@ -490,6 +490,7 @@ def autotune(
     workers: int = 2,
     rounds: int = 30,
 ) -> Callable[[Callable[..., _R]], Autotuned[_R]]: ...
+
 class ExportedKernel:
     __name__: str
     target: str

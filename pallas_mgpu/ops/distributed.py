@@ -11,10 +11,10 @@ one that it takes. A slot is free for item k + 4: a device that sends it has hea
 item k + 2, which that one sent after it had taken item k. So nobody waits before it sends, and
 operands and results are accessed by their own device alone.
 
-Copies of large arrays go directly into the results, which saves the way out of staging memory.
-These are ready for others only once the kernel has begun on their device, since what made them
-stands in front of it in the stream. So workers first hear from the others (ENTRY); and a kernel
-ends only when all others have ended with its arrays (EXIT).
+Copies of large arrays go directly into the results, by TMA where they are contiguous there, which
+saves the way out of staging memory. These are ready for others only once the kernel has begun on
+their device, since what made them stands in front of it in the stream. So workers first hear from
+the others (ENTRY); and a kernel ends only when all others have ended with its arrays (EXIT).
 
 Sums are taken in float32 in the order of the ranks, so that all devices get the same bits; two
 summands need no order."""
@@ -30,12 +30,14 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 from pallas_mgpu._spmd import is_symmetric
 
+from . import _bulk
+
 _THREADS = 4  # warpgroups of a block
 _PIECE = 8192  # bytes that a worker moves at a time
 _ITEM = 32768  # bytes that one flag tells of, at most
 _SLOTS = 4  # of staging memory, for the items of a worker
 _SMALL = 65536  # bytes of an array that all devices sum
-_DIRECT = 1 << 19  # bytes of a part from which on copies go directly to where they belong
+_DIRECT = 1 << 21  # bytes of a part from which on copies go directly to where they belong
 ENTRY, EXIT = range(2)  # kinds of flags
 DATA = ENTRY  # of items, which are sent where nothing else is to be told first
 _SUMMED = ("float32", "float16", "bfloat16", "int32", "uint32")  # by the switch
@@ -87,9 +89,13 @@ class Workers:
         last = self.epoch if isinstance(self.sent, int) else self.epoch + (self.sent - 1)
         self.epochs[self.number] = last
 
+    def trips(self, items):
+        """How many items are this worker's: number, number + count and so on."""
+        return (items - self.number + (self.count - 1)) // self.count
+
     def share(self, items, work):
         """work(i) for the items of this worker."""
-        trips = (items - self.number + (self.count - 1)) // self.count
+        trips = self.trips(items)
         lax.fori_loop(0, trips, lambda k, _: work(self.number + k * self.count), None)
 
     def pieces(self, rows, columns, itemsize, load, store=None, ready=None, arrays=1):
@@ -121,7 +127,7 @@ class Workers:
         def get(i):
             return load(*at(jnp.minimum(i, items - 1)))
 
-        trips = (items - self.number + (self.count - 1)) // self.count
+        trips = self.trips(items)
         value = get(self.number)
         if ready:
             ready()
@@ -170,7 +176,7 @@ class Workers:
             self.sent = first + mine.astype(jnp.int32)
         if not whole:
             return
-        first, trips = self.sent, (whole - self.number + (self.count - 1)) // self.count
+        first, trips = self.sent, self.trips(whole)
 
         def where(k):
             return pl.ds((self.number + k * self.count) * size, size)
@@ -228,16 +234,17 @@ def _piece(arrays, itemsize):
 
 
 def _runs(n, piece):
-    """(start, size, count) of equal slices that are n elements together: pieces, then single
-    elements of all lanes, then what is left."""
-    start = 0
-    for size in (piece, 128, 1):
+    """(start, size, count) of equal slices that are n elements together: pieces, then halves of
+    them while all lanes have elements, then what is left."""
+    start, size = 0, piece
+    while start < n:
         count = (n - start) // size
-        if size == 1:
-            size, count = count, min(count, 1)
+        if size < 128:
+            size, count = n - start, 1
         if count:
             yield start, size, count
         start += size * count
+        size //= 2
 
 
 def _total(parts, dtype):
@@ -278,6 +285,32 @@ def _gather_directly(w, x, out, view):
 
     w.tell(ENTRY)
     w.pieces(major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.hear(ENTRY))
+    w.meet(EXIT)
+
+
+def _gather_in_bulk(w, x, out, view, ring):
+    """The same by TMA; the array is contiguous in the results."""
+    n = math.prod(view)
+    x, out = x.reshape((n,)), out.reshape((w.size, n))
+    targets = [w.on(out, d).at[w.me] for d in w.others()] + [out.at[w.me]]
+    pieces, rest = divmod(n, ring.size)
+
+    def at(k):
+        return pl.ds((w.number + k * w.count) * ring.size, ring.size)
+
+    w.tell(ENTRY)
+    ring.copy(
+        w.trips(pieces),
+        lambda k: x.at[at(k)],
+        lambda k: [target.at[at(k)] for target in targets],
+        lambda: w.hear(ENTRY),
+    )
+    if rest:
+        last = pl.ds(pieces * ring.size, rest)
+        pl.when(w.number == pieces % w.count)(
+            lambda: _copy(x, last, *((t, last.start) for t in targets))
+        )
+    ring.finish()
     w.meet(EXIT)
 
 
@@ -395,20 +428,36 @@ def _exchange(w, x, out, staging, view):
     w.exchange(staging, n, send, take)
 
 
-def _exchange_directly(w, x, out, view):
-    """Each device writes part d of its array into the result of device d."""
-    major, inner = view
-    x, out = x.reshape((w.size, major, inner)), out.reshape((w.size, major, inner))
+def _exchange_in_bulk(w, x, out, view, ring):
+    """Each device writes part d of its array into the result of device d, by TMA."""
+    n = math.prod(view)
+    x, out = x.reshape((w.size, n)), out.reshape((w.size, n))
+    pieces, rest = divmod(n, ring.size)
+
+    def place(k):
+        """The device, and the slice of its part: devices by turns, from the next one on."""
+        i = w.number + k * w.count
+        device = (w.me + 1 + i % w.size) % w.size
+        return device, pl.ds(i // w.size * ring.size, ring.size)
+
+    def source(k):
+        device, at = place(k)
+        return x.at[device, at]
+
+    def target(k):
+        device, at = place(k)
+        return [w.on(out, device).at[w.me, at]]
+
     w.tell(ENTRY)
-    ready = lambda: w.hear(ENTRY)  # noqa: E731
-    for d in w.everyone():
-        source, target = x.at[d], w.on(out, d).at[w.me]
-
-        def store(value, *at, target=target):
-            target[at] = value
-
-        w.pieces(major, inner, x.dtype.itemsize, lambda *at, s=source: s[at], store, ready)
-        ready = None
+    ring.copy(w.trips(pieces * w.size), source, target, lambda: w.hear(ENTRY))
+    if rest:
+        last = pl.ds(pieces * ring.size, rest)
+        for k, d in enumerate(w.everyone()):
+            target_of = w.on(out, d).at[w.me]
+            pl.when(w.number == (pieces * w.size + k) % w.count)(
+                lambda d=d, t=target_of: _copy(x.at[d], last, (t, last.start))
+            )
+    ring.finish()
     w.meet(EXIT)
 
 
@@ -608,12 +657,13 @@ class Collective:
 _KERNELS = {
     "all_gather": _gather,
     "all_gather_directly": _gather_directly,
+    "all_gather_in_bulk": _gather_in_bulk,
     "reduce_scatter": _scatter_sums,
     "reduce_scatter_of_columns": _scatter_sums_of_columns,
     "all_reduce": _sum_in_two_steps,
     "all_reduce_one_shot": _sum_through_staging,
     "all_to_all": _exchange,
-    "all_to_all_directly": _exchange_directly,
+    "all_to_all_in_bulk": _exchange_in_bulk,
     "all_gather_by_multicast": _gather_by_multicast,
     "reduce_scatter_by_multicast": _scatter_sums_by_multicast,
     "all_reduce_by_multicast": _sum_by_multicast,
@@ -629,18 +679,27 @@ def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
         options["windows"] = [((2, 1 if sums_all else size, item * count), dtype)]
         if n % item and not sums_all:
             staging = [((item,), dtype)]  # the tail
+    elif kind.endswith("_in_bulk"):
+        options["scratch_types"] = _bulk.scratch(_THREADS, dtype)
     elif not kind.endswith(("_directly", "_of_columns")):
         part = pl.cdiv(n, size) if kind == "all_reduce" else n
         item = _item(part, dtype.itemsize, blocks * _THREADS)
         blocks = min(blocks, pl.cdiv(pl.cdiv(part, item), _THREADS))
         staging = [((_SLOTS, blocks * _THREADS, size, item), dtype)]
 
-    def body(refs, flags, epochs):
+    def body(refs, flags, epochs, **scratch):
         w = Workers(flags, epochs, axis, blocks * _THREADS)
-        _KERNELS[kind](w, *refs, view=view)
+        ring = {"ring": _bulk.Ring(**scratch)} if scratch else {}
+        _KERNELS[kind](w, *refs, view=view, **ring)
         w.end()
 
     return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret, **options)
+
+
+def _in_bulk(what, n, dtype):
+    """The kind of a kernel that copies parts of n elements."""
+    large = n * dtype.itemsize >= _DIRECT and _bulk.fits(n, dtype.itemsize)
+    return f"{what}_in_bulk" if large else what
 
 
 def _by_multicast(what, mesh, dtype, axis=0):
@@ -715,7 +774,7 @@ def all_gather(
     of several axes, the one along which devices exchange; those at each place of the other axes do
     so among themselves. ``blocks``: how many SMs of each device take part, at most. Calls on one
     mesh must follow each other on every device, in the same order. With a process group, arrays
-    that other devices access (results of 512 KiB a device or more, and where ``axis`` is not the
+    that other devices access (results of 2 MiB a device or more, and where ``axis`` is not the
     first dimension of more than one element) need no copies if they are tensors of
     ``plgpu.symm_empty``; others are copied to such a tensor, or from it, which the first call of
     each shape makes.
@@ -729,8 +788,7 @@ def all_gather(
     axis, major, inner = _split(one.shape, axis, what)
     shape = (*one.shape[:axis], one.shape[axis] * n, *one.shape[axis + 1 :])
     dtype = _dtype(one, what)
-    direct = major > 1 or inner * dtype.itemsize >= _DIRECT
-    kind = f"{what}_directly" if direct else what
+    kind = f"{what}_directly" if major > 1 else _in_bulk(what, inner, dtype)
     if multicast:
         kind = _by_multicast(what, mesh, dtype, axis if major > 1 else 0)
     how = _blocks(blocks, what), interpret
@@ -800,7 +858,6 @@ def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None, out=None):
             f"{what}: the first dimension of {tuple(one.shape)} has no {n} equal parts"
         )
     part, dtype = math.prod(one.shape) // n, _dtype(one, what)
-    kind = f"{what}_directly" if part * dtype.itemsize >= _DIRECT else what
-    how = _blocks(blocks, what), interpret
+    kind, how = _in_bulk(what, part, dtype), (_blocks(blocks, what), interpret)
     f = _collective(mesh, axis_name, kind, dtype, tuple(one.shape), (1, part), *how)
     return f(x, out=out)

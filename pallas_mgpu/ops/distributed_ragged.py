@@ -3,8 +3,9 @@
 A device's rows stand in the order of the devices that they are for. Each worker first writes how
 many its device sends to whom into a table of its number on all others, in staging memory; the
 meeting that makes the arrays ready tells that the table is complete. From the table follow the
-places of all rows. Each worker then moves its share of the rows to each device. Flags, epochs and
-the two halves of the table are those of distributed.py."""
+places of all rows. Each worker then moves its share of the rows to each device, by TMA if the bytes
+of a row are a multiple of 16. Flags, epochs and the two halves of the table are those of
+distributed.py."""
 
 import math
 
@@ -14,8 +15,25 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import distributed
+from . import _bulk, distributed
 from .distributed import _PIECE, _THREADS, ENTRY, EXIT, Collective, Workers, _runs
+
+
+def _moved_in_bulk(w, ring, x, first, out, there, count, width):
+    """`count` rows of x from row `first` on, to row `there` of out on; both are flat arrays."""
+    size = ring.size
+    pieces, rest = count * width // size, count * width % size
+
+    def at(row, k):
+        return pl.ds(row * width + (w.number + k * w.count) * size, size)
+
+    ring.copy(w.trips(pieces), lambda k: x.at[at(first, k)], lambda k: [out.at[at(there, k)]])
+
+    @pl.when((rest > 0) & (w.number == pieces % w.count))
+    def _():
+        keep, begin = jnp.arange(size) < rest, pieces * size
+        value = pl.load(x, (pl.ds(first * width + begin, size),), mask=keep)
+        pl.store(out, (pl.ds(there * width + begin, size),), value, mask=keep)
 
 
 def _moved(w, width, itemsize, count, move):
@@ -66,7 +84,10 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
     many, workers = len(kinds), blocks * _THREADS
     widths = [math.prod(shape) for shape, _ in kinds]
 
-    def body(refs, flags, epochs):
+    bulk = _bulk.fits(widths[0], kinds[0][1].itemsize)
+    scratch = {"scratch_types": _bulk.scratch(_THREADS, kinds[0][1])} if bulk else {}
+
+    def body(refs, flags, epochs, **scratch):
         sizes, arrays = refs[0], refs[1 : 1 + many]
         received, outs, table = refs[1 + many], refs[2 + many : 2 + 2 * many], refs[-1]
         arrays = [x.reshape((rows, width)) for x, width in zip(arrays, widths)]
@@ -77,10 +98,15 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
             w.on(table, d)[w.me] = sizes[...]
         w.meet(ENTRY)
         places = _Places(w, table, rows, capacity)
+        ring = _bulk.Ring(**scratch) if scratch else None
         for d in w.everyone():
             first, there, count = places.to(d)
-            for x, out, width, (_, dtype) in zip(arrays, outs, widths, kinds):
+            for k, (x, out, width, (_, dtype)) in enumerate(zip(arrays, outs, widths, kinds)):
                 target = w.on(out, d)
+                if ring and k == 0:
+                    x, target = x.reshape((rows * width,)), target.reshape((capacity * width,))
+                    _moved_in_bulk(w, ring, x, first, target, there, count, width)
+                    continue
 
                 def move(i, height, at, x=x, target=target, first=first, there=there):
                     target[pl.ds(there + i, height), at] = x[pl.ds(first + i, height), at]
@@ -99,13 +125,15 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
             for s in range(w.size):
                 received[s] = jnp.maximum(table[s, w.me], 0)
 
+        if ring:
+            ring.finish()
         w.meet(EXIT)
         w.end()
 
     n = distributed._size(mesh, axis)
     outs = [((n,), np.int32), *(((capacity, *shape), dtype) for shape, dtype in kinds)]
     staging = [((2, workers, n, n), np.dtype(np.int32))]
-    return Collective(mesh, body, "ragged_all_to_all", outs, staging, blocks, interpret)
+    return Collective(mesh, body, "ragged_all_to_all", outs, staging, blocks, interpret, **scratch)
 
 
 def ragged_all_to_all(

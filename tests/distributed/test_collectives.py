@@ -116,6 +116,18 @@ def test_multicast(rng, shape, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("columns", [1024, 1001])
+def test_large(way, rng, columns):
+    """By TMA from 2 MiB a device on, where parts are aligned; a rest of less than a piece."""
+    n, dtype = 2, np.dtype(np.float32)
+    x = [rng.integers(-99, 99, (2 * 520, columns)).astype(dtype) for _ in range(n)]
+    for y in run(way, distributed.all_gather, x, n, calls=2):
+        np.testing.assert_array_equal(y, np.concatenate(x))
+    y = run(way, distributed.all_to_all, x, n, calls=2)
+    for d, got in enumerate(y):
+        np.testing.assert_array_equal(got, np.concatenate([np.split(a, n)[d] for a in x]))
+
+
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
 @pytest.mark.parametrize("kind", ["all_gather_directly", "reduce_scatter", "all_reduce"])
 def test_counts_wrap(rng, kind, start):
@@ -240,7 +252,8 @@ def problems(n, columns=48):
         "all_reduce": ((64, columns), (whole,)),
         "all_reduce_one_shot": ((64, columns), (whole,)),
         "all_to_all": ((64, columns), (1, whole // n)),
-        "all_to_all_directly": ((64, columns), (1, whole // n)),
+        "all_gather_in_bulk": (gathered, (1, whole)),
+        "all_to_all_in_bulk": ((64, columns), (1, whole // n)),
         "all_gather_by_multicast": (gathered, (1, whole)),
         "reduce_scatter_by_multicast": (scattered, (1, whole // n)),
         "all_reduce_by_multicast": ((64, columns), (whole,)),
@@ -249,7 +262,7 @@ def problems(n, columns=48):
 
 def expected(kind, x):
     n, total = len(x), sum(x)
-    name = re.sub("_(by_multicast|directly|of_columns|one_shot)$", "", kind)
+    name = re.sub("_(by_multicast|directly|in_bulk|of_columns|one_shot)$", "", kind)
     return {
         "all_gather": [np.concatenate(x)] * n,
         "reduce_scatter": np.split(total, n),
@@ -266,10 +279,10 @@ def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48, interpret=None):
 @pytest.mark.parametrize("kind", problems(2))
 def test_host(kind, rng):
     """Calls in a row on the emulated machine, with the flags and the staging memory of the last."""
-    n = 2
-    f = made(plgpu.DeviceMesh(n, "x"), kind, n)
-    x = [np.round(a * 8) for a in shards(rng, n, (64, 48))]
-    out = problems(n)[kind][0]
+    n, columns = 2, 250 if kind.endswith("in_bulk") else 48  # more pieces than slots
+    f = made(plgpu.DeviceMesh(n, "x"), kind, n, blocks=1, columns=columns)
+    x = [np.round(a * 8) for a in shards(rng, n, (64, columns))]
+    out = problems(n, columns)[kind][0]
     lasting = [[np.zeros(a.shape, a.dtype) for a in row] for row in zip(*f.lasting)]
     for seed in range(2):
         outs = [[np.zeros(out, np.float32), *row] for row in lasting]
@@ -282,7 +295,9 @@ def test_host(kind, rng):
 def test_programs(kind):
     """For sm_90a and eight devices, in registers."""
     f = made(plgpu.DeviceMesh(8, "x"), kind, 8, bfloat16, 16, 512)
-    used = f.lower(plgpu.ShapeDtypeStruct((64, 512), bfloat16)).resources()
+    lowered = f.lower(plgpu.ShapeDtypeStruct((64, 512), bfloat16))
+    used = lowered.resources()
+    assert ("cp.async.bulk" in lowered.as_text("ptx")) == kind.endswith("in_bulk")
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
 
 
