@@ -61,12 +61,12 @@ def _scope(memory_scope, what):
     return int(memory_scope == "sys")
 
 
-def _signal(semaphore, inc, device_id, device_id_type, system, relaxed, what):
+def _signal(semaphore, inc, device_id, device_id_type, system, release, what):
     semaphore, inc = _one(semaphore, what), _count(inc, f"{what}: inc")
     if device_id is not None:
         number = device_number(device_id, device_id_type, what)
         semaphore = _core.device_ref(semaphore, number)
-    _core.effect("semaphore_signal", (semaphore, inc), system=system, relaxed=relaxed)
+    _core.effect("semaphore_signal", (semaphore, inc), system=system, release=release)
 
 
 def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
@@ -82,7 +82,7 @@ def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
     system = _scope(memory_scope, what)
     if device_id is not None and not system:
         raise ValueError(f"{what}: device_id needs memory_scope='sys'")
-    _signal(semaphore, inc, device_id, DeviceIdType.MESH, system, 0, what)
+    _signal(semaphore, inc, device_id, DeviceIdType.MESH, system, "own", what)
 
 
 def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
@@ -120,7 +120,7 @@ def generic_signal(
         raise NotImplementedError(
             f"{what}: inc must be known while tracing; use plgpu.semaphore_signal for a traced one"
         )
-    _signal(sem_or_view, inc, device_id, device_id_type, 1, 0, what)
+    _signal(sem_or_view, inc, device_id, device_id_type, 1, "own", what)
 
 
 def generic_wait(sem_or_view, value=1, *, decrement=True):
@@ -150,10 +150,10 @@ def semaphore_signal_parallel(*signals):
         if not isinstance(s, SemaphoreSignal):
             raise TypeError(f"{what}: expected plgpu.SemaphoreSignal, got {show(s)}")
     for k, s in enumerate(signals):
-        relaxed = 0 if len(signals) == 1 else 1 if k else 2
+        release = "own" if len(signals) == 1 else "shared" if k else "first"
         if s.ref is not None and getattr(s.ref, "memory_space", None) is not GMEM:
-            relaxed = 0  # of the block
-        _signal(s.ref, s.inc, s.device_id, DeviceIdType.MESH, 1, relaxed, what)
+            release = "own"  # of the block
+        _signal(s.ref, s.inc, s.device_id, DeviceIdType.MESH, 1, release, what)
 
 
 def semaphore_signal_multicast(semaphore, value=1, *, collective_axes):

@@ -60,10 +60,13 @@ static const char *by_one(pm_gen *e) { return e->lane ? "" : pm_str(e, "%s ", pm
 
 /* Of a signal that is not a plain one. */
 static const char *signal_name(pm_gen *e, pm_opid op) {
-  static const char *const relaxed[] = {NULL, "semaphore_signal_relaxed", "semaphore_signal_first"};
+  static const char *const names[PM_RELEASE_COUNT] = {
+      [PM_RELEASE_FIRST] = "semaphore_signal_first",
+      [PM_RELEASE_SHARED] = "semaphore_signal_relaxed",
+  };
   const pm_opid view = pm_view_device(e->g, pm_in(e->g, op, 0));
   if (view && pm_get(e->g, view)->code == PM_OP_MULTICAST_REF) return "semaphore_signal_all";
-  return relaxed[*pm_attr(e->g, op, PM_ATTR_RELAXED)];
+  return names[*pm_attr(e->g, op, PM_ATTR_RELEASE)];
 }
 
 pm_code pm_cuda_SIGNAL(pm_gen *e, pm_opid op) {

@@ -427,8 +427,6 @@ static pm_code read_enum(parser *p, pm_enum kind, int64_t *out) {
 }
 
 static pm_code read_attr_value(parser *p, statement *s, pm_attr_arg *attr) {
-  _Static_assert(PM_FORM_ENUM_ENGINE - PM_FORM_ENUM_AXIS == PM_ENUM_ENGINE,
-                 "forms and enums are in one order");
   const char *text;
   skip(p);
   switch (pm_attr_forms[attr->id]) {

@@ -10,14 +10,11 @@ typedef enum pm_attr_form {
   PM_FORM_LIST,
   PM_FORM_STR,
   PM_FORM_LAYOUT,
-  PM_FORM_ENUM_AXIS,
-  PM_FORM_ENUM_REDUCE,
-  PM_FORM_ENUM_ATOMIC,
-  PM_FORM_ENUM_OOB,
-  PM_FORM_ENUM_ENGINE,
-  PM_FORM_ENUM_COMBINE,
-  PM_FORM_ENUM_TMEM,
-  PM_FORM_ENUM_TMEM_REDUCE,
+#define V(name, id, text)
+#define PM_ENUM(name, values) PM_FORM_ENUM_##name,
+#include "enums.def"
+#undef PM_ENUM
+#undef V
 } pm_attr_form;
 extern const uint8_t pm_attr_forms[PM_ATTR_COUNT];
 

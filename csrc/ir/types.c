@@ -1297,15 +1297,9 @@ static bool attr_ok(const pm_graph *g, uint8_t form, int64_t word) {
              g->lists.at[word] < g->lists.n - word;
     case PM_FORM_STR: return word >= 0 && word < g->strings.n;
     case PM_FORM_LAYOUT: return word >= 0 && word < g->layouts.n;
-    case PM_FORM_ENUM_AXIS: return word >= 0 && word < PM_AXIS_COUNT;
-    case PM_FORM_ENUM_REDUCE: return word >= 0 && word < PM_REDUCE_COUNT;
-    case PM_FORM_ENUM_ATOMIC: return word >= 0 && word < PM_ATOMIC_COUNT;
-    case PM_FORM_ENUM_OOB: return word >= 0 && word < PM_OOB_COUNT;
-    case PM_FORM_ENUM_ENGINE: return word >= 0 && word < PM_ENGINE_COUNT;
-    case PM_FORM_ENUM_COMBINE: return word >= 0 && word < PM_COMBINE_COUNT;
-    case PM_FORM_ENUM_TMEM: return word >= 0 && word < PM_TMEM_COUNT;
-    case PM_FORM_ENUM_TMEM_REDUCE: return word >= 0 && word < PM_TMEM_REDUCE_COUNT;
-    default: return true;
+    case PM_FORM_INT:
+    case PM_FORM_BITS: return true;
+    default: return pm_enum_text(form - PM_FORM_ENUM_AXIS, word);
   }
 }
 
