@@ -4,11 +4,13 @@
  * ops/ and the demo count as user code, since their lines are worth showing. A trace remembers the
  * files of a few code objects, because looking at their names takes longer than adding an op.
  *
- * Names: when a trace is finished, consecutive ops of one source line form a run. If the line reads
- * `name = ...`, the last result of the run gets that name. If it reads `a, b = ...`, so do the
- * results of the last op if there are as many, else those of the run that no op of it uses, if
- * there are as many. Ops in regions of others of the run (of a lambda) do not count. What a loop
- * carries is named as its results are. */
+ * Names: when a trace is finished, consecutive ops of one source line form a run; those of a
+ * function that the line calls are in it. If the line reads `name = ...`, the last result of the
+ * run gets that name. If it reads `a, b = ...`, so do the results of the last op if there are as
+ * many, else those of the run that no op of it uses, if there are as many. Several results of one
+ * op share a single name, and a target `_` need not be one of them. Runs of lines inside of the
+ * function come first. Ops in regions of others of the run (of a lambda) do not count. What a
+ * loop carries is named as its results are. */
 #include "trace.h"
 
 #include <stdio.h>
@@ -74,6 +76,37 @@ static uint32_t file_of(pmpy_trace *t, PyObject *filename) {
   return file;
 }
 
+/* The calls that led from functions of the user's to this frame, where they changed. The trace
+ * holds the last frame, so that no other one has its address. */
+static void note_calls(pmpy_trace *t, PyFrameObject *frame) {
+  if (t->frame == (PyObject *)frame) return;
+  Py_XSETREF(t->frame, Py_NewRef((PyObject *)frame));
+  pmpy_calls c = {.from = t->g->ops.n};
+  const pmpy_calls *last = t->n_calls ? &t->calls[t->n_calls - 1] : NULL;
+  PyFrameObject *f = PyFrame_GetBack(frame);
+  while (f && c.n < PMPY_CALLS) {
+    PyCodeObject *code = PyFrame_GetCode(f);
+    const uint32_t file = file_of(t, code->co_filename);
+    Py_DECREF(code);
+    if (!file) break;
+    c.at[c.n++] = (pmpy_line){file, (uint32_t)PyFrame_GetLineNumber(f)};
+    PyFrameObject *back = PyFrame_GetBack(f);
+    Py_DECREF(f);
+    f = back;
+  }
+  Py_XDECREF(f);
+  if (last ? last->n == c.n && !memcmp(last->at, c.at, c.n * sizeof *c.at) : !c.n) return;
+  if (last && last->from == c.from) t->n_calls--;
+  if (t->n_calls == t->cap_calls) {
+    const uint32_t cap = t->cap_calls ? 2 * t->cap_calls : 16;
+    pmpy_calls *more = PyMem_Realloc(t->calls, cap * sizeof *more);
+    if (!more) return; /* names are missing */
+    t->calls = more;
+    t->cap_calls = cap;
+  }
+  t->calls[t->n_calls++] = c;
+}
+
 /* Innermost frame of a user's file. With a trace its file is interned in *id, else it is *file. */
 static void user_frame(pmpy_trace *t, uint32_t *id, const char **file, uint32_t *line) {
   PyFrameObject *f = PyEval_GetFrame();
@@ -92,6 +125,7 @@ static void user_frame(pmpy_trace *t, uint32_t *id, const char **file, uint32_t 
     }
     Py_DECREF(code);
     if (found) *line = (uint32_t)PyFrame_GetLineNumber(f);
+    if (found && t) note_calls(t, f);
     PyFrameObject *back = found ? NULL : PyFrame_GetBack(f);
     Py_DECREF(f);
     f = back;
@@ -199,6 +233,27 @@ static uint32_t read_targets(const char *line, target *out) {
   return p[0] != '=' || p[1] == '=' || strchr(p, ';') ? 0 : n;
 }
 
+static bool is_ignored(const target *x) { return strspn(x->at, "_") >= x->n; }
+
+/* Is the value of the line an element of what is called? */
+static bool picks(const char *line) {
+  size_t n = strlen(line);
+  while (n && strchr(" \t\r\n", line[n - 1])) n--;
+  return n && line[n - 1] == ']';
+}
+
+/* Without the targets `_`, if as many as `wanted` are left. */
+static uint32_t without_ignored(target *names, uint32_t n, uint32_t wanted) {
+  uint32_t left = 0;
+  for (uint32_t k = 0; k < n; k++) left += !is_ignored(&names[k]);
+  if (left != wanted) return n;
+  left = 0;
+  for (uint32_t k = 0; k < n; k++) {
+    if (!is_ignored(&names[k])) names[left++] = names[k];
+  }
+  return left;
+}
+
 /* New reference to linecache's list of lines, NULL if there are none (no exception). */
 static PyObject *lines_of(const char *file) {
   PyObject *linecache = PyImport_ImportModule("linecache");
@@ -214,14 +269,15 @@ typedef struct namer {
   PyObject **lines; /* of each file, None where there are none */
   uint32_t n_files;
   uint32_t *used; /* by value: the first op of the last run that uses it */
+  uint64_t *key; /* by op: the lines that led to it, down to the depth that is looked at; 0: none */
 } namer;
 
-static const char *line_of(namer *n, const pm_op *o) {
-  PyObject **lines = &n->lines[o->file];
-  if (!*lines) *lines = lines_of(n->t->g->strings.at[o->file]);
+static const char *line_of(namer *n, pmpy_line at) {
+  PyObject **lines = &n->lines[at.file];
+  if (!*lines) *lines = lines_of(n->t->g->strings.at[at.file]);
   if (!*lines) *lines = Py_NewRef(Py_None);
-  if (*lines == Py_None || o->line > PyList_GET_SIZE(*lines)) return NULL;
-  PyObject *line = PyList_GET_ITEM(*lines, o->line - 1);
+  if (*lines == Py_None || at.line > PyList_GET_SIZE(*lines)) return NULL;
+  PyObject *line = PyList_GET_ITEM(*lines, at.line - 1);
   const char *text = PyUnicode_Check(line) ? PyUnicode_AsUTF8(line) : NULL;
   if (!text) PyErr_Clear();
   return text;
@@ -230,7 +286,7 @@ static const char *line_of(namer *n, const pm_op *o) {
 static void name_value(namer *n, pm_val v, const target *name) {
   char buffer[64];
   pm_value *value = pm_value_of(n->t->g, v);
-  if (value->name || name->n >= sizeof buffer || strspn(name->at, "_") >= name->n) return;
+  if (value->name || name->n >= sizeof buffer || is_ignored(name)) return;
   memcpy(buffer, name->at, name->n);
   buffer[name->n] = 0;
   const uint32_t id = pmpy_intern(n->t->g, buffer);
@@ -249,24 +305,24 @@ static void name_results(namer *n, pm_opid op, const target *names) {
 }
 
 /* An allocation bears its parameter's name; its line is that of the call that made it. */
-static bool may_be_named(const pm_graph *g, pm_opid op, pm_blk block) {
-  const pm_op *o = pm_get(g, op);
-  return o->code && o->parent == block && !(pm_ops[o->code].effects & E_ALLOC) &&
-         (o->n_out || o->n_regions);
+static bool may_be_named(const pm_op *o) {
+  return o->code && !(pm_ops[o->code].effects & E_ALLOC) && (o->n_out || o->n_regions);
 }
 
-/* Results in the block that no op of the run uses, if they are as many as the names. */
-static void name_unused(namer *n, pm_opid first, pm_opid end, pm_blk block, const target *names,
-                        uint32_t n_names) {
+/* Results of ops of a run that no op from `first` to before `end` uses, if they are as many as the
+ * names. */
+static void name_unused(namer *n, const pm_opid *run, uint32_t n_run, pm_opid end,
+                        const target *names, uint32_t n_names) {
   const pm_graph *g = n->t->g;
+  const pm_opid first = run[0];
   pm_val found[MAX_TARGETS];
   uint32_t count = 0;
   for (pm_opid op = first; op < end; op++) {
     for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) n->used[pm_in(g, op, k)] = first;
   }
-  for (pm_opid op = first; op < end; op++) {
-    const pm_op *o = pm_get(g, op);
-    if (!may_be_named(g, op, block)) continue;
+  for (uint32_t j = 0; j < n_run; j++) {
+    const pm_op *o = pm_get(g, run[j]);
+    if (!may_be_named(o)) continue;
     for (uint32_t k = 0; k < o->n_out; k++) {
       if (n->used[o->out + k] == first) continue;
       if (count == n_names) return;
@@ -276,36 +332,82 @@ static void name_unused(namer *n, pm_opid first, pm_opid end, pm_blk block, cons
   for (uint32_t k = 0; count == n_names && k < count; k++) name_value(n, found[k], &names[k]);
 }
 
-/* The ops from `first` to before `end`, of one line. */
-static void name_run(namer *n, pm_opid first, pm_opid end) {
+/* Ops of one block, one after the other, that the line made; the next one has the number `end`. */
+static void name_run(namer *n, const pm_opid *run, uint32_t n_run, pm_opid end, pmpy_line at) {
   const pm_graph *g = n->t->g;
   target names[MAX_TARGETS];
-  while (first < end && (!pm_get(g, first)->code || pm_get(g, first)->code == PM_OP_YIELD)) first++;
-  if (first == end) return;
-  const pm_blk block = pm_get(g, first)->parent;
-  pm_opid last = end - 1;
-  while (last > first && !may_be_named(g, last, block)) last--;
-  const char *line = may_be_named(g, last, block) ? line_of(n, pm_get(g, last)) : NULL;
-  const uint32_t n_names = line ? read_targets(line, names) : 0;
+  uint32_t last = n_run - 1;
+  while (last && !may_be_named(pm_get(g, run[last]))) last--;
+  if (!may_be_named(pm_get(g, run[last]))) return;
+  const char *line = line_of(n, at);
+  uint32_t n_names = line ? read_targets(line, names) : 0;
+  const uint32_t n_out = pm_get(g, run[last])->n_out;
   if (!n_names) return;
-  if (pm_get(g, last)->n_out == n_names) name_results(n, last, names);
-  else if (n_names > 1) name_unused(n, first, end, block, names, n_names);
+  if (n_names == 1 && n_out <= MAX_TARGETS && !picks(line)) {
+    while (n_names < n_out) names[n_names++] = names[0];
+  }
+  if (n_names > n_out) n_names = without_ignored(names, n_names, n_out);
+  if (n_out == n_names) name_results(n, run[last], names);
+  else if (n_names > 1) name_unused(n, run, n_run, end, names, n_names);
+}
+
+/* The line at a depth: of a call, from the outermost one on, or of the op itself. */
+static pmpy_line line_at(const pm_op *o, const pmpy_calls *c, uint32_t depth) {
+  const uint32_t n = c ? c->n : 0;
+  if (depth < n) return c->at[n - 1 - depth];
+  return depth == n ? (pmpy_line){o->file, o->line} : (pmpy_line){0};
+}
+
+/* The last calls before an op, from the k-th on. */
+static const pmpy_calls *calls_of(const pmpy_trace *t, pm_opid op, uint32_t *k) {
+  while (*k < t->n_calls && t->calls[*k].from <= op) ++*k;
+  return *k ? &t->calls[*k - 1] : NULL;
+}
+
+static void set_keys(namer *n, uint32_t depth) {
+  const pm_graph *g = n->t->g;
+  uint32_t k = 0;
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    const pmpy_calls *c = calls_of(n->t, op, &k);
+    uint64_t key = 0;
+    for (uint32_t d = 0; d <= depth; d++) {
+      const pmpy_line at = line_at(pm_get(g, op), c, d);
+      key = at.line ? key * 0x9e3779b97f4a7c15u + ((uint64_t)at.file << 32 | at.line) : 0;
+    }
+    n->key[op] = key;
+  }
+}
+
+static void name_block(namer *n, const pm_block *b, uint32_t depth) {
+  const pm_graph *g = n->t->g;
+  const uint64_t outer = b->parent ? n->key[b->parent] : 0; /* a lambda's: that of its user */
+  uint32_t calls = 0;
+  for (uint32_t k = 0, end; k < b->ops.n; k = end) {
+    const pm_opid *run = &b->ops.at[k];
+    const uint64_t key = n->key[*run];
+    for (end = k + 1; end < b->ops.n && n->key[b->ops.at[end]] == key;) end++;
+    if (!key || key == outer) continue;
+    const pm_opid next = end < b->ops.n ? b->ops.at[end] : g->ops.n;
+    const pmpy_line at = line_at(pm_get(g, *run), calls_of(n->t, *run, &calls), depth);
+    name_run(n, run, end - k, next, at);
+  }
 }
 
 void pmpy_name_results(pmpy_trace *t) {
-  pm_graph *g = t->g;
+  const pm_graph *g = t->g;
   namer n = {.t = t, .n_files = g->strings.n};
+  uint32_t depth = 0;
   n.lines = PyMem_Calloc(n.n_files, sizeof *n.lines);
   n.used = PyMem_Calloc(g->values.n, sizeof *n.used);
-  for (pm_opid first = 1, op; n.lines && n.used && first < g->ops.n; first = op) {
-    const pm_op *o = pm_get(g, first);
-    for (op = first + 1; op < g->ops.n; op++) {
-      const pm_op *next = pm_get(g, op);
-      if (next->code && (next->file != o->file || next->line != o->line)) break;
-    }
-    if (o->code && o->line) name_run(&n, first, op);
+  n.key = PyMem_Calloc(g->ops.n, sizeof *n.key);
+  for (uint32_t k = 0; k < t->n_calls; k++) depth = (uint32_t)pm_max(depth, t->calls[k].n);
+  for (depth++; n.lines && n.used && n.key && depth-- > 0;) {
+    memset(n.used, 0, g->values.n * sizeof *n.used);
+    set_keys(&n, depth);
+    for (uint32_t b = 1; b < g->blocks.n; b++) name_block(&n, &g->blocks.at[b], depth);
   }
   for (uint32_t k = 0; n.lines && k < n.n_files; k++) Py_XDECREF(n.lines[k]);
   PyMem_Free(n.lines);
   PyMem_Free(n.used);
+  PyMem_Free(n.key);
 }

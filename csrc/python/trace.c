@@ -220,6 +220,7 @@ fail:
 
 static void drop(pmpy_trace *t) {
   Py_CLEAR(t->graph);
+  Py_CLEAR(t->frame);
   t->g = t->b.g = NULL;
   t->depth = 0;
 }
@@ -230,6 +231,7 @@ static void trace_dealloc(PyObject *self) {
   drop(t);
   for (uint32_t k = 0; k < PMPY_PLACES; k++) Py_CLEAR(t->place[k].filename);
   PyMem_Free(t->region);
+  PyMem_Free(t->calls);
   type->tp_free(self);
   Py_DECREF(type);
 }

@@ -12,7 +12,7 @@
 
 #include "module.h"
 
-enum { PMPY_PLACES = 16 };
+enum { PMPY_PLACES = 16, PMPY_CALLS = 3 };
 
 typedef struct pmpy_region {
   pm_blk block;
@@ -25,6 +25,19 @@ typedef struct pmpy_place {
   uint32_t file;
 } pmpy_place;
 
+/* A line of the user's, its file interned. */
+typedef struct pmpy_line {
+  uint32_t file, line;
+} pmpy_line;
+
+/* Ops from here on are made by functions of the user's that others of his call: the lines of the
+ * calls, the innermost first. n 0: by a function that the package calls. */
+typedef struct pmpy_calls {
+  pm_opid from;
+  uint32_t n;
+  pmpy_line at[PMPY_CALLS];
+} pmpy_calls;
+
 typedef struct pmpy_trace {
   PyObject_HEAD pmpy_graph *graph; /* owned; NULL once finished or aborted */
   pm_graph *g;                     /* graph->g */
@@ -35,6 +48,9 @@ typedef struct pmpy_trace {
   pmpy_region *region; /* stack of open regions; [0] is the kernel's body */
   pmpy_place place[PMPY_PLACES];
   uint32_t n_places;
+  pmpy_calls *calls; /* by rising ops */
+  uint32_t n_calls, cap_calls;
+  PyObject *frame; /* owned; that of the last op */
   PM_VEC(int32_t) alias; /* per output, in the graph's arena */
 } pmpy_trace;
 

@@ -307,6 +307,41 @@ def test_names_have_no_number_where_one_would_do():
     assert low.resources()["registers"] > 0  # it compiles
 
 
+def test_names_of_what_calls_return():
+    """Values that functions of the kernel return have the names of the line that calls them, unless
+    a line of the function named them; a state of several values shares one name."""
+
+    def both(x):
+        y = x * 3
+        return y * 2, x + y
+
+    def nested(x):
+        return both(x - 1)
+
+    def plus(x):
+        total = x + 5
+        return total
+
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        doubled, shifted = both(x)
+        (first, last), scaled = nested(shifted), plus(doubled) * 7
+        parts = [k * x for k in (2, 3)]
+        state = dict(low=first, high=last)
+        state = lax.fori_loop(0, 4, lambda k, s: dict(low=s["low"] + x, high=s["high"] * 2), state)
+        (one, two), _ = lax.scan(lambda c, _: ((c[1], c[0] + 1), None), (x, scaled), length=3)
+        o_ref[...] = state["low"] + state["high"] + parts[0] * parts[1] + one + two
+
+    x = np.zeros(128, np.float32)
+    low = plgpu.kernel(body, out_type=x).lower(x)
+    text = re.sub(r"(%[a-z]+)_\d+", r"\1", low.as_text("traced"))
+    for line in ("%doubled = mul %y,", "%shifted = add %x, %y", "%total = add %doubled,",
+                 "%first = mul %y,", "%state, %state = for ", "%one, %two = for "):  # fmt: skip
+        assert text.count(line) == 1, line
+    assert text.count("%y = mul ") == 2 and text.count("%last = add ") == 1
+    assert len(set(re.findall(r"f32 (state_\d+)\[", low.as_text("cuda")))) == 2
+
+
 def test_names_of_several_targets():
     """Results and what loops carry have the names of the targets, by position; values of lambdas
     in the same line, and lines where the numbers differ, get none."""
