@@ -5,8 +5,8 @@
 OTHER is a directory with a built checkout, say a worktree of an earlier commit; both use the NVRTC
 that is installed. The first table counts the instructions of each class in the inner loops of the
 tensor-core kernels: of each innermost loop of the machine code that has tensor-core instructions,
-in their order. The second one gives the smallest processor time of tracing and lowering, and of printing
-CUDA C++, in processes that take turns."""
+in their order. The second one gives the smallest processor time of tracing and lowering, and of
+printing CUDA C++, in processes that take turns."""
 
 import argparse
 import collections
