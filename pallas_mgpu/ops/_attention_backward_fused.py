@@ -26,7 +26,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_backward_seven import CONSUMERS, ROWS, ByKeys, Plan, statistics
+from ._attention_backward_seven import CONSUMERS, ROWS, ByKeys, Plan, padded, statistics
 from ._attention_scores import Ranges
 from ._common import overlap_launches, store, warp_specialized
 
@@ -168,7 +168,7 @@ def _pair(x):
 
 
 def _sums(x):
-    return plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded, x.dim), _F32)
+    return plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), x.dim), _F32)
 
 
 @cached

@@ -13,7 +13,6 @@ third kernel masks their probabilities."""
 
 import functools
 import math
-import typing
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_scores import PLAIN, Ranges, Scores, Tile
+from ._attention_scores import PLAIN, Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, warp_specialized
 
 _F32 = np.float32
@@ -32,28 +31,9 @@ ROWS = 64 * CONSUMERS  # of a tile
 _PAD = 128  # queries of padded rows of statistics
 
 
-class Problem(typing.NamedTuple):
-    """What the kernels compute."""
-
-    batch: int
-    queries: int
-    heads: int
-    dim: int
-    keys: int
-    kv_heads: int
-    dtype: np.dtype
-    causal: bool
-    scale: float
-    scores: Scores = PLAIN
-
-    @property
-    def group(self):
-        """Heads of queries that share a head of keys."""
-        return self.heads // self.kv_heads
-
-    @property
-    def padded(self):
-        return pl.cdiv(self.queries, _PAD) * _PAD
+def padded(x):
+    """Rows of statistics for the queries of a problem."""
+    return pl.cdiv(x.queries, _PAD) * _PAD
 
 
 class Plan:
@@ -402,11 +382,11 @@ def statistics(x, interpret, *more):
         if sums is not None:
             sums[b, h, rows] = jnp.zeros((height, dim), jnp.float32)
 
-    shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded), _F32)
+    shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x)), _F32)
     return plgpu.kernel(
         body,
         out_type=(shape, shape, *more),
-        grid=(x.batch, x.heads, x.padded // height),
+        grid=(x.batch, x.heads, padded(x) // height),
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="attention_backward_statistics",

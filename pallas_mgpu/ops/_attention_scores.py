@@ -66,6 +66,27 @@ class Scores(NamedTuple):
 PLAIN = Scores()
 
 
+class Problem(NamedTuple):
+    """What a kernel of attention or of its gradients computes."""
+
+    batch: int
+    queries: int
+    heads: int
+    dim: int
+    keys: int
+    kv_heads: int
+    dtype: np.dtype
+    causal: bool
+    scale: float
+    scores: Scores = PLAIN
+    return_lse: bool = False
+
+    @property
+    def group(self):
+        """Heads of queries that share a head of keys."""
+        return self.heads // self.kv_heads
+
+
 def options(name, q, k, arrays, causal, window, bottom_right, softcap, dropout):
     """Checks the options of `name`; the Scores. arrays: bias, cu_seqlens_q, cu_seqlens_k, seed."""
     bias, cu_q, cu_k, seed = arrays

@@ -37,7 +37,7 @@ from . import (
     _tensor_memory,
     _warp_mma,
 )
-from ._attention_scores import PLAIN, Ranges, Scores, Tile
+from ._attention_scores import PLAIN, Problem, Ranges, Tile
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
 from ._common import (
@@ -88,22 +88,6 @@ def choose(queries, head_dim, causal, scores=PLAIN):
     if head_dim in (96, 128):
         return AttentionConfig(min(2, most), 128, 2, q_registers=True)
     return AttentionConfig(min(2, most), 64, 2)
-
-
-class Problem(typing.NamedTuple):
-    """What a kernel computes."""
-
-    batch: int
-    queries: int
-    heads: int
-    dim: int
-    keys: int
-    kv_heads: int
-    dtype: np.dtype
-    causal: bool
-    scale: float
-    return_lse: bool
-    scores: Scores = PLAIN
 
 
 class _Plan:
@@ -680,7 +664,7 @@ def attention(
     how = causal, window, bottom_right, softcap, dropout
     scores = _attention_scores.options("attention", q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
-    problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse), scores)
+    problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
     if isinstance(config, MmaAttentionConfig):

@@ -24,7 +24,7 @@ from pallas_mgpu import _core
 
 from . import _attention_backward_bias, _attention_scores, _tensor_memory, _warp_mma
 from ._attention_backward_fused import FusedKernels
-from ._attention_backward_seven import Problem, kernel, statistics
+from ._attention_backward_seven import kernel, statistics
 from .attention import _check
 
 _F32 = np.float32
@@ -186,6 +186,6 @@ def attention_backward(
     how = causal, window, bottom_right, softcap, dropout
     scores = _attention_scores.options(name, q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
-    x = Problem(*shape, q.dtype, bool(causal), scale, scores)
+    x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)
     config = _check_config(config or AttentionBackwardConfig(), dim, scores.adjusted, deterministic)
     return Gradients(x, config, bias.dtype if bias_gradient else None, interpret)
