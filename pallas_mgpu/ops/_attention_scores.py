@@ -86,6 +86,27 @@ class Problem(NamedTuple):
         """Heads of queries that share a head of keys."""
         return self.heads // self.kv_heads
 
+    @property
+    def results(self):
+        """Types of what attention returns."""
+        out = plgpu.ShapeDtypeStruct((self.batch, self.queries, self.heads, self.dim), self.dtype)
+        lse = plgpu.ShapeDtypeStruct((self.batch, self.heads, self.queries), _F32)
+        return (out, lse) if self.return_lse else out
+
+    def body(self, plain, scored):
+        """The body of a kernel of attention. plain, scored: of its refs by name, the block that
+        runs without and with options of the scores."""
+
+        def without_options(q, k, v, o, lse=None, **scratch):
+            plain(dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
+
+        def with_options(q, k, v, *others, **scratch):
+            names = *self.scores.kernel_operands, "o", "lse"
+            refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
+            scored(refs | scratch).run()
+
+        return without_options if self.scores == PLAIN else with_options
+
 
 def options(name, q, k, arrays, causal, window, bottom_right, softcap, dropout):
     """Checks the options of `name`; the Scores. arrays: bias, cu_seqlens_q, cu_seqlens_k, seed."""

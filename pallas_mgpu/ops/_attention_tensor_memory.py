@@ -32,7 +32,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_scores import PLAIN, Ranges, Tile
+from ._attention_scores import Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, warp_specialized
 from ._tensor_memory import SMEM_BYTES
 
@@ -464,22 +464,17 @@ def kernel(x, cfg, interpret):
     """x: a Problem."""
     plan = _Plan(x, cfg)
 
-    def with_options(q, k, v, *others, **scratch):
+    def plain(refs):
         overlap_launches()
-        names = *x.scores.kernel_operands, "o", "lse"
-        refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
-        _ScoredBlock(plan, refs | scratch).run()
+        return _Block(plan, refs)
 
-    def body(q, k, v, o, lse=None, **scratch):
+    def scored(refs):
         overlap_launches()
-        _Block(plan, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
+        return _ScoredBlock(plan, refs)
 
-    outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
-    if x.return_lse:
-        outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    body = x.body(plain, scored)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
-    body = body if x.scores == PLAIN else with_options
-    return warp_specialized(body, plan, outs, kernel_name="attention", **options)
+    return warp_specialized(body, plan, x.results, kernel_name="attention", **options)
 
 
 def check(config):

@@ -14,6 +14,7 @@ With options of the scores (_attention_scores.py) a tile goes only through the b
 one of its rows sees, and masks those that one of its rows does not see whole. The maximum that
 exponents are relative to has a lower bound, so that rows which see nothing have the sum 0."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -307,20 +308,11 @@ def kernel(x, cfg, target, interpret):
     cfg = cfg._replace(stages=min(cfg.stages, pl.cdiv(x.keys, cfg.block) + 1))
     by_tma = "CP_ASYNC" not in gpu["features"]
 
-    def body(q, k, v, o, lse=None, **scratch):
-        _Block(x, cfg, by_tma, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
-
-    def with_options(q, k, v, *others, **scratch):
-        names = *x.scores.kernel_operands, "o", "lse"
-        refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
-        _ScoredBlock(x, cfg, by_tma, refs | scratch).run()
-
-    outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
-    if x.return_lse:
-        outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    how = x, cfg, by_tma
+    body = x.body(functools.partial(_Block, *how), functools.partial(_ScoredBlock, *how))
     return plgpu.kernel(
-        body if x.scores == PLAIN else with_options,
-        out_type=outs,
+        body,
+        out_type=x.results,
         scratch_types=_scratch(x, cfg, by_tma),
         grid=(x.batch * x.heads * pl.cdiv(x.queries, cfg.rows),),
         grid_names=("tile",),

@@ -267,18 +267,22 @@ class _Block(WarpSpecialized):
         return found.astype(jnp.float32)
 
 
-@cached
-def kernel(x, cfg, sms, interpret):
-    """x: a Product."""
-    plan = _Plan(x, cfg, sms)
+def build(plan, block, interpret):
+    """The kernel of a plan. block(plan, refs): what runs."""
 
     def body(x, w, *refs, **scratch):
         scales, o = refs if len(refs) > 1 else (None, *refs)
         overlap_launches()
-        _Block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch).run()
+        block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch).run()
 
-    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    out_type = plgpu.ShapeDtypeStruct((plan.x.m, plan.x.n), plan.x.out_dtype)
     return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="mixed_matmul")
+
+
+@cached
+def kernel(x, cfg, sms, interpret):
+    """x: a Product."""
+    return build(_Plan(x, cfg, sms), _Block, interpret)
 
 
 def choose(m, k, scale_groups=1):

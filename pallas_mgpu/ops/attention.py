@@ -529,20 +529,9 @@ def _kernel(x, cfg, cores, interpret):
     """x: a Problem."""
     plan = _Plan(x, cfg, cores)
 
-    def body(q, k, v, o, lse=None, **scratch):
-        _Block(plan, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
-
-    def with_options(q, k, v, *others, **scratch):
-        names = *x.scores.kernel_operands, "o", "lse"
-        refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
-        _ScoredBlock(plan, refs | scratch).run()
-
-    outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
-    if x.return_lse:
-        outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    body = x.body(functools.partial(_Block, plan), functools.partial(_ScoredBlock, plan))
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
-    body = body if x.scores == PLAIN else with_options
-    return warp_specialized(body, plan, outs, kernel_name="attention", **options)
+    return warp_specialized(body, plan, x.results, kernel_name="attention", **options)
 
 
 class _Packed:

@@ -31,10 +31,8 @@ from ._common import (
     Ring,
     StaticTiles,
     WarpSpecialized,
-    overlap_launches,
     store,
     swizzled,
-    warp_specialized,
 )
 from ._mixed_tensor_memory import TensorMemoryMixedConfig
 from ._padding import padding_of, with_padding
@@ -281,15 +279,7 @@ class _Block(WarpSpecialized):
 @cached
 def _kernel(x, cfg, sms, interpret):
     """x: a Product."""
-    plan = _Plan(x, cfg, sms)
-
-    def body(x, w, *refs, **scratch):
-        scales, o = refs if len(refs) > 1 else (None, *refs)
-        overlap_launches()
-        _Block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch).run()
-
-    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="mixed_matmul")
+    return _mixed_tensor_memory.build(_Plan(x, cfg, sms), _Block, interpret)
 
 
 # ---- the choice ---------------------------------------------------------------------------------
