@@ -1143,7 +1143,8 @@ FN void profile_scope_end(Profile &p, u32 tag, LINE) { profile_event(p, tag | 1u
 template <int W>
 FN void profile_write(const Profile &p, i32 *to, LINE) {
   const u32 stored = p.used < p.room ? p.used : p.room, now = host_clock();
-  const u32 head[3] = {p.timer, blockIdx.x % 132, p.used};
+  const u32 sm = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x; /* of its own */
+  const u32 head[3] = {p.timer, sm, p.used};
   const u32 tail[4] = {p.clock, now, now, gridDim.x * gridDim.y * gridDim.z};
   for (u32 k = 0; k < 3; k++) host_store_global(to + k, &head[k], 4, line);
   for (u32 k = 0; k < stored; k++) {
