@@ -1,12 +1,14 @@
 """The tables of the core, csrc/**/*.def: a column that nobody reads is not there."""
 
 import re
+import tokenize
 
 import op_reference
 import pytest
 import tables
 
 SOURCES = {p: p.read_text() for p in tables.CORE.rglob("*") if p.suffix in (".c", ".h")}
+PACKAGE = tables.CORE.parent / "pallas_mgpu"
 TABLES = [
     (path.name, macro, table)
     for path, found in tables.every().items()
@@ -53,6 +55,27 @@ def test_effects_have_readers():
     readers = "".join(text for path, text in SOURCES.items() if path.suffix == ".c")
     assert len(bits) > 5
     assert {bit for bit in bits if not re.search(rf"\b{bit}\b", readers)} == set()
+
+
+def numbers_in(path):
+    """Numbers in the code of a file, not in its comments and texts."""
+    if path.suffix == ".py":
+        with path.open("rb") as f:
+            return {t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NUMBER}
+    text = re.sub(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', " ", path.read_text(), flags=re.S)
+    return set(re.findall(r"\b\d+", text))
+
+
+def test_limits_of_gpus_stand_in_one_table():
+    """Shared memory and SMs of targets are in no other file."""
+    [targets] = [table for _, macro, table in TABLES if macro == "PM_TARGET"]
+    columns = [targets.columns.index(name) for name in ("smem", "sms")]
+    limits = {row[k] for row in targets.rows for k in columns}
+    limits = {n for n in limits if int(n) > 128}  # others mean something else
+    assert {"232448", "132"} <= limits
+    files = [*SOURCES, *(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".h", ".cpp"))]
+    assert len(files) > 300
+    assert not {path.name: n for path in files if (n := numbers_in(path) & limits)}
 
 
 def test_a_column_without_reader_is_found():
