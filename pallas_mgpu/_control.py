@@ -141,7 +141,7 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     init = Leaves(init_val, "fori_loop: init_val")
     index, *carry = (_names if _names is not None else parameter_names(body_fun)) or (None,)
     alone = len(init.values) == 1 and init.structure == tree.LEAF
-    names = [index, *(carry[:1] if alone else [None] * len(init.arrays()))]
+    names = [index, *(carry[:1] if alone else init.names())]
     state = State()
     while True:
         first = init.arrays()
@@ -157,7 +157,7 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
             repair = _compare(init, out, "fori_loop body")
             if not repair and not state.grew:
                 op.leave([*out.arrays(), *state.written()])
-                return init.rebuild(state.take(op.close()))
+                return init.rebuild(state.take(op.close(names=init.names())))
         except BaseException:
             op.abandon()
             raise
@@ -197,7 +197,7 @@ def while_loop(cond_fun, body_fun, init_val):
         op = _core.open("while", first, 2)
         try:
             weak = _weak(first)
-            args = op.enter(0, weak=weak)
+            args = op.enter(0, weak=weak, names=init.names())
             pred = state.read(lambda a=args, n=n: cond_fun(init.rebuild(a[:n])), args[n:])
             if not isinstance(pred, Array):
                 pred = as_array(pred, "while_loop: the result of cond_fun")
@@ -206,13 +206,13 @@ def while_loop(cond_fun, body_fun, init_val):
                     f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
                 )
             op.leave([pred])
-            args = op.enter(1, weak=weak)
+            args = op.enter(1, weak=weak, names=init.names())
             result = state.run(lambda a=args, n=n: body_fun(init.rebuild(a[:n])), args[n:])
             out = Leaves(result, "while_loop: body_fun")
             repair = _compare(init, out, "while_loop body")
             if not repair and not state.grew:
                 op.leave([*out.arrays(), *state.written()])
-                return init.rebuild(state.take(op.close()))
+                return init.rebuild(state.take(op.close(names=init.names())))
         except BaseException:
             op.abandon()
             raise

@@ -212,6 +212,11 @@ class Leaves:
     def arrays(self):
         return [v for v in self.values if not isinstance(v, Ref)]
 
+    def names(self):
+        """Of the arrays, in containers with names; None elsewhere."""
+        names = zip(self.values, tree.leaf_names(self.structure))
+        return [name for v, name in names if not isinstance(v, Ref)]
+
     def rebuild(self, arrays):
         """The pytree with its arrays replaced."""
         it = iter(arrays)

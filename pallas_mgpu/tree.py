@@ -156,6 +156,21 @@ def count(s):
     return 1 if s == LEAF else sum([count(c) for c in s[2]])
 
 
+def leaf_names(s):
+    """What each leaf is called by the container that holds it: the field of a named tuple, the key
+    of a dict; None elsewhere."""
+    if s == LEAF:
+        return [None]
+    kind, meta, parts = s
+    keys = meta._fields if kind == "namedtuple" else meta if kind in ("dict", "odict") else ()
+    names = []
+    for k, part in enumerate(parts):
+        key = keys[k] if keys else None
+        named = part == LEAF and isinstance(key, str) and key.isidentifier()
+        names += [key] if named else leaf_names(part)
+    return names
+
+
 def children(tree):
     """The children of a container as a list, None of a leaf."""
     node = _children(tree)

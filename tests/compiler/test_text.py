@@ -2,6 +2,7 @@
 
 import random
 import re
+import typing
 
 import ml_dtypes
 import numpy as np
@@ -309,7 +310,8 @@ def test_names_have_no_number_where_one_would_do():
 
 def test_names_of_what_calls_return():
     """Values that functions of the kernel return have the names of the line that calls them, unless
-    a line of the function named them; a state of several values shares one name."""
+    a line of the function named them; the values of a state have those of its fields, or share
+    one."""
 
     def both(x):
         y = x * 3
@@ -330,16 +332,28 @@ def test_names_of_what_calls_return():
         state = dict(low=first, high=last)
         state = lax.fori_loop(0, 4, lambda k, s: dict(low=s["low"] + x, high=s["high"] * 2), state)
         (one, two), _ = lax.scan(lambda c, _: ((c[1], c[0] + 1), None), (x, scaled), length=3)
-        o_ref[...] = state["low"] + state["high"] + parts[0] * parts[1] + one + two
+        pair = lax.fori_loop(0, 4, lambda k, c: (c[1], c[0] * 2), (one, two))
+        lax.while_loop(lambda c: c.at < 3, step, Walk(jnp.int32(0), x))
+        o_ref[...] = state["low"] + state["high"] + parts[0] * parts[1] + pair[0] * pair[1]
+
+    class Walk(typing.NamedTuple):
+        at: object
+        sums: object
+
+    def step(c):
+        return Walk(c.at + 1, c.sums * 2)
 
     x = np.zeros(128, np.float32)
     low = plgpu.kernel(body, out_type=x).lower(x)
     text = re.sub(r"(%[a-z]+)_\d+", r"\1", low.as_text("traced"))
-    for line in ("%doubled = mul %y,", "%shifted = add %x, %y", "%total = add %doubled,",
-                 "%first = mul %y,", "%state, %state = for ", "%one, %two = for "):  # fmt: skip
-        assert text.count(line) == 1, line
+    for line in (
+        *("%doubled = mul %y,", "%shifted = add %x, %y", "%total = add %doubled,"),
+        *("%first = mul %y,", "%high, %low = for ", "%one, %two = for ", "%pair, %pair = for "),
+        *("%at, %sums = while ", "args %at: int32[], %sums: float32[128]\n"),
+    ):
+        assert text.count(line) == 1 + ("args %at" in line), line  # the test and the body
     assert text.count("%y = mul ") == 2 and text.count("%last = add ") == 1
-    assert len(set(re.findall(r"f32 (state_\d+)\[", low.as_text("cuda")))) == 2
+    assert len(set(re.findall(r"f32 (pair_\d+)\[", low.as_text("cuda")))) == 2
 
 
 def test_names_of_several_targets():
