@@ -2,8 +2,8 @@
 
 `run(body, outs, *args, **kernel_options)` runs a kernel and returns NumPy results. Way
 "interpret" runs it on the CPU interpreter and also has NVRTC compile the generated program for
-sm_90a, whose log must be clean; way "host" runs the generated program on the CPU, on the emulated
-machine of pallas_mgpu/machine; way "cuda" (marked gpu) runs it on a GPU."""
+sm_90a, whose log must be clean (without --long for some cases only, see selection.py); way "host"
+runs the generated program on the CPU, on the emulated machine of pallas_mgpu/machine; way "cuda" (marked gpu) runs it on a GPU."""
 
 import os
 import re
@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(config, items):
     on_gpu = found["device"] >= 0
     selection.keep_together(items, on_gpu)
     selection.leave_out(config, items)
+    selection.compile_some(config, items)
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {found['no_gpu']}"))
@@ -83,8 +84,8 @@ def shape_of(x):
 
 
 class Runner:
-    def __init__(self, way, seed, schedules):
-        self.way = way
+    def __init__(self, way, seed, schedules, compiles):
+        self.way, self.compiles = way, compiles
         self.seeds = range(seed, seed + schedules)  # of the schedules of way "host"
 
     def kernel(self, body, outs, **options):
@@ -105,6 +106,9 @@ class Runner:
         lowered = kernel.lower(*args)
         if self.way == "host":
             return self.call_host(kernel, lowered, args)
+        if not self.compiles:
+            lowered.as_text("cuda")
+            return kernel(*args)
         used = lowered.resources()
         assert used["spill_bytes"] <= spills, used
         # exact sin, cos and tan reduce large arguments on a stack with some compilers
@@ -134,7 +138,8 @@ class Runner:
 @pytest.fixture(params=["interpret", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request):
     seed = zlib.crc32(request.node.name.encode())
-    return Runner(request.param, seed, 2 if request.config.option.long else 1)
+    compiles = request.node.stash.get(selection.COMPILES, False)
+    return Runner(request.param, seed, 2 if request.config.option.long else 1, compiles)
 
 
 @pytest.fixture

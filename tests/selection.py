@@ -6,8 +6,8 @@ parameters marked `covering(t)` it takes a covering array of strength t: cases a
 combination of values of any t parameters occurs. So `covering(1)` has each value of each parameter,
 `covering(2)` each pair of values of two. Each way of `run` has an array of its own, of other cases
 where it can; with `covering(t, share=True)` the ways without a GPU share one. Of other products of
-parameters with the fixture `run`, each case runs in one of the ways without a GPU, by turns. Tests
-named on the command line, file::test, run whole."""
+parameters with the fixture `run`, each case runs in one of the ways without a GPU, by turns, and
+NVRTC compiles every third program. Tests named on the command line, file::test, run whole."""
 
 import itertools
 import os
@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 MOST_WORKERS = 8
+COMPILES = pytest.StashKey()
+COMPILED = 3  # of the programs of each test, NVRTC compiles every third
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -131,6 +133,18 @@ def long_ones(items):
         for pairs in ways.values():
             taken = covering_array([case for _, case in pairs], strength, used)
             yield from (item for k, (item, _) in enumerate(pairs) if k not in taken)
+
+
+def compile_some(config, items):
+    """The cases of which NVRTC compiles the program: with --long all of them."""
+    whole = config.option.long or config.option.exhaustive
+    is_named, seen = named(config), Counter()
+    for item in items:
+        if getattr(item, "callspec", None) and item.callspec.params.get("run") == "interpret":
+            function = item.nodeid.partition("[")[0]
+            if whole or is_named(item) or seen[function] % COMPILED == 0:
+                item.stash[COMPILES] = True
+            seen[function] += 1
 
 
 def leave_out(config, items):

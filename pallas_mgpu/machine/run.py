@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -130,8 +131,14 @@ def home():
             made = Path(tempfile.mkdtemp(dir=root))
             shutil.copy(HERE / "catalogue.h", made)
             header = made / "catalogue.h"
-            build(cxx, *KERNEL, "-x", "c++-header", header, "-o", f"{header}.gch")
-            build(cxx, *MACHINE, "-shared", *sources, "-o", made / "machine.so", "-ldl")
+            parts = [(s, made / f"{s.stem}.o") for s in sources]
+            steps = [(*MACHINE, "-c", source, "-o", part) for source, part in parts]
+            steps.append((*KERNEL, "-x", "c++-header", header, "-o", f"{header}.gch"))
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(lambda step: build(cxx, *step), steps))
+            build(cxx, "-shared", *(part for _, part in parts), "-o", made / "machine.so", "-ldl")
+            for _, part in parts:
+                part.unlink()
             made.rename(place)
             for old in root.iterdir():
                 if (

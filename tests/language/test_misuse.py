@@ -120,7 +120,7 @@ DEFINITIONS = {
     "out_type rank": (VE, "9 dimensions; at most 8", define(out_type=np.zeros((1,) * 9, "i4"))),
     "out_type empty": (VE, r"shape \(0,\).*at least 1", define(out_type=np.zeros(0, "f4"))),
     "out_type huge": (VE, r"shape.*less than 2\*\*31", define(out_type=big)),
-    "grid float": (TE, r"grid must be a tuple of ints, got \(2.5,\)", define(grid=(2.5,))),
+    "grid float": (TE, r"kernel: grid must be a tuple of ints, got \(2.5,\)", define(grid=(2.5,))),
     "grid 0": (VE, r"grid must be positive, got \(0,\)", define(grid=(0,))),
     "grid None": (TE, "grid must be a tuple of ints, got None", define(grid=None)),
     "grid_names": (VE, "differ in length", define(grid=(2, 2), grid_names=("a",))),
