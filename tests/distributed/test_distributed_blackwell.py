@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from distributed.meshes import params
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine import run as host
@@ -49,7 +50,7 @@ def test_products(rng, name, shape, monkeypatch):
             np.testing.assert_array_equal(x, want)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", only_long(PRODUCTS, "matmul_reduce_scatter"))
 def test_host(rng, name):
     """Calls in a row on the emulated machine, with the flags and the staging memory of the last."""
     n, (m, k, cols) = 2, (128, 192, 136)

@@ -101,11 +101,13 @@ class Program:
         return total
 
 
-def cases(count, many):
-    return [*range(count), *(pytest.param(s, marks=pytest.mark.long) for s in range(count, many))]
+def cases(count, long, many):
+    """Seeds of a run, of one with --long, and of an exhaustive one."""
+    late = lambda s: pytest.mark.long if s < long else pytest.mark.exhaustive  # noqa: E731
+    return [*range(count), *(pytest.param(s, marks=late(s)) for s in range(count, many))]
 
 
-@pytest.mark.parametrize("seed", cases(12, 700))
+@pytest.mark.parametrize("seed", cases(12, 300, 700))
 def test_right_programs(rng, seed):
     program = Program(seed)
     x = [np.round(a * 8) for a in shards(rng, program.n, SHAPE)]
@@ -113,7 +115,7 @@ def test_right_programs(rng, seed):
     np.testing.assert_array_equal(got, program.want(x))
 
 
-@pytest.mark.parametrize("seed", cases(3, 700))
+@pytest.mark.parametrize("seed", cases(3, 120, 700))
 def test_right_programs_on_the_emulated_machine(rng, seed):
     program = Program(seed)
     x = [np.round(a * 8) for a in shards(rng, program.n, SHAPE)]
@@ -128,7 +130,7 @@ RARELY_NOTICED = {(seed, "no answer", "host") for seed in (44, 53, 54)}
 
 @pytest.mark.parametrize("way", ["interpret", "host"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("seed", cases(1, 60))
+@pytest.mark.parametrize("seed", cases(1, 20, 60))
 def test_wrong_programs_are_refused(rng, seed, mistake, way):
     program = Program(1000 + seed, mistake)
     x = shards(rng, program.n, SHAPE)
@@ -140,7 +142,7 @@ def test_wrong_programs_are_refused(rng, seed, mistake, way):
     assert "device (" in str(e.value) and "test_random.py" in str(e.value)
 
 
-@pytest.mark.parametrize("seed", cases(6, 100))
+@pytest.mark.parametrize("seed", cases(6, 100, 100))
 @pytest.mark.gpu
 def test_right_programs_on_gpus(rng, seed):
     program = Program(seed)

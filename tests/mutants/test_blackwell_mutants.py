@@ -16,6 +16,7 @@ def sample():
     return blackwell_mutants.sample()
 
 
+@pytest.mark.long
 def test_the_list():
     """It has the mutants of the sample: 60 or more, five or more of each class. After a change of
     the kernels `python tests/mutants/blackwell_mutants.py` prints the new list."""
@@ -25,6 +26,7 @@ def test_the_list():
     assert len(kinds) >= 60 and all(kinds.count(kind) >= 5 for kind in blackwell_mutants.WAYS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", blackwell_mutants.WAYS)
 def test_one_of_each_class(kind):
     mutant = next(m for m in sample() if m.kind == kind)
@@ -37,6 +39,7 @@ def test_all():
     assert len(lost) <= 0.02 * len(sample()), lost
 
 
+@pytest.mark.long
 def test_each_reason_is_needed():
     """Without its reason there would be such a mutant."""
     reasons, blackwell_mutants.EQUIVALENT = blackwell_mutants.EQUIVALENT, {}

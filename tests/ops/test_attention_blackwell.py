@@ -68,20 +68,20 @@ DEFAULT = ["causal, more keys", "head_dim 192", "head_dim 256, causal"]
 
 
 @pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
-def test_results(name, rng):
+def test_results(name, rng, some):
     shape, dtype, config, options = CASES[name]
     q, k, v = operands(rng, shape, dtype)
     want = expected(q, k, v, **options)
     how = dict(config=TensorMemoryAttentionConfig(*config), **options)
     f = attention.kernel(q, k, v, **how)
     lowered = f.lower(q, k, v, target="sm_100a")
-    for seed in range(2):
+    for seed in some(range(2)):
         outs = [np.zeros(q.shape, dtype)]
         if options.get("return_lse"):
             outs.append(np.zeros((shape[0], shape[2], shape[1]), np.float32))
         run_on_machine(lowered, [q, k, v], outs, seed=seed)
         compare(outs, want, dtype)
-    for target in ("sm_100a", "sm_103a"):
+    for target in some(("sm_100a", "sm_103a")):
         used = f.lower(q, k, v, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
     races = plgpu.InterpretParams(detect_races=True, seed=1)
@@ -105,7 +105,7 @@ SCORED = list(scored.CASES)
 
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
 @pytest.mark.parametrize("name", only_long(SCORED, "softcap", "packed, window"))
-def test_options_of_scores(name, rng):
+def test_options_of_scores(name, rng, some):
     """Those of Hopper, on several seeds."""
     (grad, q, k, v), options, call = scored.problem(rng, name)
     want, want_lse, _ = scored.reference(grad, q, k, v, **options)
@@ -115,12 +115,12 @@ def test_options_of_scores(name, rng):
         arrays += f.ranges(call["cu_seqlens_q"], call["cu_seqlens_k"])
         f = f.attention
     lowered = f.lower(*arrays, target="sm_100a")
-    for seed in range(2):
+    for seed in some(range(2)):
         o, lse = np.zeros(q.shape, q.dtype), np.zeros(want_lse.shape, np.float32)
         run_on_machine(lowered, arrays, [o, lse], seed=seed)
         scored.near(o, want, q.dtype)
         np.testing.assert_allclose(lse, want_lse, rtol=2e-4, atol=2e-4)
-    for target in ("sm_100a", "sm_103a"):
+    for target in some(("sm_100a", "sm_103a")):
         used = f.lower(*arrays, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
     races = plgpu.InterpretParams(detect_races=True, seed=1)

@@ -200,6 +200,7 @@ def test_deterministic_dropout(rng):
     assert np.abs(ops.attention(q, k, v, interpret=True, **call) - first).max() > 0.1
 
 
+@pytest.mark.long
 def test_no_spills():
     S = plgpu.ShapeDtypeStruct
     x, lse = S((1, 1024, 4, 128), np.float16), S((1, 4, 1024), np.float32)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiler import sass
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import (
@@ -117,6 +118,12 @@ KERNELS = {
 }
 
 
+QUICK = [
+    "matmul", "matmul, pair", "matmul, launched, bias", "matmul, nvfp4, pair", "ragged",
+    "ragged, sums", "mixed, int4", "attention", "attention, bias", "attention, causal",
+]  # fmt: skip
+
+
 def held(text, used):
     """Registers of all threads of a block, at launch and after setmaxnreg."""
     start = used["registers"] + -used["registers"] % 8
@@ -127,7 +134,7 @@ def held(text, used):
 
 @pytest.mark.skipif(not sass.nvdisasm(), reason="needs nvdisasm")
 @pytest.mark.parametrize("target", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", only_long(KERNELS, *QUICK))
 def test_instructions(name, target, monkeypatch):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 64)
     matmul.maker.forget()

@@ -21,6 +21,7 @@ CASES = {  # m, n, k, options
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ta, tb", [*itertools.product((False, True), repeat=2)])
 @pytest.mark.parametrize("case", CASES)
 def test_against_float64(run, rng, case, ta, tb):

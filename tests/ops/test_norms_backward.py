@@ -142,6 +142,7 @@ def test_column_sums(rng, shape):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [128, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("name", ["rms_norm_backward", "layer_norm_backward"])
 def test_no_spills(name, n):

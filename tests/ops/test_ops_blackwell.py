@@ -60,7 +60,7 @@ DEFAULT = [
 
 
 @pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
-def test_products(name, rng, monkeypatch):
+def test_products(name, rng, monkeypatch, some):
     (m, n, k), config, sms, (ta_, tb_), options = CASES[name]
     options = dict(options)
     ta, tb = options.pop("ta", False), options.pop("tb", False)
@@ -94,11 +94,11 @@ def test_products(name, rng, monkeypatch):
     assert not hasattr(f, "pads")
     args = [a, b, *operands.values()]
     lowered = f.lower(*args, target="sm_100a")
-    for seed in range(2):
+    for seed in some(range(2)):
         got = np.zeros((m, n), out)
         run_on_machine(lowered, args, [got], seed=seed)
         np.testing.assert_array_equal(got, want)
-    for target in ("sm_100a", "sm_103a"):
+    for target in some(("sm_100a", "sm_103a")):
         used = f.lower(*args, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
     matmul.maker.forget()  # kernels for so few SMs
@@ -153,7 +153,7 @@ def test_machine_code(pair, dtype, steps):
 
 
 @pytest.mark.parametrize("cfg", [(192, False, 0, 2), (256, False, 0, 3)], ids=repr)
-def test_store_buffers_of_many_tiles(cfg, rng, monkeypatch):
+def test_store_buffers_of_many_tiles(cfg, rng, monkeypatch, some):
     """Chunks of a tile that are no multiple of the buffers: the next tile waits for the right
     store."""
     config = TensorMemoryConfig(*cfg, dynamic=False)
@@ -164,7 +164,7 @@ def test_store_buffers_of_many_tiles(cfg, rng, monkeypatch):
     lowered = matmul.kernel(a, b, config=config).lower(a, b, target="sm_100a")
     matmul.maker.forget()
     want = (a.astype(np.float32) @ b.astype(np.float32)).astype(np.float16)
-    for seed in range(3):
+    for seed in some(range(3)):
         got = np.zeros(want.shape, want.dtype)
         run_on_machine(lowered, [a, b], [got], seed=seed)
         np.testing.assert_array_equal(got, want)

@@ -30,7 +30,7 @@ DEFAULT = ["rest", "nothing"]
 
 
 @pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
-def test_products(name, rng, monkeypatch):
+def test_products(name, rng, monkeypatch, some):
     m, n, k, sizes, dtype, cfg, options = CASES[name]
     turned, out = options.get("transpose_rhs"), options.get("out_dtype", dtype)
     lhs = rng.integers(-3, 4, (m, k)).astype(dtype)
@@ -41,22 +41,22 @@ def test_products(name, rng, monkeypatch):
         right = rhs[g].astype(f32)
         want[a:b] = lhs[a:b].astype(f32) @ (right.T if turned else right)
     args = [lhs, rhs, np.array(sizes, np.int32)]
-    check(ragged_dot, args, cfg, options, want.astype(out), monkeypatch)
+    check(ragged_dot, args, cfg, options, want.astype(out), monkeypatch, some)
 
 
-def check(op, args, cfg, options, want, monkeypatch):
+def check(op, args, cfg, options, want, monkeypatch, some):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
     op.maker.forget()
     f = op.kernel(*args, config=cfg, **options)
     f = getattr(f, "product", f)
-    for seed in range(2):
+    for seed in some(range(2)):
         got = np.zeros(want.shape, want.dtype)
         run_on_machine(f.lower(*args, target="sm_100a"), args, [got], seed=seed)
         np.testing.assert_array_equal(got, want)
-    for target in ("sm_100a", "sm_103a"):
+    for target in some(("sm_100a", "sm_103a")):
         used = f.lower(*args, target=target).resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
-    for seed in range(1, 3):
+    for seed in some(range(1, 3)):
         races = plgpu.InterpretParams(detect_races=True, seed=seed)
         got = op(*args, config=cfg, **options, interpret=races)
         np.testing.assert_array_equal(got, want)
@@ -73,7 +73,7 @@ SUMS = {  # rows, K, columns, sizes of groups, dtype, configuration, result
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_of_groups(name, rng, monkeypatch):
+def test_sums_of_groups(name, rng, monkeypatch, some):
     """Rows of no group are infinite: they are left out, not multiplied with zeros."""
     m, k, n, sizes, dtype, cfg, out = SUMS[name]
     lhs, rhs = (rng.integers(-3, 4, (m, c)).astype(dtype) for c in (k, n))
@@ -82,7 +82,7 @@ def test_sums_of_groups(name, rng, monkeypatch):
     pairs = zip((0, *ends), ends)
     want = np.stack([lhs[a:b].astype(f32).T @ rhs[a:b].astype(f32) for a, b in pairs])
     args = [lhs, rhs, np.array(sizes, np.int32)]
-    check(transposed_ragged_dot, args, cfg, {"out_dtype": out}, want.astype(out), monkeypatch)
+    check(transposed_ragged_dot, args, cfg, {"out_dtype": out}, want.astype(out), monkeypatch, some)
 
 
 @pytest.mark.parametrize("cfg", [TensorMemoryConfig(), config(192), config(stages=-1)], ids=str)
