@@ -36,7 +36,7 @@ class TMEMLayoutValue(_Frozen):
 
 
 class TMEMLayout(enum.Enum):
-    """Where the elements of a ref lie in tensor memory; for ``plgpu.TMEM(..., layout=)``.
+    """The layout of the elements of a ref in tensor memory; for ``plgpu.TMEM(..., layout=)``.
 
     ``SCALES_LAYOUT``: scales of a block-scaled product, (128 or 256, n), 8 bits.
     ``SCALES_M64_COLLECTIVE_LAYOUT``: the scales of b, (256, n), where a pair of blocks computes 64

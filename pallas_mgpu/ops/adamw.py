@@ -64,7 +64,8 @@ def adamw(param, grad, first, second, settings, *, interpret=None):
     param, grad, first, second: the parameter, its gradient and the moments of the gradient and of
     its square; float16, bfloat16 or float32 each, of one shape. settings: float32 (6,): learning
     rate, beta1, beta2, epsilon, weight decay and the number of the step, from 1; on the GPU, so
-    that a captured step reads them anew. out: ``(param, first, second)`` for a step in place.
+    that a replayed CUDA graph uses the current values. out: ``(param, first, second)`` for a step
+    in place.
 
     Returns the new (param, first, second). TypeError, ValueError for other dtypes and shapes.
     """

@@ -55,9 +55,9 @@ def append_pages(k_pages, v_pages, k, v, page_table, lengths, *, interpret=None)
 
     k_pages, v_pages: [pages, page_size, kv_heads, dim], as :func:`attention_decode` takes them;
     they are changed. k, v: [batch, rows, kv_heads, dim], of the same dtype. page_table: int32
-    [batch, pages of a sequence]; lengths: int32 [batch], what each sequence has before the call:
-    row i of sequence b goes to the position ``lengths[b] + i``. Rows beyond the page table, and
-    those whose page does not exist, are dropped. No page may get one position twice.
+    [batch, pages of a sequence]; lengths: int32 [batch], the rows that each sequence has before the
+    call: row i of sequence b goes to the position ``lengths[b] + i``. Rows beyond the page table,
+    and those whose page does not exist, are dropped. No position may be written twice.
 
     Returns (k_pages, v_pages). TypeError, ValueError for other dtypes and shapes, and for ``out=``.
     """

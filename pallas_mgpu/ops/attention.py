@@ -628,18 +628,18 @@ def attention(
     sm_89 and sm_120a a :class:`MmaAttentionConfig`; chosen from the shape by default. out: a
     preallocated result, or a pair of them. batch_invariant: the bits of a query's result depend on
     that query, its keys and values, the dtypes and options alone (for the same config, if one is
-    given). deterministic: a call repeats bit for bit. Both always hold; the options ask later
-    versions to keep it so.
+    given). deterministic: a call repeats bit for bit. Both always hold at present; the
+    options guarantee it for later versions.
 
-    window: ``(left, right)``; query i sees the keys from i - left to i + right, None: all on
-    that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
+    window: ``(left, right)``; query i sees the keys from i - left to i + right, None: no limit
+    on that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
     keys - queries``. softcap: scores s become ``softcap * tanh(s / softcap)``. bias: is added
-    to scaled and capped scores; [batch, heads, queries, keys], each dim that or 1, of q's dtype
+    to scaled and capped scores; [batch, heads, queries, keys], where each dim may also be 1, of q's dtype
     or float32. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], the first row of each of the
     sequences that are packed one after the other in the single batch entry, and the end of the
-    last one; queries see the keys of their own sequence alone, and causal, window and
+    last one; queries attend only to keys of their own sequence, and causal, window and
     bottom_right count from its start. dropout: the probability by which a weight is dropped,
-    decided by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
+    determined by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
     the logarithm -inf.
 
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).

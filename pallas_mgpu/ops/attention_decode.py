@@ -563,19 +563,19 @@ def attention_decode(
     return_lse=False,
     interpret=None,
 ):
-    """``softmax(scale * q @ k.T) @ v`` of few queries with a long cache, divided over the keys.
+    """``softmax(scale * q @ k.T) @ v`` of a few queries and a long cache, whose keys blocks divide.
 
-    q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: the same with
-    a dim of its own; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
+    q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: like k, with
+    its own last dim; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
     queries for each key head (queries * heads / kv_heads), 40 where v's dim is above 128 and 32
     where it is above 192. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
-    the capacity), read when the kernel runs: no length compiles a program, and a CUDA graph that is
-    replayed uses the lengths of that moment. What the cache holds beyond them may be anything.
+    the capacity). They are read when the kernel runs, so new lengths compile nothing, and a replayed
+    CUDA graph uses the current lengths. The contents of the cache beyond them are ignored.
 
     page_table: int32 [batch, pages of a sequence]; k and v are then [pages, page_size, kv_heads,
     dim], key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``,
-    and page_size is a multiple of 8 from 16. Entries beyond a sequence's length may be anything;
-    others are clipped to the pages that there are.
+    and page_size is a multiple of 8 from 16. Entries beyond a sequence's length are ignored;
+    others are clipped to the existing pages.
 
     The queries are the last ones of a sequence: query i is at the position ``length - queries +
     i``. By default each sees all keys; causal: those up to its position. window: ``(left, right)``:

@@ -155,7 +155,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
 
 @plgpu.specialize
 def cross_entropy_backward(grad, logits, targets, lse, *, ignore_index=-100, interpret=None):
-    """The gradient of :func:`cross_entropy` by the logits (Hopper):
+    """The gradient of :func:`cross_entropy` with respect to the logits (Hopper):
     ``grad * (exp(logits - lse) - onehot(targets))``.
 
     grad: the gradient of the losses, float32 (rows,); lse: the second result of cross_entropy; the

@@ -162,7 +162,7 @@ def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None, inter
 
 @plgpu.specialize(in_place=False)
 def gated_linear_unit_backward(grad, gate, up=None, *, activation="silu", interpret=None):
-    """The gradients of :func:`gated_linear_unit` by ``gate`` and ``up`` (Hopper).
+    """The gradients of :func:`gated_linear_unit` with respect to ``gate`` and ``up`` (Hopper).
 
     grad: the gradient of the result, (..., N), float16, bfloat16 or float32; the others: the
     arguments of gated_linear_unit. Returns (gradient of ``gate``, gradient of ``up``), or one array

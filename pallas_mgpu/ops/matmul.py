@@ -72,7 +72,7 @@ class MatmulConfig(NamedTuple):
     of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while the next
     one is issued, 0 or 1; with block scales and up to 128 columns, products in flight while sums
     are scaled. ``serpentine``: every second tile of a block walks K backwards, so that it starts
-    with data that is still in L2. ``slices``: parts of K that are multiplied as tiles of their own
+    with data that is still in L2. ``slices``: parts of K that are multiplied as separate tiles
     and added up by a second kernel."""
 
     consumers: int = 2
@@ -928,10 +928,10 @@ def matmul(
     a :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
 
-    float32 operands are split into two bfloat16 parts each by kernels of their own, and multiplied
-    as three products of these: the error of a term is about 2**-16 of it. Infinities give NaN.
+    float32 operands are each split into two bfloat16 parts by separate kernels and multiplied as
+    three products of these parts: the relative error of a term is about 2**-16. Infinities give NaN.
 
-    16-bit operands may have batch dimensions before these two, which are broadcast as NumPy's are:
+    16-bit operands may have batch dimensions before these two, which broadcast as in NumPy:
     (..., M, K) and (..., K, N) give (..., M, N), in one launch (and those that pad odd rows).
     ``batch_invariant`` then holds for the number of matrices, too. NotImplementedError for batches
     of other operands, scales and ``accumulate``.

@@ -439,7 +439,7 @@ def _ring(x, device, operands, sms):
 
 @plgpu.specialize
 def softmax_backward(grad, y, *, axis=-1, interpret=None):
-    """The gradient of :func:`softmax` by its argument, computed in float32 (Hopper):
+    """The gradient of :func:`softmax` with respect to its argument, in float32 (Hopper):
     ``y * (grad - sum(grad * y))``.
 
     grad: the gradient of the result; y: the result of softmax; float16, bfloat16 or float32, of one
@@ -466,7 +466,7 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
 
 @plgpu.specialize
 def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, interpret=None):
-    """The gradients of :func:`rms_norm` by ``x`` and by ``weight``, computed in float32 (Hopper).
+    """The gradients of :func:`rms_norm` with respect to ``x`` and ``weight``, in float32 (Hopper).
 
     grad: the gradient of the result; x, weight, eps: the arguments of rms_norm; float16, bfloat16
     or float32. add: an array like ``x`` that is added to the gradient of ``x``, for example that of
@@ -481,7 +481,7 @@ def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, interpret=Non
 
 @plgpu.specialize
 def layer_norm_backward(grad, x, weight=None, *, add=None, bias=False, eps=1e-5, interpret=None):
-    """The gradients of :func:`layer_norm` by ``x``, ``weight`` and ``bias``, computed in float32
+    """The gradients of :func:`layer_norm` with respect to ``x``, ``weight`` and ``bias``, computed in float32
     (Hopper).
 
     grad: the gradient of the result; x, weight, eps: the arguments of layer_norm; float16, bfloat16

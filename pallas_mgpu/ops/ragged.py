@@ -652,7 +652,7 @@ def ragged_dot(
 @plgpu.specialize(in_place=False)
 def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
     """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
-    (Hopper, Blackwell): the gradient of :func:`ragged_dot` by its matrices.
+    (Hopper, Blackwell): the gradient of :func:`ragged_dot` with respect to its matrices.
 
     lhs: (M, K); rhs: (M, N); float16 or bfloat16, row-major, any extents. group_sizes: (G,) int32,
     on the device, as for :func:`ragged_dot`; groups without rows give zeros, rows of no group are
