@@ -143,14 +143,14 @@ def attention_backward(
     deterministic=False,
     interpret=None,
 ):
-    """The gradients of :func:`attention` with respect to ``q``, ``k`` and ``v``, accumulated in float32
-    (Hopper).
+    """The gradients of :func:`attention` with respect to ``q``, ``k`` and ``v``, accumulated in
+    float32 (Hopper).
 
     grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
     ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, causal, window, bottom_right,
     softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256; any
-    lengths and numbers of heads. bias_gradient: also return the gradient by ``bias``, summed along
-    the dims in which the bias has size 1. config: an :class:`AttentionBackwardConfig`. deterministic:
+    lengths and numbers of heads. bias_gradient: also return the gradient of ``bias``, summed along
+    the dims in which it has size 1. config: an :class:`AttentionBackwardConfig`. deterministic:
     results repeat bit for bit, as without a config. out: a tuple of results.
 
     Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,

@@ -569,8 +569,8 @@ def attention_decode(
     its own last dim; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
     queries for each key head (queries * heads / kv_heads), 40 where v's dim is above 128 and 32
     where it is above 192. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
-    the capacity). They are read when the kernel runs, so new lengths compile nothing, and a replayed
-    CUDA graph uses the current lengths. The contents of the cache beyond them are ignored.
+    the capacity). They are read when the kernel runs, so new lengths compile nothing, and a
+    replayed CUDA graph uses the current lengths. The contents of the cache beyond them are ignored.
 
     page_table: int32 [batch, pages of a sequence]; k and v are then [pages, page_size, kv_heads,
     dim], key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``,

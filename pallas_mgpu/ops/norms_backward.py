@@ -481,8 +481,8 @@ def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, interpret=Non
 
 @plgpu.specialize
 def layer_norm_backward(grad, x, weight=None, *, add=None, bias=False, eps=1e-5, interpret=None):
-    """The gradients of :func:`layer_norm` with respect to ``x``, ``weight`` and ``bias``, computed in float32
-    (Hopper).
+    """The gradients of :func:`layer_norm` with respect to ``x``, ``weight`` and ``bias``, in
+    float32 (Hopper).
 
     grad: the gradient of the result; x, weight, eps: the arguments of layer_norm; float16, bfloat16
     or float32. add: an array like ``x`` that is added to the gradient of ``x``. bias: also return
