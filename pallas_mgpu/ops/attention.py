@@ -635,9 +635,9 @@ def attention(
     on that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
     keys - queries``. softcap: scores s become ``softcap * tanh(s / softcap)``. bias: is added
     to scaled and capped scores; [batch, heads, queries, keys], where each dim may also be 1, of
-    q's dtype or float32. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], the first row of each of the
-    sequences that are packed one after the other in the single batch entry, and the end of the
-    last one; queries attend only to keys of their own sequence, and causal, window and
+    q's dtype or float32. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], the first row of each
+    of the sequences that are packed one after the other in the single batch entry, and the end of
+    the last one; queries attend only to keys of their own sequence, and causal, window and
     bottom_right count from its start. dropout: the probability by which a weight is dropped,
     determined by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
     the logarithm -inf.
