@@ -137,8 +137,8 @@ class Definition:
         for x in leaves:
             if not is_shaped(x):
                 raise TypeError(
-                    f"{self.who}: out_type must be a plgpu.ShapeDtypeStruct(shape, dtype), or a"
-                    f" pytree of them, got {show(x)}"
+                    f"{self.who}: out_type must have shape and dtype: a"
+                    f" plgpu.ShapeDtypeStruct(shape, dtype), or a pytree of them; got {show(x)}"
                 )
             if getattr(x, "memory_space", GMEM) is not GMEM:
                 raise ValueError(f"{self.who}: an output is in GMEM, got {show(x)}")

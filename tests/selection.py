@@ -6,8 +6,9 @@ parameters marked `covering(t)` it takes a covering array of strength t: cases a
 combination of values of any t parameters occurs. So `covering(1)` has each value of each parameter,
 `covering(2)` each pair of values of two. Each way of `run` has an array of its own, of other cases
 where it can; with `covering(t, share=True)` the ways without a GPU share one. Of other products of
-parameters with the fixture `run`, each case runs in one of the ways without a GPU, by turns, and
-NVRTC compiles every third program. Tests named on the command line, file::test, run whole."""
+parameters with the fixture `run`, every third case runs on the emulated machine and the others on
+the interpreter, for which NVRTC compiles every third program. Tests named on the command line,
+file::test, run whole."""
 
 import itertools
 import os
@@ -97,7 +98,8 @@ def only_long(cases, *kept):
 
 
 def other_ways(items):
-    """Each case runs in one way: on the interpreter or, the next one, on the emulated machine."""
+    """Each case runs in one way: the first of three on the emulated machine, two on the
+    interpreter."""
     functions = {}  # -> way -> its cases, in the order of the parameters
     for item in items:
         marked = any(map(item.get_closest_marker, ("long", "exhaustive", "covering")))
@@ -106,9 +108,10 @@ def other_ways(items):
             function = functions.setdefault(item.nodeid.partition("[")[0], {})
             function.setdefault(way, []).append(item)
     for ways in functions.values():
-        pair = [ways.get("host", ()), ways.get("interpret", ())]
-        if len(pair[0]) == len(pair[1]) > 1:
-            yield from (item for k, cases in enumerate(pair) for item in cases[k::2])
+        host, interpreted = ways.get("host", ()), ways.get("interpret", ())
+        if len(host) == len(interpreted) > 1:
+            yield from (item for k, item in enumerate(host) if k % 3)
+            yield from interpreted[::3]
 
 
 def long_ones(items):

@@ -359,7 +359,7 @@ def mask_of(kind, shape):
     return m
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("shape", [(64, 128), (3, 5), (1, 1), (130, 9), (7,), (640,)], ids=str)
 @pytest.mark.parametrize("layout", [None, plgpu.Layout.WGMMA], ids=["any", "wgmma"])
 def test_any_and_all(run, shape, layout):

@@ -120,6 +120,7 @@ PROGRAMS = {  # text, blocks, options
 LONG = {"attention, ring": "long", "3 tiles of a pair": "long"}  # half a minute
 LONG["attention, rescaled never"] = LONG["3 tiles taken over"] = "long"
 LONG["gated, 3 tiles of a pair"] = LONG["attention, 192"] = "long"
+LONG["groups"] = LONG["attention, 256"] = "long"
 LONG["2 tiles taken over by a pair"] = "exhaustive"
 
 

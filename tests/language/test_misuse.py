@@ -111,10 +111,10 @@ DEFINITIONS = {
     "body": (TE, "body must be callable, got 5", define(5)),
     "out_type int": (
         TE,
-        r"out_type must be a plgpu.ShapeDtypeStruct\(.*, got 5",
+        r"out_type must have shape and dtype: a plgpu.ShapeDtypeStruct\(.*; got 5",
         define(out_type=5),
     ),
-    "out_type type": (TE, "ShapeDtypeStruct.*, got <class", define(out_type=np.float32)),
+    "out_type type": (TE, "ShapeDtypeStruct.*; got <class", define(out_type=np.float32)),
     "out_type evil": (TE, "got a Evil", define(out_type=Evil())),
     "out_type smem": (VE, r"output is in GMEM, got SMEM\(\(128,\)", define(out_type=SMEM)),
     "out_type rank": (VE, "9 dimensions; at most 8", define(out_type=np.zeros((1,) * 9, "i4"))),

@@ -60,7 +60,7 @@ def same(whole, part, first, axis=0):
 LENGTHS = [1, 7, 33, 256, 1001, 1024, 4104, 5001, 20000, 20001]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("name", NORMS)
 def test_rows_of_norms(run, rng, name, n):

@@ -258,12 +258,19 @@ def test_attention_fits(on):
         ops.attention(x, x, x, config=MmaAttentionConfig(128, 64, 2))
 
 
+QUICK = [
+    "softcap", "bias", "window before", "fewer keys", "packed, causal", "dropout", "all",
+    "256, causal",
+]  # fmt: skip
+
+
 def two_targets_each():
     """Each case for two of the targets; the others are for exhaustive runs."""
     for k, name in enumerate(scored.CASES):
+        late = [] if name in QUICK else pytest.mark.long
         for target in TARGETS:
             kept = target in (("sm_80", "sm_89"), ("sm_86", "sm_120a"))[k % 2]
-            yield pytest.param(name, target, marks=[] if kept else pytest.mark.exhaustive)
+            yield pytest.param(name, target, marks=late if kept else pytest.mark.exhaustive)
 
 
 @pytest.mark.covering(1)
