@@ -3,11 +3,13 @@ made of PyTorch's own functions.
 
 A block is RMS norm, attention with rotary embedding, RMS norm and a gated MLP; the loss is the
 cross entropy of the next token. Both models begin with the same weights and see the same batches,
-so that their losses stay together. The data are sequences that count upwards in steps of their own,
-modulo the size of the vocabulary: to continue one, a model must compare two of its tokens.
+so their losses stay close to each other. Each sequence counts upwards by its own step, modulo the
+size of the vocabulary, so to continue one, a model must compare two of its tokens.
 
-    python examples/frameworks/transformer_block.py           # on a GPU, some hundred steps
-    python examples/frameworks/transformer_block.py --device cpu --steps 5 --width 64 --length 32
+    python examples/frameworks/transformer_block.py
+
+trains for 300 steps on a GPU. Without one, it trains a smaller model for 5 steps on the interpreter.
+Options change the sizes.
 """
 
 import argparse
@@ -158,16 +160,20 @@ def train(f, arguments, data):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in (
-        ("steps", 300),
-        ("width", 256),
-        ("layers", 2),
-        ("batch", 16),
-        ("length", 128),
-        ("vocabulary", 128),
+    for name, on_gpu, on_cpu in (
+        ("steps", 300, 5),
+        ("width", 256, 64),
+        ("layers", 2, 2),
+        ("batch", 16, 4),
+        ("length", 128, 32),
+        ("vocabulary", 128, 128),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, help=f"{on_gpu} on a GPU, {on_cpu} without one")
+        parser.set_defaults(**{name: (on_gpu, on_cpu)})
     a = parser.parse_args(argv)
+    for name, value in vars(a).items():
+        if isinstance(value, tuple):
+            setattr(a, name, value[a.device == "cpu"])
     data = list(batches(a.vocabulary, a.batch, a.length, a.steps, a.device))
     losses = [train(f, a, data) for f in (Kernels, Reference)]
     print("step  kernels  PyTorch")
