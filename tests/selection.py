@@ -90,11 +90,13 @@ def exhaustive_ones(items):
     return [item for item in items if item.get_closest_marker("exhaustive")]
 
 
-def only_long(cases, *kept):
-    """Parameters of which a run without --long has those that are named."""
-    missing = set(kept) - set(cases)
+def only_long(cases, *kept, rare=()):
+    """Parameters of which a run without --long has those that are named, and only an exhaustive one
+    those that are rare."""
+    missing = {*kept, *rare} - set(cases)
     assert not missing, missing
-    return [x if x in kept else pytest.param(x, marks=pytest.mark.long) for x in cases]
+    late = lambda x: pytest.mark.exhaustive if x in rare else pytest.mark.long  # noqa: E731
+    return [x if x in kept else pytest.param(x, marks=late(x)) for x in cases]
 
 
 def other_ways(items):

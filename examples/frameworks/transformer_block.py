@@ -8,8 +8,8 @@ size of the vocabulary, so to continue one, a model must compare two of its toke
 
     python examples/frameworks/transformer_block.py
 
-trains for 300 steps on a GPU. Without one, it trains a smaller model for 5 steps on the interpreter.
-Options change the sizes.
+trains for 300 steps on a GPU. Without one, it trains a smaller model for 5 steps on the
+interpreter. Options change the sizes.
 """
 
 import argparse

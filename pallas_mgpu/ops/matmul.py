@@ -929,8 +929,7 @@ def matmul(
     from the shape by default. out: a preallocated result.
 
     float32 operands are each split into two bfloat16 parts by separate kernels and multiplied as
-    three products of these parts: the relative error of a term is about 2**-16. Infinities give
-    NaN.
+    three products: the relative error of a term is about 2**-16. Infinities give NaN.
 
     16-bit operands may have batch dimensions before these two, which broadcast as in NumPy:
     (..., M, K) and (..., K, N) give (..., M, N), in one launch (and those that pad odd rows).

@@ -101,10 +101,13 @@ def test_refusals(rng):
 
 
 SCORED = list(scored.CASES)
+RARE = [  # combinations of others
+    "bias of keys", "bias of queries", "window", "more keys", "diagonal", "packed", "256, causal",
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
-@pytest.mark.parametrize("name", only_long(SCORED, "softcap", "packed, window"))
+@pytest.mark.parametrize("name", only_long(SCORED, "softcap", "packed, window", rare=RARE))
 def test_options_of_scores(name, rng, some):
     """Those of Hopper, on several seeds."""
     (grad, q, k, v), options, call = scored.problem(rng, name)

@@ -33,8 +33,7 @@ template <bool SYSTEM> FN void semaphore_acquire() {
 }
 
 //! semaphore_wait
-// waits until the semaphore is at least n, or up to 2^31 ahead of it: counts go on from 2^32 - 1 to
-// 0
+// waits until the semaphore is n, or up to 2^31 more: counts wrap from 2^32 - 1 to 0
 template <bool SYSTEM> FN void semaphore_wait(const u32* s, u32 n) {
   while ((i32)(semaphore_load<SYSTEM>(s) - n) < 0) {}
   semaphore_acquire<SYSTEM>();
