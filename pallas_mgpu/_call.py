@@ -331,8 +331,8 @@ class _Call(Definition):
                     self._choose_forms(*operands, at)
 
             grid = tuple(self._sequential())
-            given = iter(parameter_names(self.body))
             parts = [*in_structure[2], *self.out_structure[2]]
+            given = iter(parameter_names(self.body, len(parts)))
             of_leaves = leaf_names(parts, [next(given, None) for _ in parts])
             run_steps(step, grid, *operands, mcs, None, of_leaves, last=True, traced=traced)
 

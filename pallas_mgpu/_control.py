@@ -4,6 +4,7 @@ Each function builds one op with regions. A body is traced once, or again if a w
 must be converted first, or if the body turns out to write refs of `run_state`."""
 
 import contextlib
+import itertools
 import math
 
 import ml_dtypes
@@ -475,16 +476,23 @@ class UnionRefs(tuple):
 tree.register_pytree_node(UnionRefs, lambda x: (tuple(x), None), lambda _, x: UnionRefs(x))
 
 
+def _numbered(types, name):
+    """The same pytree of names x_0, x_1 ..."""
+    number = itertools.count()
+    return tree.map(lambda _: name and f"{name}_{next(number)}", types, is_leaf=_is_descriptor)
+
+
 def _allocate_union(x, collective, name, what):
     e = env(what)
     e.unions += 1
     groups = []
-    for k, group in enumerate(x.groups):
+    for k, (group, names) in enumerate(zip(x.groups, _numbered([*x.groups], name))):
         place = (e.unions, k)
         groups.append(
             tree.map(
-                lambda m, p=place: _allocate(m, collective, name, what, p),
+                lambda m, n, p=place: _allocate(m, collective, n, what, p),
                 group,
+                names,
                 is_leaf=_is_descriptor,
             )
         )
@@ -603,7 +611,7 @@ def run_scoped(f, *types, collective_axes=(), **kw_types):
     does not wait: no copy to its SMEM and no product in its ACC or TMEM may be in flight
     (ValueError on the interpreter). ValueError for other axes.
     """
-    return scoped(f, types, kw_types, parameter_names(f), collective_axes)
+    return scoped(f, types, kw_types, parameter_names(f, len(types)), collective_axes)
 
 
 def _poison(e, refs, collective, what):
@@ -656,9 +664,11 @@ def scoped(f, types, kw_types, names, collective_axes):
         raise ValueError(f"{what}: collective_axes must be {accepted}; got {show(collective_axes)}")
 
     def allocate(t, name):
-        if not _is_descriptor(t):
-            name = None
-        return tree.map(lambda x: _allocate(x, axes, name, what), t, is_leaf=_is_descriptor)
+        if _is_descriptor(t):
+            return _allocate(t, axes, name, what)
+        return tree.map(
+            lambda x, n: _allocate(x, axes, n, what), t, _numbered(t, name), is_leaf=_is_descriptor
+        )
 
     state = State()
     op = _core.open("scope", (), 1, collective=1 if axes else 0)

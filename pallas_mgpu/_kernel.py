@@ -280,7 +280,10 @@ class Definition:
             mesh=tuple(size for _, size in self.devices),
             **_profile.trace_options(self),
         )
-        names = iter(_trace.parameter_names(self.body))
+        positional = () if isinstance(self.scratch, Mapping) else self.scratch
+        arguments = n if structure is None else len(structure[2])
+        count = arguments + len(self.out_structure[2]) + len(positional)
+        names = iter(_trace.parameter_names(self.body, count))
         t.enter()
         e = _trace.Env(mesh, len(batch.sizes), self.devices)
         if self.devices:
@@ -291,7 +294,7 @@ class Definition:
         _trace.push(e)
         done = False
         try:
-            arg_names = [next(names, None) for _ in range(n)]
+            arg_names = [next(names, None) for _ in range(arguments)]
             if structure is not None:
                 arg_names = leaf_names(structure[2], arg_names)
             refs = [t.operand(_sizes.type_of(s), d, name) for (s, d), name in zip(specs, arg_names)]
@@ -580,10 +583,12 @@ class RefKernel:
 
 
 def leaf_names(structures, names):
-    """The parameter's name for an argument that is a leaf, None for the leaves of a nested one."""
+    """The parameter's name for an argument that is a leaf, and x_0, x_1 ... for the leaves of a
+    nested one."""
     out = []
     for s, name in zip(structures, names):
-        out += [name] if s == tree.LEAF else [None] * tree.count(s)
+        numbers = range(tree.count(s))
+        out += [name] if s == tree.LEAF else [name and f"{name}_{k}" for k in numbers]
     return out
 
 

@@ -185,18 +185,30 @@ def as_values(leaves, what):
     return out
 
 
-def parameter_names(f):
-    """Names of the positional parameters of a function; empty where they are not known."""
-    skip = 0
-    while isinstance(f, functools.partial):
-        skip += len(f.args)
-        f = f.func
-    code = getattr(f, "__code__", None)
-    if code is None:
-        return ()
-    if hasattr(f, "__self__"):
+def parameter_names(f, count=0):
+    """Names of the positional parameters of a function; empty where they are not known. Parameters
+    ``*refs`` have the names refs_0, refs_1 and so on, ``count`` names in all."""
+    skip, g = 0, f
+    while isinstance(g, functools.partial):
+        skip += len(g.args)
+        g = g.func
+    code = getattr(g, "__code__", None)
+    if code is None or code.co_flags & inspect.CO_VARARGS:
+        return _signature_names(f, count)
+    if hasattr(g, "__self__"):
         skip += 1
     return code.co_varnames[skip : code.co_argcount]
+
+
+def _signature_names(f, count):
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
+    names += [f"{rest}_{k}" for k in range(count - len(names))] if rest else []
+    return tuple(names)
 
 
 class Leaves:

@@ -101,7 +101,8 @@ void pm_place(pm_gen *e, pm_opid op) {
   if (!e->options->line_directives || !o->line) return;
   const char *file = e->g->strings.at[o->file];
   bool same_file = e->file && !strcmp(e->file, file);
-  if (same_file && e->line == o->line) return;
+  /* What the compiler would count to by itself is told: the emulated machine does not count. */
+  if (same_file && e->line == o->line && e->placed == o->line) return;
   if (take_back(e)) same_file = false;
   if (same_file) {
     pm_putf(&e->out, "#line %u\n", o->line);
@@ -109,7 +110,7 @@ void pm_place(pm_gen *e, pm_opid op) {
     pm_putf(&e->out, "#line %u \"%s\"\n", o->line, escaped(e, file));
   }
   e->file = file;
-  e->line = o->line;
+  e->line = e->placed = o->line;
 }
 
 pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) {

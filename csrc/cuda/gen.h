@@ -45,15 +45,16 @@ struct pm_gen {
   pm_arena *arena;
   pm_text out; /* body of the entry */
   int indent;
-  const char *file;     /* what the compiler believes of the next line: #line */
-  uint32_t line, noted; /* noted: the user's line that the last comment named */
-  pm_slot *slot;        /* per value */
-  uint32_t *uses;       /* per value: operands that are it */
-  pm_opid *user;        /* per value: the last op of those */
-  bool *barred;         /* per value: it goes through an OPT_BARRIER */
-  bool *only_words;     /* per value: it has the form WORDS (packed16.c) */
-  const char **into;    /* per value: the variable of an outer scope that it will end in */
-  bool *named;          /* per value: it has had a name */
+  const char *file;      /* what the compiler believes of the next line: #line */
+  uint32_t line, placed; /* as a compiler counts from #line on; of the last #line */
+  uint32_t noted;        /* the user's line that the last comment named */
+  pm_slot *slot;         /* per value */
+  uint32_t *uses;        /* per value: operands that are it */
+  pm_opid *user;         /* per value: the last op of those */
+  bool *barred;          /* per value: it goes through an OPT_BARRIER */
+  bool *only_words;      /* per value: it has the form WORDS (packed16.c) */
+  const char **into;     /* per value: the variable of an outer scope that it will end in */
+  bool *named;           /* per value: it has had a name */
   pm_summaries *summaries;
   const uint32_t *number; /* per value: as the graph's text form has it */
   uint32_t next_name;     /* above those */

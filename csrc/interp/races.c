@@ -75,6 +75,18 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
   s->line = m->places[e->i->op].line;
 }
 
+/* A load and a store by TMA for one agent run in either order: what if the second one was issued
+ * first. */
+static void put_other_hint(const event *a, const event *b, char *buf, size_t n) {
+  const bool same = a->cluster == b->cluster && a->block == b->block && a->thread == b->thread &&
+                    a->warp == b->warp;
+  const size_t at = strlen(buf);
+  if (!same || a->maker != TMA || b->maker != TMA || !a->i->mem3 == !b->i->mem3) return;
+  snprintf(buf + at, n - at, "; if the second was issued first, wait for that one: ");
+  if (b->i->mem3) snprintf(buf + strlen(buf), n - strlen(buf), "barrier '%s'", b->i->mem3->name);
+  else snprintf(buf + strlen(buf), n - strlen(buf), "wait_smem_to_gmem()");
+}
+
 /* Why the second access is not ordered after the first. */
 static void put_hint(const pm_machine *m, const event *a, const event *b, enum view lacks,
                      char *buf, size_t n) {
@@ -133,6 +145,7 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
         snprintf(buf, n, "nothing orders them: use a barrier or a semaphore");
       }
   }
+  put_other_hint(a, b, buf, n);
 }
 
 static bool is_known(races *r, pm_opid first, pm_opid second) {

@@ -106,11 +106,13 @@ extern "C" void host_mbarrier_expect(u32 a, u32 bytes, int line) {
     host_fail(line, "mbarrier.expect_tx: %lld bytes overflow the tx-count", x.tx);
 }
 
+static const char TOO_MANY[] = "Wait on the barrier before, or allocate it with more arrivals";
+
 static void arrived(Block &b, Mbarrier &x, u32 at, u32 n, int line) {
   if (!n || n > MAX_COUNT) host_fail(line, "mbarrier.arrive with a count of %u", n);
   if (n > x.pending) {
     host_fact("kind protocol");
-    host_fail(line, "%u arrivals, and %s expects no more", n, host_place_of(b, at).c_str());
+    host_fail(line, "%s: %u more cannot be counted. %s", host_place_of(b, at).c_str(), n, TOO_MANY);
   }
   host_release(m.self);
   x.pending -= n;
@@ -811,8 +813,11 @@ void Commit::execute() {
     if (mask ? !(mask >> k & 1) : &b != block) continue;
     if (!b.alive) host_fail(line, "tcgen05.commit: the other block has ended");
     Mbarrier &x = b.mbarriers.at(at);
-    if (!x.pending)
-      host_fail(line, "a commit arrives, and %s expects no more", host_place_of(b, at).c_str());
+    if (!x.pending) {
+      host_fact("kind protocol");
+      host_fail(line, "%s: the arrival of a commit cannot be counted. %s",
+                host_place_of(b, at).c_str(), TOO_MANY);
+    }
     /* what engines had done when the thread issued it came before its instructions */
     for (u32 a = m.n_clock - MAX_ENGINES; a < m.n_clock; a++)
       if (x.gathered.seen[a] < clock.seen[a]) x.gathered.seen[a] = clock.seen[a];

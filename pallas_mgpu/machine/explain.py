@@ -58,6 +58,7 @@ class Allocation:
     def __init__(self, match, line, name):
         self.indent, self.line, self.end = len(match[1]), line, None
         self.name, self.offset, self.apart = name, int(match[3]), int(match[4] or 0)
+        self.mentioned = re.compile(rf"\b{match[2]}\b")
         self.dtype, self.shape = match[5], [int(d) for d in match[6].split(",") if d]
         tiled, swizzle = (
             re.search(r"tiled \(([\d, ]*?),?\)", match[7]),
@@ -146,17 +147,26 @@ class Names:
         text = linecache.getline(*place).strip() if place else ""
         return f"{self.at(line)}{': ' + text if text else ''}"
 
+    def _statement(self, line):
+        """The generated lines of the same line of Python up to this one."""
+        first = line
+        while first > 1 and line - first < 40 and self.places[first - 1] == self.places[line]:
+            first -= 1
+        return "\n".join(self.lines[first : line + 1])
+
     def allocation(self, at, line=0, kind=None):
-        """(what lies at a byte of shared memory, byte in it), or (None, at). A line inside of its
-        scope decides between those that share it."""
-        best = None
+        """(what lies at a byte of shared memory, byte in it), or (None, at). Between those that
+        share it decides the line: inside of whose scope it is, and what it names."""
+        best, known = None, 0 < line < len(self.lines)
+        text, around = (self.lines[line], self._statement(line)) if known else ("", "")
         for a in self.allocations:
             threads = self.info["block"] // 128 if a.apart else 1
             for k in range(threads):
                 first = a.offset + k * a.apart
                 if not first <= at < first + a.bytes or (kind and a.dtype != kind):
                     continue
-                score = (a.line <= line < a.end, a.line)
+                named = bool(a.mentioned.search(text)) + bool(a.mentioned.search(around))
+                score = (a.line <= line < a.end, named, a.line)
                 if best is None or score > best[0]:
                     best = score, a, at - first
         return best[1:] if best else (None, at)
@@ -304,6 +314,18 @@ def _tuple(xs):
 # ---- messages ------------------------------------------------------------------------------------
 
 
+def _wait_for(names, access):
+    """What waits for an engine's access; None of a thread."""
+    if access["by"] == "barrier":
+        return f"plgpu.barrier_wait({names.barrier(int(access['number']))[1:-1]})"
+    return {
+        "store_reads": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+        "store_writes": "plgpu.wait_smem_to_gmem(0)",
+        "tensor_core": "a barrier that the product completes",
+        "products": "plgpu.wgmma_wait(0)",
+    }.get(access["by"])
+
+
 def _remedy(names, lacks, first, second):
     """What to change in the kernel."""
     engine = "product" if "tensor core" in second["agent"] else "copy"
@@ -325,22 +347,14 @@ def _remedy(names, lacks, first, second):
         return "points of the grid are not ordered, unless a semaphore orders them"
     if lacks == "launch":
         return "call plgpu.griddepcontrol_wait() before the second"
-    kind, other = (
-        first["by"],
-        "only the thread that issued it can, and then tell others by a barrier",
-    )
-    if kind == "barrier":
-        return (
-            f"wait for the first: plgpu.barrier_wait({names.barrier(int(first['number']))[1:-1]})"
-        )
-    if kind == "store_reads":
-        return f"wait for the first: plgpu.wait_smem_to_gmem(0, wait_read_only=True); {other}"
-    if kind == "store_writes":
-        return f"wait for the first: plgpu.wait_smem_to_gmem(0); {other}"
-    if kind == "tensor_core":
-        return "wait for the first: a barrier that the product completes"
-    if kind == "products":
-        return f"wait for the first: plgpu.wgmma_wait(0); {other}"
+    if wait := _wait_for(names, first):
+        other = "only the thread that issued it can, and then tell others by a barrier"
+        text = f"wait for the first: {wait}"
+        text += f"; {other}" if first["by"] in ("store_reads", "store_writes", "products") else ""
+        loads = [x["by"] == "barrier" for x in (first, second)]
+        if loads[0] != loads[1] and second["by"] in ("barrier", "store_reads", "store_writes"):
+            text += f"; if the second was issued first, wait for that one: {_wait_for(names, second)}"
+        return text
     if second["by"] == "barrier":
         name = names.barrier(int(second["number"]))[1:-1]
         return (

@@ -1,7 +1,11 @@
 /* Memory: every byte knows who wrote it and who read it since. See machine.h for the clocks. */
 #include "machine.h"
 
-static const char *names[] = {"read", "write"};
+/* Accesses. */
+enum { READ, WRITE, UPDATE };
+static const char *const names[] = {"read", "write", "atomic"};
+
+static int write_of(const Mark &b) { return b.atomic ? UPDATE : WRITE; }
 
 void Region::forget() {
   const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0, 0, 0, 0, 0};
@@ -37,16 +41,15 @@ static const char *whom(u16 who, char *text, size_t size) {
 static u16 own(const Stamp *s) { return s ? s->who : (u16)m.self->rank; }
 
 /* Of mark b or of a read by an engine: who made the access before it, and where. */
-static void __attribute__((noreturn))
-unordered(const Region &r, size_t at, int access, const char *before, u16 who, int where,
-          const Stamp *s, int line) {
+static void __attribute__((noreturn)) unordered(const Region &r, size_t at, int access, int before,
+                                                u16 who, int where, const Stamp *s, int line) {
   char text[32];
   host_fact("kind race");
   host_fact("lacks order");
-  host_fact_access(before, r, at, who, where);
+  host_fact_access(names[before], r, at, who, where);
   host_fact_access(names[access], r, at, own(s), line);
   host_fail(line, "%s of byte %zu of %s is not ordered after its %s by %s in line %d",
-            names[access], at, r.name, before, whom(who, text, sizeof text), where);
+            names[access], at, r.name, names[before], whom(who, text, sizeof text), where);
 }
 
 static void uninitialised(const Region &r, size_t at, const Stamp *s, int line) {
@@ -64,7 +67,7 @@ static void __attribute__((noreturn))
 unfenced(const Region &r, size_t at, int access, u16 writer, const Mark &b, const Stamp &s) {
   host_fact("kind race");
   host_fact("lacks fence");
-  host_fact_access("write", r, at, writer, b.write_line);
+  host_fact_access(names[write_of(b)], r, at, writer, b.write_line);
   host_fact_access(names[access], r, at, s.who, s.line);
   host_fail(s.line,
             "%s of byte %zu of %s by an engine: no proxy fence for it stands after its write by "
@@ -127,8 +130,10 @@ static void write_among_clusters(Region &r, Mark &b, size_t at, bool same, bool 
   const u16 mine = own_cluster(s);
   const bool wrote = b.wrote && b.wrote != mine, was_read = b.was_read && b.was_read != mine;
   const bool updates = update && b.atomic;
-  if (wrote && !same && !updates) across(r, at, 1, 1, b.wrote, b.write_line, s, line);
-  if (was_read && !same) across(r, at, 1, 0, b.was_read, b.read_line, s, line);
+  const int access = update ? UPDATE : WRITE;
+  if (wrote && !same && !updates)
+    across(r, at, access, write_of(b), b.wrote, b.write_line, s, line);
+  if (was_read && !same) across(r, at, access, READ, b.was_read, b.read_line, s, line);
   if (wrote && !updates) b.writer = NOBODY;
   if (was_read) b.reader = NOBODY;
   else b.was_read = 0;
@@ -140,7 +145,7 @@ static bool read_among_clusters(Region &r, Mark &b, size_t at, const Stamp *s, i
   if (!in_no_order(r)) return false;
   const u16 mine = own_cluster(s);
   if (b.wrote && b.wrote != mine && (b.wrote != SEVERAL || b.atomic))
-    across(r, at, 0, 1, b.wrote, b.write_line, s, line);
+    across(r, at, READ, write_of(b), b.wrote, b.write_line, s, line);
   return b.wrote == SEVERAL;
 }
 
@@ -152,7 +157,7 @@ static void note_cluster(Region &r, Mark &b, const Stamp *s) {
 
 /* The launch before this one may still write what is read, and read what is written. */
 static void after_launches(const Region &r, size_t at, int access, const Clock &c, const Stamp *s,
-                            int line) {
+                           int line) {
   if (!m.dependent || !r.global || c.launched || r.counters) return;
   host_fact("kind race");
   host_fact("lacks launch");
@@ -199,8 +204,8 @@ static int changed(const Region &r, size_t chunk, u32 mask, size_t at, const voi
 
 /* A write by one who knows c must be after them; then they are of the past. Of those by other
  * clusters only a change matters. from: what is written, NULL: it is not known. */
-static void after_engine_reads(Region &r, size_t at, size_t n, const void *from, const Clock &c,
-                                const Stamp *s, int line) {
+static void after_engine_reads(Region &r, size_t at, size_t n, int access, const void *from,
+                               const Clock &c, const Stamp *s, int line) {
   if (r.engine_reads.empty()) return;
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
     EngineReads &e = r.engine_reads[chunk];
@@ -210,12 +215,13 @@ static void after_engine_reads(Region &r, size_t at, size_t n, const void *from,
       if (in_no_order(r) && e.at[k].cluster != own_cluster(s)) {
         const int byte = changed(r, chunk, e.at[k].mask & mask, at, from);
         if (byte >= 0)
-          across(r, chunk * 16 + (size_t)byte, 1, 0, e.at[k].cluster, e.at[k].line, s, line);
+          across(r, chunk * 16 + (size_t)byte, access, READ, e.at[k].cluster, e.at[k].line, s,
+                 line);
         continue;
       }
       if (c.seen[e.at[k].who] < e.at[k].when)
-        unordered(r, chunk * 16 + (u32)__builtin_ctz(e.at[k].mask & mask), 1, "read", e.at[k].who,
-                  e.at[k].line, s, line);
+        unordered(r, chunk * 16 + (u32)__builtin_ctz(e.at[k].mask & mask), access, READ,
+                  e.at[k].who, e.at[k].line, s, line);
       e.at[k].mask &= (u16)~mask;
     }
     while (e.n && !e.at[e.n - 1].mask) e.n--;
@@ -266,20 +272,21 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
   const std::vector<u32> &seen = t->clock.seen;
-  after_launches(r, at, 0, t->clock, nullptr, line);
+  after_launches(r, at, READ, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
-    in_flight(r, k, 0, b, nullptr, line);
+    in_flight(r, k, READ, b, nullptr, line);
     if (read_among_clusters(r, b, k, nullptr, line)) {
     } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, nullptr, line);
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
       if (b.atomic ? !all_seen(write, seen, t->rank) : !any_seen(write, seen))
-        unordered(r, k, 0, "write", one_of(write, seen, t->rank), b.write_line, nullptr, line);
+        unordered(r, k, READ, write_of(b), one_of(write, seen, t->rank), b.write_line, nullptr,
+                  line);
     } else if (seen[b.writer] < b.write) {
-      unordered(r, k, 0, "write", b.writer, b.write_line, nullptr, line);
+      unordered(r, k, READ, write_of(b), b.writer, b.write_line, nullptr, line);
     }
     note_read(r, b, k, t, line);
     note_cluster(r, b, nullptr);
@@ -340,8 +347,8 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
   m.progress++;
   Mark *marks = marks_of(r);
-  after_launches(r, at, 1, t->clock, nullptr, line);
-  after_engine_reads(r, at, n, from, t->clock, nullptr, line);
+  after_launches(r, at, WRITE, t->clock, nullptr, line);
+  after_engine_reads(r, at, n, WRITE, from, t->clock, nullptr, line);
   for (size_t k = 0; k < n; k++) {
     Mark &b = marks[at + k];
     u8 value = ((const u8 *)from)[k];
@@ -351,13 +358,14 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
       value = r.bytes[at + k];
     }
     if (b.barrier) in_barrier(r, at + k, line);
-    in_flight(r, at + k, 1, b, nullptr, line);
+    in_flight(r, at + k, WRITE, b, nullptr, line);
     write_among_clusters(r, b, at + k, same, false, nullptr, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
-      unordered(r, at + k, 1, "read", reader_of(r, b, at + k, t), b.read_line, nullptr, line);
+      unordered(r, at + k, WRITE, READ, reader_of(r, b, at + k, t), b.read_line, nullptr, line);
     if (!write_is_ordered(r, b, at + k, t) && !one_wins(b, t, line)) {
       if (!same || b.atomic || is_engine(b.writer))
-        unordered(r, at + k, 1, "write", writer_of(r, b, at + k, t), b.write_line, nullptr, line);
+        unordered(r, at + k, WRITE, write_of(b), writer_of(r, b, at + k, t), b.write_line, nullptr,
+                  line);
       join_writers(r, b, at + k, t);
     } else {
       b.writer = (u16)t->rank;
@@ -374,22 +382,22 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
 static void thread_updates(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  after_launches(r, at, 1, t->clock, nullptr, line);
-  after_engine_reads(r, at, n, nullptr, t->clock, nullptr, line);
+  after_launches(r, at, UPDATE, t->clock, nullptr, line);
+  after_engine_reads(r, at, n, UPDATE, nullptr, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
-    in_flight(r, k, 1, b, nullptr, line);
+    in_flight(r, k, UPDATE, b, nullptr, line);
     if (b.writer == NOBODY && !b.wrote && !r.born_written) uninitialised(r, k, nullptr, line);
     write_among_clusters(r, b, k, false, true, nullptr, line);
     if (!reads_are_ordered(r, b, k, t))
-      unordered(r, k, 1, "read", reader_of(r, b, k, t), b.read_line, nullptr, line);
+      unordered(r, k, UPDATE, READ, reader_of(r, b, k, t), b.read_line, nullptr, line);
     if (write_is_ordered(r, b, k, t)) {
       b.writer = (u16)t->rank;
       b.write = t->clock.seen[t->rank];
     } else {
       if (!b.atomic)
-        unordered(r, k, 1, "write", writer_of(r, b, k, t), b.write_line, nullptr, line);
+        unordered(r, k, UPDATE, write_of(b), writer_of(r, b, k, t), b.write_line, nullptr, line);
       join_writers(r, b, k, t);
     }
     b.atomic = 1;
@@ -404,26 +412,26 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
-  after_launches(r, at, 0, c, &s, s.line);
+  after_launches(r, at, READ, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
-    in_flight(r, k, 0, b, &s, s.line);
+    in_flight(r, k, READ, b, &s, s.line);
     if (read_among_clusters(r, b, k, &s, s.line)) {
     } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, &s, s.line);
     } else if (is_engine(b.writer)) {
       if (c.seen[b.writer] < b.write)
-        unordered(r, k, 0, "write", b.writer, b.write_line, &s, s.line);
+        unordered(r, k, READ, write_of(b), b.writer, b.write_line, &s, s.line);
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
       if (!any_seen(write, fenced) && any_seen(write, c.seen))
-        unfenced(r, k, 0, one_of(write, fenced), b, s);
+        unfenced(r, k, READ, one_of(write, fenced), b, s);
       if (!any_seen(write, fenced))
-        unordered(r, k, 0, "write", one_of(write, c.seen), b.write_line, &s, s.line);
+        unordered(r, k, READ, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
     } else if (fenced[b.writer] < b.write) {
-      if (c.seen[b.writer] >= b.write) unfenced(r, k, 0, b.writer, b, s);
-      unordered(r, k, 0, "write", b.writer, b.write_line, &s, s.line);
+      if (c.seen[b.writer] >= b.write) unfenced(r, k, READ, b.writer, b, s);
+      unordered(r, k, READ, write_of(b), b.writer, b.write_line, &s, s.line);
     }
   }
   note_engine_reads(r, at, n, s);
@@ -432,22 +440,24 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
 
 void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s, bool update) {
   const Clock &c = *s.known;
+  const int access = update ? UPDATE : WRITE;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
-  after_launches(r, at, 1, c, &s, s.line);
-  after_engine_reads(r, at, n, update ? nullptr : from, c, &s, s.line);
+  after_launches(r, at, access, c, &s, s.line);
+  after_engine_reads(r, at, n, access, update ? nullptr : from, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
-    in_flight(r, k, 1, b, &s, s.line);
+    in_flight(r, k, access, b, &s, s.line);
     write_among_clusters(r, b, k, r.bytes[k] == ((const u8 *)from)[k - at], update, &s, s.line);
     if (b.reader == MANY) {
       const std::vector<u32> &read = crowd_of(r, k).read;
       if (!all_seen(read, c.seen, ~0u))
-        unordered(r, k, 1, "read", one_of(read, c.seen), b.read_line, &s, s.line);
+        unordered(r, k, access, READ, one_of(read, c.seen), b.read_line, &s, s.line);
       if (!r.global && !all_seen(read, fenced, ~0u)) unread(r, k, one_of(read, fenced), b, s);
     } else if (b.reader != NOBODY) {
-      if (c.seen[b.reader] < b.read) unordered(r, k, 1, "read", b.reader, b.read_line, &s, s.line);
+      if (c.seen[b.reader] < b.read)
+        unordered(r, k, access, READ, b.reader, b.read_line, &s, s.line);
       if (!r.global && fenced[b.reader] < b.read) unread(r, k, b.reader, b, s);
     }
     if (update && b.writer == NOBODY && !b.wrote && !r.born_written)
@@ -456,12 +466,13 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
       if (!all_seen(write, c.seen, ~0u))
-        unordered(r, k, 1, "write", one_of(write, c.seen), b.write_line, &s, s.line);
-      if (!all_seen(write, fenced, ~0u)) unfenced(r, k, 1, one_of(write, fenced), b, s);
+        unordered(r, k, access, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
+      if (!all_seen(write, fenced, ~0u)) unfenced(r, k, access, one_of(write, fenced), b, s);
     } else if (b.writer != NOBODY) {
       if (c.seen[b.writer] < b.write)
-        unordered(r, k, 1, "write", b.writer, b.write_line, &s, s.line);
-      if (!is_engine(b.writer) && fenced[b.writer] < b.write) unfenced(r, k, 1, b.writer, b, s);
+        unordered(r, k, access, write_of(b), b.writer, b.write_line, &s, s.line);
+      if (!is_engine(b.writer) && fenced[b.writer] < b.write)
+        unfenced(r, k, access, b.writer, b, s);
     }
     b.writer = s.who;
     b.write = s.when;

@@ -169,7 +169,7 @@ def test_mbarriers():
 
 
 MBARRIERS = {
-    "expects no more": barrier(1) + "host_mbarrier_arrive(smem, 2, 6);",
+    "2 more cannot be counted": barrier(1) + "host_mbarrier_arrive(smem, 2, 6);",
     "deadlock: .* parity 0 of the mbarrier at byte 0": barrier(129)
     + "mbarrier_arrive(smem); mbarrier_wait(smem, 0);",
     "no mbarrier is at byte 8": barrier(1) + "if (!tid) mbarrier_arrive(smem + 8);",
