@@ -479,18 +479,22 @@ pm_code pm_cuda_STORE_TMEM(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-pm_code pm_cuda_COMMIT_TMEM(pm_gen *e, pm_opid op) {
-  pm_note(e, op, "commit_tmem");
-  pm_line(e, "tmem_wait_store();");
+/* What each warp loaded or stored comes before the products that one lane of the thread issues. */
+static pm_code meet_after(pm_gen *e, pm_opid op, const char *name, const char *wait) {
+  pm_note(e, op, name);
+  pm_line(e, "%s", wait);
+  pm_line(e, "tcgen05_fence_before();");
   pm_line(e, PM_WARPGROUP_SYNC);
+  pm_line(e, "tcgen05_fence_after();");
   return PM_OK;
 }
 
+pm_code pm_cuda_COMMIT_TMEM(pm_gen *e, pm_opid op) {
+  return meet_after(e, op, "commit_tmem", "tmem_wait_store();");
+}
+
 pm_code pm_cuda_WAIT_LOAD_TMEM(pm_gen *e, pm_opid op) {
-  pm_note(e, op, "wait_load_tmem");
-  pm_line(e, "tmem_wait_load();");
-  pm_line(e, PM_WARPGROUP_SYNC);
-  return PM_OK;
+  return meet_after(e, op, "wait_load_tmem", "tmem_wait_load();");
 }
 
 /* ---- cluster launch control ---------------------------------------------------------------- */

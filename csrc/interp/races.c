@@ -75,16 +75,25 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
   s->line = m->places[e->i->op].line;
 }
 
-/* A load and a store by TMA for one agent run in either order: what if the second one was issued
- * first. */
+static bool is_load(const event *e) { return e->maker == TMA && e->i->mem3; }
+
+/* A load and what else engines do for one agent run in either order: what if the second one was
+ * issued first. */
 static void put_other_hint(const event *a, const event *b, char *buf, size_t n) {
   const bool same = a->cluster == b->cluster && a->block == b->block && a->thread == b->thread &&
                     a->warp == b->warp;
+  const bool engines =
+      (a->maker == TMA || a->maker == TENSOR_CORE) && (b->maker == TMA || b->maker == TENSOR_CORE);
+  if (!same || !engines || is_load(a) == is_load(b)) return;
   const size_t at = strlen(buf);
-  if (!same || a->maker != TMA || b->maker != TMA || !a->i->mem3 == !b->i->mem3) return;
-  snprintf(buf + at, n - at, "; if the second was issued first, wait for that one: ");
-  if (b->i->mem3) snprintf(buf + strlen(buf), n - strlen(buf), "barrier '%s'", b->i->mem3->name);
-  else snprintf(buf + strlen(buf), n - strlen(buf), "wait_smem_to_gmem()");
+  const char *wait = b->maker == TENSOR_CORE ? "wgmma_wait()" : "wait_smem_to_gmem()";
+  if (is_load(b)) {
+    snprintf(buf + at, n - at,
+             "; if the second was issued first, wait for that one on barrier '%s'",
+             b->i->mem3->name);
+  } else {
+    snprintf(buf + at, n - at, "; if the second was issued first, wait for that one: %s", wait);
+  }
 }
 
 /* Why the second access is not ordered after the first. */
@@ -139,6 +148,9 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
       } else if (tma && b->i->mem3) {
         snprintf(buf, n, "wait on barrier '%s' before the first, or issue the copy after it",
                  b->i->mem3->name);
+      } else if (b->maker == ST_ASYNC) {
+        snprintf(buf, n, "wait on barrier '%s' before the first, or issue the store after it",
+                 b->i->mem2->name);
       } else if (tma) {
         snprintf(buf, n, "wait_smem_to_gmem() before the first, or issue the copy after it");
       } else {

@@ -23,7 +23,7 @@ from .._races import Race, RaceAccess
 _DECLARED = re.compile(
     r"( *)const u32 (\w+) = smem \+ (\d+)(?: \+ wg \* (\d+))?; // (?:smem )?(\w+)\[([\d,]*)\](.*)"
 )
-_IN_GRAPH = re.compile(r'%(\S+)_\d+ = alloc_\w+ \{.*?\boffset = (\d+).*// ".*":(\d+)$', re.M)
+_IN_GRAPH = re.compile(r'%(\S+)_\d+ = alloc_(?!tmem)\w+ \{.*?\boffset = (\d+).*// ".*":(\d+)$', re.M)
 _BITS = {"bool": 8, "barrier": 64, "semaphore": 32}
 
 
@@ -101,12 +101,16 @@ class Names:
         self.in_warps = set(self._warp_lines())
 
     def _allocations(self, graph_text):
-        names = {(int(at), int(line)): name for name, at, line in _IN_GRAPH.findall(graph_text)}
+        names = {}
+        for name, at, line in _IN_GRAPH.findall(graph_text):
+            names.setdefault((int(at), int(line)), []).append(name)
         for k, line in enumerate(self.lines):
             if not (found := _DECLARED.match(line)):
                 continue
             at = int(found[3]), self.places[k][1] if self.places[k] else 0
-            a = Allocation(found, k, names.get(at) or re.sub(r"_\d+$", "", found[2]))
+            short = re.sub(r"_\d+$", "", found[2])
+            given = names.get(at, [short])  # several of a union
+            a = Allocation(found, k, next((n for n in (found[2], short) if n in given), given[0]))
             a.end = self._end(k, a.indent)
             yield a
 
