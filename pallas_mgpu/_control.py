@@ -476,23 +476,21 @@ class UnionRefs(tuple):
 tree.register_pytree_node(UnionRefs, lambda x: (tuple(x), None), lambda _, x: UnionRefs(x))
 
 
-def _numbered(types, name):
-    """The same pytree of names x_0, x_1 ..."""
-    number = itertools.count()
-    return tree.map(lambda _: name and f"{name}_{next(number)}", types, is_leaf=_is_descriptor)
+def _numbered(name):
+    """x_0, x_1 ...; None where there is no name."""
+    return (name and f"{name}_{k}" for k in itertools.count())
 
 
 def _allocate_union(x, collective, name, what):
     e = env(what)
     e.unions += 1
-    groups = []
-    for k, (group, names) in enumerate(zip(x.groups, _numbered([*x.groups], name))):
+    groups, part = [], _numbered(name)
+    for k, group in enumerate(x.groups):
         place = (e.unions, k)
         groups.append(
             tree.map(
-                lambda m, n, p=place: _allocate(m, collective, n, what, p),
+                lambda m, p=place: _allocate(m, collective, next(part), what, p),
                 group,
-                names,
                 is_leaf=_is_descriptor,
             )
         )
@@ -666,8 +664,9 @@ def scoped(f, types, kw_types, names, collective_axes):
     def allocate(t, name):
         if _is_descriptor(t):
             return _allocate(t, axes, name, what)
+        part = _numbered(name)
         return tree.map(
-            lambda x, n: _allocate(x, axes, n, what), t, _numbered(t, name), is_leaf=_is_descriptor
+            lambda x: _allocate(x, axes, next(part), what), t, is_leaf=_is_descriptor
         )
 
     state = State()

@@ -920,19 +920,21 @@ static const char *begin_masked(access *a, pm_val mask, bool *parts) {
   *parts = !is_whole(a, mask, a->vec);
   if (!*parts) {
     const char *c = both(e, a->valid, pm_at(e, mask, of_vector(a, "0")));
-    return pm_inside(e, e->masked, c, of_vector(a, "0"));
+    c = pm_inside(e, e->masked, a->l, c, of_vector(a, "0"));
+    if (a->vec == 1) return c;
+    return pm_inside(e, e->masked, a->l, c, of_vector(a, pm_str(e, "%lld", (long long)a->vec - 1)));
   }
   pm_line(e, "bool whole = %s;", a->valid ? a->valid : "true");
   pm_begin_unrolled(e, "k", a->vec, 1);
   pm_line(e, "whole = whole && %s;",
-          pm_inside(e, e->masked, pm_at(e, mask, of_vector(a, "k")), of_vector(a, "k")));
+          pm_inside(e, e->masked, a->l, pm_at(e, mask, of_vector(a, "k")), of_vector(a, "k")));
   pm_end_unrolled(e, a->vec, 1);
   return "whole";
 }
 
 static const char *element_condition(access *a, pm_val mask) {
   const char *k = of_vector(a, "k"), *c = both(a->e, a->valid, pm_at(a->e, mask, k));
-  return pm_inside(a->e, a->e->masked, c, k);
+  return pm_inside(a->e, a->e->masked, a->l, c, k);
 }
 
 /* of element k of vector i: a vector lies in one piece */
@@ -1015,7 +1017,8 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
   const char *arguments = pm_at(e, value, a.i);
   if (*pm_attr(e->g, op, PM_ATTR_ATOMIC) == PM_ATOMIC_CAS)
     arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), a.i), arguments);
-  pm_line(e, "if (%s) %s%s(%s, %s);", pm_inside(e, op, both(e, a.valid, pm_at(e, mask, a.i)), a.i),
+  pm_line(e, "if (%s) %s%s(%s, %s);",
+          pm_inside(e, op, l, both(e, a.valid, pm_at(e, mask, a.i)), a.i),
           x ? pm_str(e, "%s[%s] = ", x, a.i) : "", fn, a.address, arguments);
   if (x) pm_line(e, "else zero<%s, 1>(&%s[%s]);", type, x, a.i);
   end_access(&a);

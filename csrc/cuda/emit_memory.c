@@ -151,7 +151,7 @@ pm_code pm_cuda_MASKED_LOAD(pm_gen *e, pm_opid op) {
   }
   const char *at = element_address(e, &v);
   pm_line(e, "%s = %s;", name, pm_at(e, other, "0"));
-  pm_line(e, "if (%s) ld_%s<%s, 1>(&%s, %s);", pm_inside(e, op, pm_at(e, mask, "0"), "0"),
+  pm_line(e, "if (%s) ld_%s<%s, 1>(&%s, %s);", pm_inside(e, op, NULL, pm_at(e, mask, "0"), "0"),
           pm_space_of(&v), pm_cpp_type(v.dtype), name, at);
   return PM_OK;
 }
@@ -169,7 +169,7 @@ pm_code pm_cuda_MASKED_STORE(pm_gen *e, pm_opid op) {
     return PM_OK;
   }
   for (int d = 0; d < v.rank; d++) size *= v.dim[d].size;
-  pm_begin(e, "if (%s) {", pm_inside(e, op, pm_at(e, mask, "0"), "0"));
+  pm_begin(e, "if (%s) {", pm_inside(e, op, NULL, pm_at(e, mask, "0"), "0"));
   if (size > 1) {
     pm_store_splat(e, &v, pm_at(e, value, "0"));
   } else {
@@ -189,7 +189,8 @@ static void atomic_scalar(pm_gen *e, pm_opid op, const pm_view *v, const char *f
   const char *at = element_address(e, v);
   pm_begin(e, PM_ONE_LANE " {");
   if (x) pm_line(e, "zero<%s, 1>(&%s);", type, x);
-  pm_line(e, "if (%s) %s%s(%s, %s);", pm_inside(e, op, pm_at(e, pm_in(e->g, op, 2), "0"), "0"),
+  pm_line(e, "if (%s) %s%s(%s, %s);",
+          pm_inside(e, op, NULL, pm_at(e, pm_in(e->g, op, 2), "0"), "0"),
           x ? pm_str(e, "%s = ", x) : "", fn, at, arguments);
   if (x) pm_line(e, "st_shared<%s, 1>(%s, &%s);", type, pm_scratch(e), x);
   pm_end(e);

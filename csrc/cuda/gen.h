@@ -396,7 +396,8 @@ void pm_print_meeting(pm_gen *e, pm_opid op, const char *who, const char *functi
 /* What must hold before the op accesses memory. */
 void pm_check_indices(pm_gen *e, pm_opid op);
 /* The condition of a masked access, and that the indices of element `reg` are inside. */
-const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *reg);
+const char *pm_inside(pm_gen *e, pm_opid op, const pm_layout *l, const char *condition,
+                      const char *reg);
 /* `function(arguments)`, by all lanes; or by one, for which the others wait. */
 void pm_print_wait(pm_gen *e, pm_opid op, const char *function, const char *arguments);
 void pm_print_wait_of_one(pm_gen *e, pm_opid op, const char *function, const char *scope,

@@ -15,9 +15,9 @@
  * an end.
  *
  * Where lanes have indices of their own, in an array, those that are outside are noted, and their
- * elements left out. What lies outside of an argument is clipped by copies, so their side in global
- * memory is not checked; nor are the starts of views that are accessed under a mask that is an
- * array.
+ * elements left out; so are elements of a slice under a mask that is an array. What lies outside of
+ * an argument is clipped by copies, so their side in global memory is not checked; nor is, under
+ * such a mask, a slice of which the accessed view is a part.
  *
  * Without the checks, waits for other devices of a mesh are watched: the host ends them where
  * another device will not signal any more. A wait that was ended returns as if the semaphore had
@@ -183,7 +183,61 @@ void pm_check_indices(pm_gen *e, pm_opid op) {
   }
 }
 
-const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *reg) {
+/* The coordinate along d of the element in a register, of all that have the layout. */
+static const char *coordinate(pm_gen *e, const pm_layout *l, uint32_t d, const char *reg) {
+  const int dim = l->kind == PM_FLAT ? 0 : (int)d;
+  pm_sum s;
+  pm_coord_regs(l, dim, &s);
+  const char *x = pm_coord_base(e, l, dim);
+  if (s.n) x = pm_str(e, "%s + %s", x, pm_sum_text(e, &s, reg, 1));
+  if (l->kind != PM_FLAT || l->rank == 1) return x;
+  int64_t below = 1;
+  for (int k = l->rank - 1; k > (int)d; k--) below *= l->shape[k];
+  return pm_str(e, "(%s) / %lld %% %lld", x, (long long)below, (long long)l->shape[d]);
+}
+
+/* Under a mask that is an array, the elements of a slice are inside one by one. */
+static void put_starts(pm_gen *e, pm_opid op, const pm_layout *l, const char *reg, pm_text *t) {
+  const pm_graph *g = e->g;
+  const pm_val view = pm_in(g, op, 0);
+  const pm_opid def = pm_value_of(g, view)->def;
+  if (!l || !def || !pm_has_attr(g, def, PM_ATTR_STARTS) || mask_of(e, op)) return;
+  const pm_val of = pm_in(g, def, 0);
+  uint32_t n, n_dims = 0, n_strides, next = 1, kept = 0;
+  const int64_t *starts = pm_attr_list(g, def, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(g, def, PM_ATTR_SIZES, &n);
+  const int64_t *strides = pm_attr_list(g, def, PM_ATTR_STRIDES, &n_strides);
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n_dims);
+  for (uint32_t d = 0; d < n; d++) {
+    const bool dropped = sizes[d] < 1;
+    const uint32_t j = kept;
+    kept += !dropped;
+    if (starts[d] != PM_DYNAMIC) continue;
+    const pm_val start = pm_in(g, def, next++);
+    const int64_t along = dropped ? -1 : j < n_dims ? dims[j] : (int64_t)j;
+    if (!dropped && (along < 0 || along >= l->rank)) continue; /* an array indexes it */
+    const int64_t stride = n_strides ? strides[d] : 1, span = dropped ? 0 : (sizes[d] - 1) * stride;
+    const uint32_t extent = pm_whole_extent(g, of, d);
+    const int64_t least = extent ? g->sizes.at[extent].least : pm_typeof(g, of)->dim[d];
+    int64_t lo, hi;
+    if (pm_range(g, start, &lo, &hi) && lo >= 0 && hi + span < least) continue;
+    const char *x = pm_scalar_of(e, start);
+    if (!dropped)
+      x = pm_str(e, "%s + (%s) * %lld", x, coordinate(e, l, (uint32_t)along, reg),
+                 (long long)stride);
+    const char *most = extent ? pm_str(e, "%s - 1", pm_size_text(e, extent))
+                              : pm_str(e, "%lld", (long long)least - 1);
+    const pm_program_site s = {.ref = ref_name(e, view),
+                               .shape = shape_text(e, pm_typeof(g, of)),
+                               .dim = d,
+                               .of_view = of != pm_view_base(g, view)};
+    pm_putf(t, "%s!index_outside(%s, %s, %uu, sanitizer)", t->n ? " && " : "", x, most,
+            add_site(e, op, s));
+  }
+}
+
+const char *pm_inside(pm_gen *e, pm_opid op, const pm_layout *l, const char *condition,
+                      const char *reg) {
   const pm_graph *g = e->g;
   uint32_t n = 0;
   pm_text t;
@@ -193,6 +247,7 @@ const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *
   const pm_type *type = pm_typeof(g, view);
   pm_text_init(&t, e->arena);
   pm_put(&t, strcmp(condition, "true") ? condition : "");
+  put_starts(e, op, l, reg, &t);
   for (uint32_t d = 0; d < n; d++) {
     int64_t lo, hi;
     if (dims[d] >= 0) continue;

@@ -179,16 +179,31 @@ static u32 *word_at(void *p, u32 a, int line) {
   return (u32 *)(p ? host_atomic_global(p, 4, line) : host_atomic_shared(a, 4, line));
 }
 
-extern "C" void host_semaphore_signal(void *p, u32 a, u32 n, int line) {
-  u32 *w = word_at(p, a, line);
+/* What was set by other means than signals and waits could be of any of them. */
+static void count_from(Semaphore &s, u32 value) {
+  if ((u32)(s.total - s.taken) == value) return;
+  if (s.signals.size() > 1) s.signals.erase(s.signals.begin(), s.signals.end() - 1);
+  s.total = s.taken + value;
+}
+
+static void signal(u32 *w, u32 n, const Clock &clock) {
+  enum { MOST = 64 }; /* of older ones the clocks are merged */
   Semaphore &s = m.semaphores[w];
-  Thread *t = m.self;
-  if (s.released.seen.empty()) s.released = t->clock;
-  s.released.join(t->clock);
-  host_release(t);
+  count_from(s, *w);
+  Signal x = {s.total += (u64)(i64)(i32)n, clock};
+  if (!s.signals.empty()) x.released.join(s.signals.back().released);
+  if ((i32)n <= 0) s.signals.clear(); /* who waits next may need any of them */
+  if (s.signals.size() == MOST) s.signals.erase(s.signals.begin());
+  s.signals.push_back(x);
   *w += n;
   for (Thread *o : s.waiters) host_wake(o);
   s.waiters.clear();
+}
+
+extern "C" void host_semaphore_signal(void *p, u32 a, u32 n, int line) {
+  u32 *w = word_at(p, a, line);
+  signal(w, n, m.self->clock);
+  host_release(m.self);
   host_yield();
 }
 
@@ -201,22 +216,9 @@ extern "C" void host_semaphore_fence(int line) {
 
 extern "C" void host_semaphore_relaxed(void *p, u32 n, int line) {
   u32 *w = word_at(p, 0, line);
-  Semaphore &s = m.semaphores[w];
-  if (!m.self->told.seen.empty()) {
-    if (s.released.seen.empty()) s.released = m.self->told;
-    s.released.join(m.self->told);
-  }
-  *w += n;
-  for (Thread *o : s.waiters) host_wake(o);
-  s.waiters.clear();
+  if (m.self->told.seen.empty()) m.self->told.resize(m.n_clock, 0); /* nothing */
+  signal(w, n, m.self->told);
   host_yield();
-}
-
-static u32 *acquire(void *p, u32 a, int line) {
-  u32 *w = word_at(p, a, line);
-  const Semaphore &s = m.semaphores[w];
-  if (!s.released.seen.empty()) m.self->clock.join(s.released);
-  return w;
 }
 
 extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) {
@@ -227,13 +229,23 @@ extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) 
     host_sleep("a semaphore to be %u, which is %u", n, *w);
     if (m.self->late) return;
   }
-  if (take) *w -= n;
-  acquire(p, a, line);
+  Semaphore &s = m.semaphores[w];
+  count_from(s, *w);
+  size_t k = 0;
+  while (k + 1 < s.signals.size() && s.signals[k].total < s.taken + n) k++;
+  if (n && !s.signals.empty()) m.self->clock.join(s.signals[k].released);
+  if (take) {
+    *w -= n;
+    s.taken += n;
+  }
   host_yield();
 }
 
 extern "C" u32 host_semaphore_read(void *p, u32 a, int line) {
-  const u32 r = *acquire(p, a, line);
+  u32 *w = word_at(p, a, line);
+  const Semaphore &s = m.semaphores[w];
+  if (!s.signals.empty()) m.self->clock.join(s.signals.back().released);
+  const u32 r = *w;
   host_yield_poll();
   return r;
 }

@@ -24,6 +24,9 @@ _DECLARED = re.compile(
     r"( *)const u32 (\w+) = smem \+ (\d+)(?: \+ wg \* (\d+))?; // (?:smem )?(\w+)\[([\d,]*)\](.*)"
 )
 _IN_GRAPH = re.compile(r'%(\S+)_\d+ = alloc_(?!tmem)\w+ \{.*?\boffset = (\d+).*// ".*":(\d+)$', re.M)
+_IN_TENSOR_MEMORY = re.compile(
+    r" *const u32 (\w+) = tmem \+ (\d+); // tmem (\w+)\[([\d,]*)\], (\w+), (\d+) in 32 bits"
+)
 _BITS = {"bool": 8, "barrier": 64, "semaphore": 32}
 
 
@@ -180,6 +183,29 @@ class Names:
         a, rest = self.allocation(at, line)
         return (a.name, a.index(rest)) if a else ("shared memory", f" (byte {at})")
 
+    def tmem(self, lane, column, line):
+        """(name, index) of a cell of tensor memory."""
+        best = None
+        text = self.lines[line] if 0 < line < len(self.lines) else ""
+        for k, found in enumerate(map(_IN_TENSOR_MEMORY.match, self.lines)):
+            if not found:
+                continue
+            shape = [int(d) for d in found[4].split(",")]
+            packing, at = int(found[6]), column - int(found[2])
+            used = math.prod(shape) // (128 * packing)
+            score = bool(re.search(rf"\b{found[1]}\b", text)), k
+            if 0 <= at < used and (best is None or score > best[0]):
+                best = score, found, shape, packing, at
+        if not best:
+            return "tensor memory", f" (lane {lane}, column {column})"
+        _, found, shape, packing, at = best
+        name = re.sub(r"_\d+$", "", found[1])
+        if found[5] != "default" or shape[-2] != 128:
+            return name, f" (lane {lane}, column {at})"
+        wide = shape[-1] // packing
+        index = [*unravel(at // wide, shape[:-2]), lane, at % wide * packing]
+        return name, f"[{', '.join(map(str, index))}]"
+
     def barrier(self, at):
         a, rest = self.allocation(at, kind="barrier")
         if a is None:
@@ -277,9 +303,12 @@ class Names:
         """A fact of an access, as a dict with `ref`, `index`, `agent` and `place`."""
         a = dict(zip(words[1::2], words[2::2]))
         at, line = int(a["at"]), int(a["line"])
-        a["ref"], a["index"] = (
-            self.smem(at, line) if a["space"] == "smem" else self.gmem(int(a["region"]), at)
-        )
+        region = int(a["region"])
+        a["ref"], a["index"] = {
+            "smem": lambda: self.smem(at, line),
+            "gmem": lambda: self.gmem(region, at),
+            "tmem": lambda: self.tmem(region, at, line),
+        }[a["space"]]()
         a["agent"], a["place"] = self.agent(a), self.place(line)
         return a
 
@@ -318,6 +347,17 @@ def _tuple(xs):
 # ---- messages ------------------------------------------------------------------------------------
 
 
+# by the first access to tensor memory: its touch, and whether it is one of the tensor core
+_TENSOR_MEMORY = {
+    ("read", False): "call plgpu.wait_load_tmem() after the load, and plgpu.barrier_arrive if another"
+    " thread issues the second",
+    ("write", False): "call plgpu.commit_tmem() after the store, and plgpu.barrier_arrive if another"
+    " thread issues the second",
+    ("read", True): "wait for the first: a barrier of plgpu.tcgen05_commit_arrive",
+    ("write", True): "wait for the first: a barrier of plgpu.tcgen05_commit_arrive",
+}
+
+
 def _wait_for(names, access):
     """What waits for an engine's access; None of a thread."""
     if access["by"] == "barrier":
@@ -333,6 +373,8 @@ def _wait_for(names, access):
 def _remedy(names, lacks, first, second):
     """What to change in the kernel."""
     engine = "product" if "tensor core" in second["agent"] else "copy"
+    if lacks == "tensor":
+        return _TENSOR_MEMORY[first["touch"], "tensor core" in first["agent"]]
     if lacks == "fence":
         return (
             f"call plgpu.commit_smem() before the {engine}, in the thread that stores or issues it"
@@ -357,7 +399,8 @@ def _remedy(names, lacks, first, second):
         text += f"; {other}" if first["by"] in ("store_reads", "store_writes", "products") else ""
         loads = [x["by"] == "barrier" for x in (first, second)]
         if loads[0] != loads[1] and second["by"] in ("barrier", "store_reads", "store_writes"):
-            text += f"; if the second was issued first, wait for that one: {_wait_for(names, second)}"
+            other = _wait_for(names, second)
+            text += f"; if the second was issued first, wait for that one: {other}"
         return text
     if second["by"] == "barrier":
         name = names.barrier(int(second["number"]))[1:-1]

@@ -75,22 +75,33 @@ static std::string name_of(const HostIndex &b, u32 device) {
 std::string host_name_of(const Block &b) { return name_of(b.index, b.device); }
 std::string host_name_of(const Began &c) { return name_of(c.first, c.device); }
 
-void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line) {
-  char by[160] = "by unknown";
+static std::string by(u16 who) {
+  char text[160] = "by unknown";
   const u32 first = m.n_clock - MAX_ENGINES;
   const char *const kinds[] = {"barrier",     "products",   "store_reads", "store_writes",
                                "tensor_core", "tmem_loads", "tmem_stores"};
   if (who < first) {
     const Block &b = m.blocks[who / m.block_threads];
-    snprintf(by, sizeof by, "by thread number %u %s", who % m.block_threads,
+    snprintf(text, sizeof text, "by thread number %u %s", who % m.block_threads,
              host_name_of(b).c_str());
   } else if (who < MANY) {
     const Agent &a = m.agents[who - first];
-    snprintf(by, sizeof by, "by %s number %u %s", kinds[a.kind], a.number,
+    snprintf(text, sizeof text, "by %s number %u %s", kinds[a.kind], a.number,
              host_name_of(m.blocks[a.block]).c_str());
   }
+  return text;
+}
+
+void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line) {
   host_fact("access touch %s space %s region %u at %lld line %d %s", touch,
-            r.global ? "gmem" : "smem", r.number, at, line, by);
+            r.global ? "gmem" : "smem", r.number, at, line, by(who).c_str());
+}
+
+void host_fact_cell(const char *touch, const Block &b, u32 lane, u32 column, u16 who, int line) {
+  u32 first = column;
+  for (auto &a : b.tensor.allocated) first = std::min(first, a.first);
+  host_fact("access touch %s space tmem region %u at %u line %d %s", touch, lane, column - first,
+            line, by(who).c_str());
 }
 
 extern "C" int host_print(const char *format, ...) {

@@ -164,14 +164,14 @@ struct Thread : HostThread {
   bool done;
   int line;
   std::string waits_for;
-  i64 site = -1; /* of the check that ends its wait */
+  i64 site = -1;     /* of the check that ends its wait */
   bool late = false; /* that wait was ended */
   Clock clock;
   BulkGroup open_group;
   std::vector<BulkGroup> groups;
-  std::shared_ptr<LaneGroup> lane_group; /* cp.async in no group yet; null: none */
+  std::shared_ptr<LaneGroup> lane_group;               /* cp.async in no group yet; null: none */
   std::vector<std::shared_ptr<LaneGroup>> lane_groups; /* not waited for; null: empty ones */
-  u16 reads, writes; /* agents of its bulk stores, 0: none yet */
+  u16 reads, writes;                                   /* agents of its bulk stores, 0: none yet */
   u32 stores;
   u32 any, all;                 /* what the last bar.red found */
   Clock told;                   /* at the fence in front of relaxed signals */
@@ -291,9 +291,15 @@ void host_tensor_ends(Block &b);            /* nothing of the block is left behi
 void host_answer(Block &b, u32 at, u32 barrier, const u32 *words, const Clock &known, int line);
 u32 host_barrier_for_bytes(Block &b, u32 barrier, const char *what, int line);
 
-/* a counter that threads signal and wait for */
+/* A counter that threads signal and wait for. A wait may end as soon as the first signals suffice,
+ * so it learns of those and no others, also if there are more by now. */
+struct Signal {
+  u64 total;      /* of it and those before */
+  Clock released; /* the same */
+};
 struct Semaphore {
-  Clock released; /* of the signals so far */
+  std::vector<Signal> signals;
+  u64 total = 0, taken = 0; /* by signals, by waits */
   std::vector<Thread *> waiters;
 };
 
@@ -323,10 +329,10 @@ struct Machine {
   bool together;  /* blocks wait for each other: all of them run at once */
   bool dependent; /* the launch may begin before the one before it has ended */
   u32 cluster_blocks;
-  std::vector<Began> began; /* by their number - 1 */
-  bool polled;                  /* a thread looks again and again: engines must move too */
-  u32 devices = 1, n_args = 0;  /* of a mesh; arguments of each */
-  u64 stride = 0;               /* from what one device has to the same of the next one */
+  std::vector<Began> began;    /* by their number - 1 */
+  bool polled;                 /* a thread looks again and again: engines must move too */
+  u32 devices = 1, n_args = 0; /* of a mesh; arguments of each */
+  u64 stride = 0;              /* from what one device has to the same of the next one */
   std::map<const void *, Semaphore> semaphores; /* by their word */
   u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;
@@ -336,8 +342,8 @@ struct Machine {
   Agent agents[MAX_ENGINES];
   const u8 *loose; /* by line: lanes of one warpgroup may store to one place there, one wins */
   u32 n_loose;
-  bool leaves;  /* failed checks are noted, and the program goes on */
-  bool stopped; /* there was one */
+  bool leaves;           /* failed checks are noted, and the program goes on */
+  bool stopped;          /* there was one */
   bool may_be_unwritten; /* reading what was never written is no error */
   u32 leader;            /* the lane that elect.sync elects */
   u64 progress;          /* grows while something goes on; threads that only poll do not count */
@@ -370,6 +376,8 @@ std::string host_place_of(Block &b, u32 offset);
 void host_fact(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
 /* One of the accesses that a message is about; who: an agent, line: where it was made. */
 void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line);
+/* Of a cell of tensor memory; its column counts from the first that the block has allocated. */
+void host_fact_cell(const char *touch, const Block &b, u32 lane, u32 column, u16 who, int line);
 std::string host_name_of(const Block &b);
 std::string host_name_of(const Began &c);
 u16 host_new_agent(AgentKind kind, const Block *b, u32 number);

@@ -307,6 +307,34 @@ static bool reads_are_ordered(Region &r, const Mark &b, size_t at, const Thread 
   return seen[b.reader] >= b.read;
 }
 
+/* Lanes of one Pallas thread may each store what all of them have, and read it. */
+static bool same_thread(u16 who, const Thread *t) {
+  return !is_engine(who) && who / 128 == t->rank / 128 && m.block_threads % 128 == 0;
+}
+
+/* Did others than the lanes of t read the byte in no order with t? */
+static bool others_read(Region &r, const Mark &b, size_t at, const Thread *t) {
+  if (b.reader == NOBODY) return false;
+  if (b.reader != MANY) return !same_thread(b.reader, t);
+  const std::vector<u32> &read = crowd_of(r, at).read;
+  for (size_t k = 0; k < read.size(); k++)
+    if (read[k] > t->clock.seen[k] && !same_thread((u16)k, t)) return true;
+  return false;
+}
+
+/* Did only lanes of t write the byte, or threads of other points of the grid or other devices?
+ * Those may write what is there already. */
+static bool may_repeat(Region &r, const Mark &b, size_t at, const Thread *t) {
+  const auto may = [&](u16 who) {
+    return same_thread(who, t) || m.blocks[who / m.block_threads].cluster != t->block->cluster;
+  };
+  if (b.writer != MANY) return is_engine(b.writer) || may(b.writer);
+  const std::vector<u32> &write = crowd_of(r, at).write;
+  for (size_t k = 0; k < write.size(); k++)
+    if (write[k] > t->clock.seen[k] && !is_engine((u16)k) && !may((u16)k)) return false;
+  return true;
+}
+
 /* Whose write or read it is, for messages: one that is not ordered, of several. */
 static u16 writer_of(Region &r, const Mark &b, size_t at, const Thread *t) {
   return b.writer == MANY ? one_of(crowd_of(r, at).write, t->clock.seen, t->rank) : b.writer;
@@ -340,7 +368,7 @@ static bool both_nan(const Region &r, size_t at, size_t k, const void *from, siz
 /* Is it the same store, of another lane, where the order does not matter? */
 static bool one_wins(const Mark &b, const Thread *t, int line) {
   return b.writer < MANY && b.write_line == (u16)line && (u32)line < m.n_loose && m.loose[line] &&
-         !is_engine(b.writer) && b.writer / 128 == t->rank / 128 && m.block_threads % 128 == 0;
+         same_thread(b.writer, t);
 }
 
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
@@ -360,10 +388,10 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
     if (b.barrier) in_barrier(r, at + k, line);
     in_flight(r, at + k, WRITE, b, nullptr, line);
     write_among_clusters(r, b, at + k, same, false, nullptr, line);
-    if (!same && !reads_are_ordered(r, b, at + k, t))
+    if (!reads_are_ordered(r, b, at + k, t) && (!same || others_read(r, b, at + k, t)))
       unordered(r, at + k, WRITE, READ, reader_of(r, b, at + k, t), b.read_line, nullptr, line);
     if (!write_is_ordered(r, b, at + k, t) && !one_wins(b, t, line)) {
-      if (!same || b.atomic || is_engine(b.writer))
+      if (!same || b.atomic || is_engine(b.writer) || !may_repeat(r, b, at + k, t))
         unordered(r, at + k, WRITE, write_of(b), writer_of(r, b, at + k, t), b.write_line, nullptr,
                   line);
       join_writers(r, b, at + k, t);

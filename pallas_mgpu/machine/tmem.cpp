@@ -49,8 +49,14 @@ static Cell &cell_of(Block &b, u32 lane, u32 column, const char *what, int line)
   return b.tensor.cells[column * LANES + lane];
 }
 
+/* Of the cell: what was done with it, by whom and where, and before that. */
 static void __attribute__((noreturn))
-unordered(const char *what, u32 lane, u32 column, const char *before, int where, int line) {
+unordered(const Block &b, u32 lane, u32 column, const char *before, u16 other, int where,
+          const char *what, u16 who, int line) {
+  host_fact("kind race");
+  host_fact("lacks tensor");
+  host_fact_cell(before, b, lane, column, other, where);
+  host_fact_cell(what, b, lane, column, who, line);
   host_fail(line,
             "%s of lane %u, column %u of tensor memory is not ordered after its %s in line %d",
             what, lane, column, before, where);
@@ -59,11 +65,14 @@ unordered(const char *what, u32 lane, u32 column, const char *before, int where,
 u32 tensor_read(Block &b, u32 lane, u32 column, const TensorOrder &known, u16 who, u32 when,
                 int line) {
   Cell &c = cell_of(b, lane, column, "read", line);
-  if (c.writer == NOBODY)
+  if (c.writer == NOBODY) {
+    host_fact("kind unwritten");
+    host_fact_cell("read", b, lane, column, who, line);
     host_fail(line, "lane %u, column %u of tensor memory is read and was never written", lane,
               column);
+  }
   if (c.writer != who && !known.has(c.writer, c.write))
-    unordered("read", lane, column, "write", c.write_line, line);
+    unordered(b, lane, column, "write", c.writer, c.write_line, "read", who, line);
   u32 k = 0;
   while (k < c.n_readers && c.reader[k].who != who) k++;
   if (k == 3) k = 0; /* the first is forgotten */
@@ -78,10 +87,10 @@ void tensor_write(Block &b, u32 lane, u32 column, u32 value, const TensorOrder &
                   u32 when, int line) {
   Cell &c = cell_of(b, lane, column, "write", line);
   if (c.writer != NOBODY && c.writer != who && !known.has(c.writer, c.write))
-    unordered("write", lane, column, "write", c.write_line, line);
+    unordered(b, lane, column, "write", c.writer, c.write_line, "write", who, line);
   for (u32 k = 0; k < c.n_readers; k++)
     if (c.reader[k].who != who && !known.has(c.reader[k].who, c.reader[k].when))
-      unordered("write", lane, column, "read", c.reader[k].line, line);
+      unordered(b, lane, column, "read", c.reader[k].who, c.reader[k].line, "write", who, line);
   c.n_readers = 0;
   c.writer = who;
   c.write = when;
@@ -331,8 +340,8 @@ static void issue_move(Warp &w) {
     host_fail(line, "a move of tensor memory, .x%u", x.times);
   std::shared_ptr<TensorMove> o = std::make_shared<TensorMove>();
   if (!w.mover[store])
-    w.mover[store] = host_new_agent(store ? OF_TMEM_STORES : OF_TMEM_LOADS, w.block,
-                                    w.lane[0]->number / 32);
+    w.mover[store] =
+        host_new_agent(store ? OF_TMEM_STORES : OF_TMEM_LOADS, w.block, w.lane[0]->number / 32);
   o->x = x;
   o->line = line;
   o->block = w.block;

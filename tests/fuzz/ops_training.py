@@ -346,6 +346,53 @@ def attention_decode(c):
     return arrays, o.astype(dtype)
 
 
+def merge_attention(c):
+    batch, heads, queries = c.pick(1, 2, 3), c.pick(1, 2, 5), c.extent(60)
+    parts, dim, dtype = c.pick(1, 2, 3, 8), c.extent(300), c.pick(F16, BF16, F32)
+    c.need(parts * batch * queries * heads * dim <= 60000)
+    o = normal(c, (parts, batch, queries, heads, dim), dtype)
+    lse = normal(c, (parts, batch, heads, queries), F32, factor=c.pick(1, 30))
+    empty = c.numbers.random(lse.shape) < c.pick(0, 0.3, 1)
+    lse[empty] = -np.inf
+    o[np.swapaxes(empty, 2, 3)] = c.pick(0, np.nan, np.inf)  # what a part without keys holds
+    w = wide(lse) - np.maximum(lse.max(0), -1e30)
+    w, top = np.exp(w), wide(lse.max(0))
+    total = w.sum(0)
+    kept = np.where(np.swapaxes(empty, 2, 3)[..., None], 0, wide(o))
+    with np.errstate(all="ignore"):
+        share = np.where(total == 0, 0, w / total)
+        log = top + np.log(total)
+    want = (kept * np.swapaxes(share, 2, 3)[..., None]).sum(0)
+    log = np.where(total == 0, -np.inf, log)
+    c.close = [near(dtype, 1e-4), (1e-5, 1e-5)]
+    if c.chance(0.5):
+        c.options["return_lse"] = True
+        return [o, lse], (want.astype(dtype), log.astype(F32))
+    c.close = c.close[0]
+    return [o, lse], want.astype(dtype)
+
+
+def append_pages(c):
+    """In place, and the same each time."""
+    batch, rows, heads, dim = c.pick(1, 2, 3), c.extent(9), c.pick(1, 2, 3), c.extent(130)
+    size, entries, dtype = c.pick(1, 3, 8, 16), c.pick(1, 2, 5), c.pick(F16, BF16, F32)
+    pages = batch * entries + c.pick(0, 2)
+    c.need(pages * size * heads * dim <= 60000)
+    caches = [normal(c, (pages, size, heads, dim), dtype) for _ in range(2)]
+    new = [normal(c, (batch, rows, heads, dim), dtype) for _ in range(2)]
+    table = c.numbers.permutation(pages)[: batch * entries].reshape(batch, entries)
+    table[c.numbers.random(table.shape) < 0.2] = c.pick(-1, pages, 2**31 - 1)
+    lengths = c.numbers.integers(-2, entries * size + 2, batch)
+    want = [x.copy() for x in caches]
+    for b in range(batch):
+        for i in range(rows):
+            at = int(lengths[b]) + i
+            if 0 <= at < entries * size and 0 <= table[b, at // size] < pages:
+                for cache, x in zip(want, new):
+                    cache[table[b, at // size], at % size] = x[b, i]
+    return [*caches, *new, table.astype(np.int32), lengths.astype(np.int32)], tuple(want)
+
+
 def attention_backward(c):
     batch, kv_heads, share, dtype = _heads(c, 3)
     queries, keys, dim = c.extent(200), c.extent(200), c.pick(64, 64, 128, 256)
@@ -393,5 +440,7 @@ MAKERS = {
     "quantize": quantize,
     "dequantize": dequantize,
     "attention_decode": attention_decode,
+    "merge_attention": merge_attention,
+    "append_pages": append_pages,
     "attention_backward": attention_backward,
 }

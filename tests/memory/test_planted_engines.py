@@ -44,8 +44,7 @@ def small(*shape, seed=0):
     out=(2, 8, 128),
     scratch_types=[PAIR, Barrier(num_barriers=2), Barrier(num_barriers=2), meeting(num_barriers=2)],
     race=[
-        (f"{a} slots by block ({k},), thread 0 at use", "write slots by TMA at load")
-        for a in ("read",)
+        (f"read slots by block ({k},), thread 0 at use", "write slots by TMA at load")
         for k in range(2)
     ]
     + [("write slots by TMA at load",) * 2],
@@ -374,6 +373,7 @@ OPERANDS = [SMEM((2, 64, 64), F16), SMEM((2, 64, 64), F16)]
 def slot_released_under_a_product(wrong, a, b, o, as_, bs, full, empty):
     """Released right after the product was issued; right: that of the step before, once all but one
     are complete."""
+
     def produce():
         @pl.loop(0, 4)
         def _(k):
@@ -391,6 +391,7 @@ def slot_released_under_a_product(wrong, a, b, o, as_, bs, full, empty):
             else:
                 plgpu.wgmma_wait(1)
                 pl.when(k >= 1)(lambda: arrive(empty.at[(k + 1) % 2]))
+
         return acc[...]
 
     def consume():
@@ -405,8 +406,14 @@ def slot_released_under_a_product(wrong, a, b, o, as_, bs, full, empty):
     out=(64, 64),
     scratch_types=[SMEM((64, 64), F16), plgpu.ACC((64, 64))],
     race=[
-        ("read b_smem by the tensor core, for thread 0 at mul", "write b_smem by thread 0 at again"),
-        ("write b_smem by thread 0 at again", "read b_smem by the tensor core, for thread 0 at mul"),
+        (
+            "read b_smem by the tensor core, for thread 0 at mul",
+            "write b_smem by thread 0 at again",
+        ),
+        (
+            "write b_smem by thread 0 at again",
+            "read b_smem by the tensor core, for thread 0 at mul",
+        ),
     ],
     errors=(ValueError,),
     remedy="wgmma_wait",
@@ -504,8 +511,8 @@ def transposed(a, b):
     HIGH,
     out=(128, 128),
     scratch_types=[*(SMEM((128, 64), F16),) * 2, TMEM((128, 128), F32), Barrier(num_arrivals=2), ordering()],
-    errors=(ValueError, RuntimeError),
-    remedy="'?acc'?",
+    errors=(ValueError, plgpu.UninitializedError),
+    remedy="'acc'",
     want=transposed,
 )  # fmt: skip
 def accumulator_read_too_early(wrong, a, b, o, a_smem, b_smem, acc, full, done):
@@ -524,14 +531,14 @@ def accumulator_read_too_early(wrong, a, b, o, a_smem, b_smem, acc, full, done):
     np.concatenate([small(128, 64, seed=k) for k in range(4)], 1),
     np.concatenate([small(128, 64, seed=9 - k) for k in range(4)], 1),
     out=(128, 128),
-    scratch_types=[*OPERANDS[:0], SMEM((2, 128, 64), F16), SMEM((2, 128, 64), F16), TMEM((128, 128), F32),
+    scratch_types=[SMEM((2, 128, 64), F16), SMEM((2, 128, 64), F16), TMEM((128, 128), F32),
                    Barrier(num_arrivals=2, num_barriers=2), ordering(num_barriers=2), ordering()],
     race=[
         (f"read {x} by the tensor core, for {t} at mul", f"write {x} by TMA at load {x[0]}")
         for x in ("a_smem", "b_smem")
         for t in ("thread 0", "thread 0, warp 1")
     ],
-    errors=(ValueError, RuntimeError),
+    errors=(ValueError,),
     remedy="a_smem|b_smem|full|empty|completes|before the first",
     want=transposed,
 )  # fmt: skip
@@ -557,6 +564,7 @@ def slot_refilled_under_tcgen05(wrong, a, b, o, a_smem, b_smem, acc, full, empty
                 plgpu.tcgen05_mma(  #: mul
                     acc, a_smem.at[k % 2], b_smem.at[k % 2].T, empty.at[k % 2], accumulate=k > 0
                 )
+
             plgpu.tcgen05_commit_arrive(done)
 
     wait(done)
@@ -573,8 +581,8 @@ def slot_refilled_under_tcgen05(wrong, a, b, o, a_smem, b_smem, acc, full, empty
         ("read acc by thread 1 at load", "write acc by the tensor core, for thread 0 at again"),
         ("write acc by the tensor core, for thread 0 at again", "read acc by thread 1 at load"),
     ],
-    errors=(ValueError, RuntimeError),
-    remedy="acc|tensor",
+    errors=(ValueError,),
+    remedy="'acc'|wait_load_tmem",
     want=lambda a, b: np.stack([transposed(a, b), transposed(a, b) * 2]),
     **TWO,
 )  # fmt: skip
@@ -607,8 +615,8 @@ def accumulator_released_before_it_is_read(wrong, a, b, o, a_smem, b_smem, acc, 
     HIGH,
     out=(2, 128, 128),
     scratch_types=[*(SMEM((128, 64), F16),) * 2, TMEM((128, 128), F32), Barrier(num_arrivals=2), ordering()],
-    errors=(ValueError, RuntimeError),
-    remedy="acc",
+    race=("read acc by thread 0 at load", "write acc by the tensor core, for thread 0 at again"),
+    remedy="wait_load_tmem",
     want=lambda a, b: np.stack([transposed(a, b), transposed(a, b) * 3]),
 )  # fmt: skip
 def accumulator_changed_while_it_is_read(wrong, a, b, o, a_smem, b_smem, acc, full, done):
@@ -618,10 +626,10 @@ def accumulator_changed_while_it_is_read(wrong, a, b, o, a_smem, b_smem, acc, fu
     wait(full)
     plgpu.tcgen05_mma(acc, a_smem, b_smem.T, done, accumulate=False)
     wait(done)
-    first = plgpu.async_load_tmem(acc)
+    first = plgpu.async_load_tmem(acc)  #: load
     if not wrong:
         plgpu.wait_load_tmem()
-    plgpu.tcgen05_mma(acc, a_smem, b_smem.T)
+    plgpu.tcgen05_mma(acc, a_smem, b_smem.T)  #: again
     plgpu.tcgen05_mma(acc, a_smem, b_smem.T, done)
     if wrong:
         plgpu.wait_load_tmem()
@@ -636,17 +644,18 @@ def accumulator_changed_while_it_is_read(wrong, a, b, o, a_smem, b_smem, acc, fu
     out=(128, 128),
     scratch_types=[SMEM((128, 64), F16), TMEM((128, 64), F16, packed=True), TMEM((128, 128), F32),
                    Barrier(), ordering()],
-    errors=(ValueError, RuntimeError),
-    remedy="left|commit_tmem",
+    race=("write left by thread 0 at store", "read left by the tensor core, for thread 0 at mul"),
+    errors=(ValueError,),
+    remedy="commit_tmem",
     want=transposed,
 )  # fmt: skip
 def operand_in_tensor_memory(wrong, a, b, o, b_smem, left, acc, full, done):
     g2s(b, b_smem, full)
-    plgpu.async_store_tmem(left, plgpu.layout_cast(a[...], plgpu.Layout.TCGEN05))
+    plgpu.async_store_tmem(left, plgpu.layout_cast(a[...], plgpu.Layout.TCGEN05))  #: store
     if not wrong:
         plgpu.commit_tmem()
     wait(full)
-    plgpu.tcgen05_mma(acc, left, b_smem.T, done, accumulate=False)
+    plgpu.tcgen05_mma(acc, left, b_smem.T, done, accumulate=False)  #: mul
     wait(done)
     o[...] = plgpu.async_load_tmem(acc)
 
@@ -667,7 +676,7 @@ def operand_in_tensor_memory(wrong, a, b, o, b_smem, left, acc, full, done):
         for x in ("a_smem", "b_smem")
         for of in ("", ", for block (1,)", ", for block (0,)", ", for block (1,), thread 0")
     ],
-    errors=(ValueError, RuntimeError),
+    errors=(ValueError,),
     remedy="smem|full|leader|order|barrier",
     want=transposed,
     **BLOCKS,

@@ -640,8 +640,6 @@ def copy_of_a_steps_own(wrong, x, o, kept):
     )(x)
 
 
-
-
 @pytest.mark.parametrize("backend", ["interpret", "emulate"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_right_one_is_clean(name, backend):
