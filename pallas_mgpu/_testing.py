@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import functools
+import importlib
 import io
 import operator
+import sys
 import warnings
 
 import numpy as np
@@ -78,8 +80,18 @@ def _close(got, ref, args, rtol, atol):
         )
 
 
-def _name(kernel):
-    return getattr(kernel, "__name__", None) or show(kernel)
+def _name(kernel, frame):
+    """What the caller calls it, or else its own name."""
+    for names in (frame.f_locals, frame.f_globals):
+        for name, value in names.items():
+            if value is kernel:
+                return name
+    own = getattr(kernel, "__name__", None) or show(kernel)
+    ops = importlib.import_module(".ops", __package__)
+    return f"plgpu.ops.{own}" if getattr(ops, own, None) is kernel else own
+
+
+_failed = None  # (kernel, arguments, ref, tolerances) of the latest failure
 
 
 _BACKENDS = ("interpret", "emulate", "cuda")
@@ -127,8 +139,15 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     which other calls only warn; whatever a run raises (:class:`RaceError`,
     :class:`UninitializedError`, :class:`DeadlockError`, ...); :class:`ScheduleError` if two
     schedules give other bits, and AssertionError if the result differs from ``ref``. In each case
-    it prints one line: a call that repeats the failure.
+    it prints one line: a call that repeats the failure, in the same process. There ``...`` stands
+    for the arguments, ``ref`` and the tolerances of the latest failure, which must be of the same
+    kernel (ValueError).
     """
+    global _failed
+    if len(args) == 1 and args[0] is ...:
+        if _failed is None or _failed[0] is not kernel:
+            raise ValueError("check: ... repeats the latest failure, and this kernel has none")
+        _, args, ref, (rtol, atol) = _failed
     try:
         numbers = range(seeds) if isinstance(seeds, int) else tuple(map(operator.index, seeds))
     except TypeError:
@@ -136,9 +155,13 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     if not numbers:
         raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
 
+    caller = sys._getframe(1)
+
     def repeat(backend, again):
+        global _failed
+        _failed = kernel, args, ref, (rtol, atol)
         where = "" if backend == "interpret" else f", backends={backend!r}"
-        return f"plgpu.testing.check({_name(kernel)}, ..., seeds={again}{where})"
+        return f"plgpu.testing.check({_name(kernel, caller)}, ..., seeds={again}{where})"
 
     result = None
     for number, backend in enumerate(_chosen(backends)):

@@ -479,13 +479,32 @@ pm_code pm_cuda_STORE_TMEM(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* What each warp loaded or stored comes before the products that one lane of the thread issues. */
+/* Does a thread that is no warp of a WARP_MAP issue products, or copies to tensor memory? */
+static bool threads_issue(const pm_gen *e) {
+  const pm_graph *g = e->g;
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    const pm_opcode code = pm_get(g, op)->code;
+    if (code != PM_OP_TCGEN05_MMA && code != PM_OP_COPY_S2T && code != PM_OP_COPY_SCALES &&
+        code != PM_OP_COPY_METADATA)
+      continue;
+    pm_opid at = op;
+    while (at && pm_get(g, at)->code != PM_OP_WARP_MAP) {
+      at = g->blocks.at[pm_get(g, at)->parent].parent;
+    }
+    if (!at) return true;
+  }
+  return false;
+}
+
+/* What each warp loaded or stored comes before the products that one lane of the thread issues.
+ * Others hear of it by barriers, which have fences. */
 static pm_code meet_after(pm_gen *e, pm_opid op, const char *name, const char *wait) {
+  const bool fences = threads_issue(e);
   pm_note(e, op, name);
   pm_line(e, "%s", wait);
-  pm_line(e, "tcgen05_fence_before();");
+  if (fences) pm_line(e, "tcgen05_fence_before();");
   pm_line(e, PM_WARPGROUP_SYNC);
-  pm_line(e, "tcgen05_fence_after();");
+  if (fences) pm_line(e, "tcgen05_fence_after();");
   return PM_OK;
 }
 

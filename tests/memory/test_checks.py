@@ -171,15 +171,14 @@ def test_check(capsys):
 
 
 def repeats(capsys, error, f, *args, **options):
-    """The call fails, prints one line, and the line fails with the same error."""
+    """The call fails, prints one line, and the line, as it stands, fails with the same error."""
     with pytest.raises(error) as info:
         plgpu.testing.check(f, *args, **options)
     (line,) = capsys.readouterr().out.splitlines()
     assert line in info.value.__notes__[-1]
-    seeds = re.search(r"seeds=(\(.*?\))\)", line)[1]
     assert line.endswith(f"  # {error.__name__}")
     with pytest.raises(error) as again:
-        plgpu.testing.check(f, *args, **{**options, "seeds": eval(seeds)})
+        exec(line, {"plgpu": plgpu, "f": f})
     texts = [re.sub(r"allocated at \S+", "", str(e.value)) for e in (info, again)]
     assert texts[0] == texts[1]
     assert capsys.readouterr().out == line + "\n"
@@ -206,6 +205,27 @@ def test_check_repeats(capsys):
     repeats(capsys, plgpu.UninitializedError, kernel(unwritten, **scratch), X)
     hangs = kernel(lambda x, o, tile, bar: plgpu.barrier_wait(bar), **scratch)
     repeats(capsys, plgpu.DeadlockError, hangs, X)
+    repeats(capsys, AssertionError, kernel(doubled), X, ref=X + 1, rtol=0.1, backends="emulate")
+
+
+def test_the_line_names_what_the_caller_has(capsys):
+    """By the caller's own name, and functions of ops by theirs."""
+    twice, x = kernel(doubled), X.reshape(1, N)
+    with pytest.raises(AssertionError):
+        plgpu.testing.check(twice, X, ref=X)
+    line = capsys.readouterr().out
+    assert line.startswith("plgpu.testing.check(twice, ..., seeds=(0,))")
+    with pytest.raises(AssertionError):
+        exec(line, {"plgpu": plgpu, "twice": twice})
+    capsys.readouterr()
+    with pytest.raises(AssertionError):
+        plgpu.testing.check(ops.softmax, x, ref=x)
+    line = capsys.readouterr().out
+    assert line.startswith("plgpu.testing.check(plgpu.ops.softmax, ..., seeds=(0,))")
+    with pytest.raises(AssertionError):
+        exec(line, {"plgpu": plgpu})
+    with pytest.raises(ValueError, match="repeats the latest failure"):
+        plgpu.testing.check(twice, ...)
 
 
 def test_check_is_called_wrongly():

@@ -1,7 +1,10 @@
 """PALLAS_MGPU_SANITIZE=1: programs that check dynamic indices and end waits by themselves. On the
 emulated machine, on a GPU (marked gpu), and as text."""
 
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -77,7 +80,7 @@ KERNELS = {  # indices that are right, that are wrong; of the message
 
 
 def kernel(body, **options):
-    scratch = SCRATCH if body in (copy, barrier, of_view) else []
+    scratch = SCRATCH if body in (copy, barrier, of_view, matrix) else []
     return plgpu.kernel(body, out_type=out(), scratch_types=scratch, **options)
 
 
@@ -145,6 +148,35 @@ def add(i, x, o):
 ARRAYS = {gather: (N, -1), scatter: (N, -1), masked: (-1,), add: (N + 7, -1)}
 
 
+def overhang(i, x, o):
+    """A slice may overhang as far as the mask reaches."""
+    keep = lax.broadcasted_iota(np.int32, (32,), 0) < 20
+    o[...] = x[...]
+    o[pl.ds(0, 32)] = pl.load(x, (pl.ds(i[0], 32),), mask=keep, other=0.0)  #: overhang
+
+
+def matrix(i, x, o, tiles, bars):
+    """Along both dimensions, in shared memory; the row under the mask, too."""
+    tiles[...] = plgpu.numpy.zeros((2, N), F32)
+    shape = 2, 16
+    row, column = (lax.broadcasted_iota(np.int32, shape, d) for d in range(2))
+    plgpu.store(
+        tiles.at[pl.ds(i[0] // N, 2), pl.ds(i[0] % N, 16, 2)],
+        plgpu.numpy.ones(shape, F32),
+        mask=(row == 0) & (column < 10),
+    )  #: matrix
+    o[...] = tiles[1]
+
+
+MASKED = {  # starts that are right, that are wrong; the element that is outside
+    overhang: ((0, N - 20), {N - 19: "index 64 of dimension 0", -1: "index -1 of dimension 0"}),
+    matrix: (
+        (0, N - 20, N + 5),
+        {N - 18: "index 64 of dimension 1", 2 * N: "index 2 of dimension 0", -N: "index -1 of"},
+    ),
+}
+
+
 def indices(bad):
     i = np.arange(N, dtype=np.int32)
     i[5] = bad
@@ -169,6 +201,20 @@ def forever(o, bar, go):
     t = lax.axis_index("t")
     pl.when(t == 1)(lambda: plgpu.barrier_wait(bar))  #: forever
     o[...] = plgpu.numpy.zeros((N,), F32)
+
+
+@pytest.mark.parametrize("body", MASKED)
+def test_slices_under_masks(body):
+    """Of a slice under a mask that is an array, what the mask leaves has to be inside."""
+    right, wrong = MASKED[body]
+    for way in (True, "emulate"):
+        k = kernel(body, interpret=way)
+        for i in right:
+            k(*arguments(i))
+        for i, what in wrong.items():
+            with pytest.raises(IndexError, match=what) as caught:
+                k(*arguments(i))
+            assert os.path.basename(__file__) in str(caught.value), way
 
 
 FOREVER = dict(
@@ -388,12 +434,47 @@ def test_all_threads_leave(case, seed):
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
+CHILD, MOST = "PALLAS_MGPU_TEST_SANITIZE", 300  # seconds
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CHILD not in os.environ, reason="test_on_a_gpu runs it"),
+]
+
+
+def marked(test):
+    for mark in on_a_gpu:
+        test = mark(test)
+    return test
+
 
 @pytest.mark.gpu
+@pytest.mark.skipif(CHILD in os.environ, reason="this is the other process")
+def test_on_a_gpu():
+    """The tests below, in a process of their own: a kernel that does not end is ended with it."""
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
+    environment = {**os.environ, CHILD: "1", "PALLAS_MGPU_SANITIZE": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    with subprocess.Popen(
+        [*command, "-n", "0", __file__],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
+        try:
+            text, _ = child.communicate(timeout=MOST)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            text, _ = child.communicate()
+            pytest.fail(f"a kernel did not end in {MOST} s:\n{text[-2000:]}", pytrace=False)
+    assert child.returncode == 0, text[-4000:]
+    assert re.search(r"\b[1-9]\d* passed", text), text[-2000:]
+
+
+@marked
 @pytest.mark.parametrize("body", KERNELS)
-def test_indices_on_a_gpu(body, monkeypatch):
+def test_indices_on_a_gpu(body):
     """An error with the line, and the context stays usable."""
-    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
     k = kernel(body)
     for i in KERNELS[body][0]:
         k(*map(plgpu.device_put, arguments(i)))
@@ -410,10 +491,9 @@ def test_indices_on_a_gpu(body, monkeypatch):
         np.testing.assert_array_equal(got[0][:n], got[1][:n])
 
 
-@pytest.mark.gpu
+@marked
 @pytest.mark.parametrize("body", ARRAYS)
-def test_arrays_of_indices_on_a_gpu(body, monkeypatch):
-    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
+def test_arrays_of_indices_on_a_gpu(body):
     k = kernel(body)
     for i in ARRAYS[body]:
         with pytest.raises(IndexError, match=rf"out of bounds: index {i} of") as caught:
@@ -422,10 +502,9 @@ def test_arrays_of_indices_on_a_gpu(body, monkeypatch):
     k(*map(plgpu.device_put, indices(6)))
 
 
-@pytest.mark.gpu
+@marked
 @pytest.mark.parametrize("body, what", [(forever, "barrier_wait"), (signalled, "semaphore_wait")])
-def test_waits_end_on_a_gpu(body, what, monkeypatch):
-    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
+def test_waits_end_on_a_gpu(body, what):
     k = plgpu.kernel(body, out_type=out(), **FOREVER)
     with pytest.raises(plgpu.DeadlockError, match=f"{what} of '.*' did not end") as caught:
         k(out=plgpu.device_put(np.ones(N, F32)))
@@ -434,19 +513,17 @@ def test_waits_end_on_a_gpu(body, what, monkeypatch):
     np.testing.assert_array_equal(kernel(load)(plgpu.device_put(arguments(5)[0]), x).numpy()[0], 5)
 
 
-@pytest.mark.gpu
-def test_ops_on_a_gpu_with_checks(monkeypatch, rng):
-    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
+@marked
+def test_ops_on_a_gpu_with_checks(rng):
     a, b = (rng.standard_normal((512, 512)).astype(np.float16) for _ in range(2))
     got = ops.matmul(plgpu.device_put(a), plgpu.device_put(b)).numpy()
     np.testing.assert_allclose(got, a.astype(F32) @ b.astype(F32), rtol=2e-2, atol=0.5)
 
 
-@pytest.mark.gpu
+@marked
 @pytest.mark.parametrize("case", range(len(LEAVING)))
-def test_all_threads_leave_on_a_gpu(case, monkeypatch):
+def test_all_threads_leave_on_a_gpu(case):
     """And a kernel that is right runs afterwards."""
-    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
     body, scratch, i, places, value = LEAVING[case]
     x = plgpu.device_put(np.arange(2 * N, dtype=F32))
     k = threads(body, scratch=scratch)
@@ -456,3 +533,71 @@ def test_all_threads_leave_on_a_gpu(case, monkeypatch):
     assert any(place(p) in str(caught.value) for p in places), str(caught.value)
     got = threads(before_a_section)(plgpu.device_put(np.array([3, 5], np.int32)), x).numpy()
     np.testing.assert_array_equal(got, np.arange(N) + np.array([[3], [5]]))
+
+
+@marked
+@pytest.mark.parametrize("body", MASKED)
+def test_slices_under_masks_on_a_gpu(body):
+    right, wrong = MASKED[body]
+    k = kernel(body)
+    for i in right:
+        k(*map(plgpu.device_put, arguments(i)))
+    for i, what in wrong.items():
+        with pytest.raises(IndexError, match=what):
+            k(*map(plgpu.device_put, arguments(i)))
+
+
+def in_a_cluster(i, x, o, tile, met):
+    """Both blocks store; i says which block's memory is read, and who arrives."""
+    me = lax.axis_index("c")
+    tile[...] = x[...]
+    pl.when(i[1] == 0)(lambda: plgpu.barrier_arrive(met))
+    plgpu.barrier_wait(met)  #: meets
+    o[me] = plgpu.cluster_ref(tile, {"c": i[0]})[...]  #: peer
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
+
+
+def cluster_kernel(**options):
+    return plgpu.kernel(
+        in_a_cluster,
+        out_type=out(2, N),
+        cluster=(2,),
+        cluster_names=("c",),
+        scratch_types=[plgpu.SMEM((N,), F32), plgpu.ClusterBarrier(collective_axes=("c",))],
+        **options,
+    )
+
+
+CLUSTER = [  # which block, whether the barrier is forgotten; what is reported, and where
+    ((2, 0), IndexError, "cluster_ref of 'tile' to index 2", "peer"),
+    ((-1, 0), IndexError, "cluster_ref of 'tile' to index -1", "peer"),
+    ((0, 1), plgpu.DeadlockError, "barrier_wait of 'met' did not end", "meets"),
+]
+
+
+@pytest.mark.parametrize("i, error, what, where", CLUSTER)
+def test_clusters_on_the_emulated_machine(i, error, what, where):
+    """Blocks of a cluster leave together."""
+    x = np.arange(N, dtype=F32)
+    lowered = cluster_kernel(interpret=True).lower(np.array(i, np.int32), x)
+    text, info = lowered.graph.cuda(
+        line=False, catalogue=False, check_indices=True, check_waits=True
+    )
+    for seed in range(4):
+        noted = []
+        outs = [np.zeros((2, N), F32)]
+        host.run_program(text, info, [np.array(i, np.int32), x], outs, seed, noted)
+        site = info["sites"][noted[1]]
+        assert noted[0] == 1 and f"{site[0]}:{site[1]}" == place(where)
+
+
+@marked
+@pytest.mark.parametrize("i, error, what, where", CLUSTER)
+def test_clusters_on_a_gpu(i, error, what, where):
+    k, x = cluster_kernel(), plgpu.device_put(np.arange(N, dtype=F32))
+    with pytest.raises(error, match=what) as caught:
+        k(plgpu.device_put(np.array(i, np.int32)), x)
+    assert place(where) in str(caught.value)
+    got = k(plgpu.device_put(np.array([1, 0], np.int32)), x).numpy()
+    np.testing.assert_array_equal(got, np.stack([np.arange(N)] * 2))
