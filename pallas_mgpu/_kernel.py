@@ -283,6 +283,7 @@ class Definition:
         positional = () if isinstance(self.scratch, Mapping) else self.scratch
         arguments = n if structure is None else len(structure[2])
         count = arguments + len(self.out_structure[2]) + len(positional)
+        named = len(_trace.parameter_names(self.body))
         names = iter(_trace.parameter_names(self.body, count))
         t.enter()
         e = _trace.Env(mesh, len(batch.sizes), self.devices)
@@ -299,7 +300,9 @@ class Definition:
                 arg_names = leaf_names(structure[2], arg_names)
             refs = [t.operand(_sizes.type_of(s), d, name) for (s, d), name in zip(specs, arg_names)]
             outs_of = self.out_structure[2]
-            out_names = leaf_names(outs_of, [next(names, "out") for _ in outs_of])
+            out_names = [next(names, "out") for _ in outs_of]
+            out_names = [x if arguments + k < named else "out" for k, x in enumerate(out_names)]
+            out_names = leaf_names(outs_of, out_names)
             begins_as = {o: i for i, o in self.aliases.items()}
             outs = [
                 t.output(_sizes.type_of(shape), o.dtype, name, alias=begins_as.get(k, -1))

@@ -914,27 +914,50 @@ static const char *both(pm_gen *e, const char *x, const char *y) {
   return x ? pm_str(e, "%s && %s", x, y) : y;
 }
 
+/* The coordinates of the element in a register; NULL: nobody asks. */
+static const char *const *coordinates(const access *a, const char *reg) {
+  pm_gen *e = a->e;
+  const pm_layout *l = a->l;
+  if (!e->options->check_indices) return NULL;
+  const char **at = pm_alloc(e->arena, PM_MAX_RANK * sizeof *at);
+  int64_t below = 1;
+  for (int d = l->rank - 1; d >= 0; below *= l->shape[d--]) {
+    const int dim = l->kind == PM_FLAT ? 0 : d;
+    pm_sum s;
+    coord_sum(l, REG, dim, &s);
+    at[d] = pm_coord_base(e, l, dim);
+    if (s.n) at[d] = pm_str(e, "%s + %s", at[d], pm_sum_text(e, &s, reg, 1));
+    if (l->kind == PM_FLAT && l->rank > 1)
+      at[d] = pm_str(e, "(%s) / %lld %% %lld", at[d], (long long)below, (long long)l->shape[d]);
+  }
+  return at;
+}
+
+static const char *inside(const access *a, pm_opid op, const char *condition, const char *reg) {
+  return pm_inside(a->e, op, coordinates(a, reg), condition, reg);
+}
+
 /* The condition for vector i as a whole; *parts: if it does not hold, elements have to be asked. */
 static const char *begin_masked(access *a, pm_val mask, bool *parts) {
   pm_gen *e = a->e;
   *parts = !is_whole(a, mask, a->vec);
   if (!*parts) {
     const char *c = both(e, a->valid, pm_at(e, mask, of_vector(a, "0")));
-    c = pm_inside(e, e->masked, a->l, c, of_vector(a, "0"));
+    c = inside(a, e->masked, c, of_vector(a, "0"));
     if (a->vec == 1) return c;
-    return pm_inside(e, e->masked, a->l, c, of_vector(a, pm_str(e, "%lld", (long long)a->vec - 1)));
+    return inside(a, e->masked, c, of_vector(a, pm_str(e, "%lld", (long long)a->vec - 1)));
   }
   pm_line(e, "bool whole = %s;", a->valid ? a->valid : "true");
   pm_begin_unrolled(e, "k", a->vec, 1);
   pm_line(e, "whole = whole && %s;",
-          pm_inside(e, e->masked, a->l, pm_at(e, mask, of_vector(a, "k")), of_vector(a, "k")));
+          inside(a, e->masked, pm_at(e, mask, of_vector(a, "k")), of_vector(a, "k")));
   pm_end_unrolled(e, a->vec, 1);
   return "whole";
 }
 
 static const char *element_condition(access *a, pm_val mask) {
   const char *k = of_vector(a, "k"), *c = both(a->e, a->valid, pm_at(a->e, mask, k));
-  return pm_inside(a->e, a->e->masked, a->l, c, k);
+  return inside(a, a->e->masked, c, k);
 }
 
 /* of element k of vector i: a vector lies in one piece */
@@ -1017,8 +1040,7 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
   const char *arguments = pm_at(e, value, a.i);
   if (*pm_attr(e->g, op, PM_ATTR_ATOMIC) == PM_ATOMIC_CAS)
     arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), a.i), arguments);
-  pm_line(e, "if (%s) %s%s(%s, %s);",
-          pm_inside(e, op, l, both(e, a.valid, pm_at(e, mask, a.i)), a.i),
+  pm_line(e, "if (%s) %s%s(%s, %s);", inside(&a, op, both(e, a.valid, pm_at(e, mask, a.i)), a.i),
           x ? pm_str(e, "%s[%s] = ", x, a.i) : "", fn, a.address, arguments);
   if (x) pm_line(e, "else zero<%s, 1>(&%s[%s]);", type, x, a.i);
   end_access(&a);

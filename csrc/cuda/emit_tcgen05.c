@@ -479,19 +479,21 @@ pm_code pm_cuda_STORE_TMEM(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* Does a thread that is no warp of a WARP_MAP issue products, or copies to tensor memory? */
-static bool threads_issue(const pm_gen *e) {
+/* Does the thread that comes to op issue products, or copies to tensor memory, itself? Warps of a
+ * WARP_MAP hear of the others by barriers. */
+static bool issues_itself(const pm_gen *e, pm_opid op) {
   const pm_graph *g = e->g;
-  for (pm_opid op = 1; op < g->ops.n; op++) {
-    const pm_opcode code = pm_get(g, op)->code;
+  const uint32_t own = pm_threads_of(g, op);
+  for (pm_opid k = 1; k < g->ops.n; k++) {
+    const pm_opcode code = pm_get(g, k)->code;
     if (code != PM_OP_TCGEN05_MMA && code != PM_OP_COPY_S2T && code != PM_OP_COPY_SCALES &&
         code != PM_OP_COPY_METADATA)
       continue;
-    pm_opid at = op;
+    pm_opid at = k;
     while (at && pm_get(g, at)->code != PM_OP_WARP_MAP) {
       at = g->blocks.at[pm_get(g, at)->parent].parent;
     }
-    if (!at) return true;
+    if (!at && (pm_threads_of(g, k) & own)) return true;
   }
   return false;
 }
@@ -499,7 +501,7 @@ static bool threads_issue(const pm_gen *e) {
 /* What each warp loaded or stored comes before the products that one lane of the thread issues.
  * Others hear of it by barriers, which have fences. */
 static pm_code meet_after(pm_gen *e, pm_opid op, const char *name, const char *wait) {
-  const bool fences = threads_issue(e);
+  const bool fences = issues_itself(e, op);
   pm_note(e, op, name);
   pm_line(e, "%s", wait);
   if (fences) pm_line(e, "tcgen05_fence_before();");

@@ -189,6 +189,7 @@ bool pm_is_elementwise(const pm_graph *g, pm_opid op);
 bool pm_is_view(const pm_graph *g, pm_opid op);
 /* Does the barrier order the tensor core? */
 bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);
+uint32_t pm_threads_of(const pm_graph *g, pm_opid op); /* bit per Pallas thread that may come */
 
 /* ---- ops and blocks (op.c, lane.c, block.c) ---------------------------------------------- */
 
@@ -395,8 +396,9 @@ void pm_print_meeting(pm_gen *e, pm_opid op, const char *who, const char *functi
                       const char *lanes);
 /* What must hold before the op accesses memory. */
 void pm_check_indices(pm_gen *e, pm_opid op);
-/* The condition of a masked access, and that the indices of element `reg` are inside. */
-const char *pm_inside(pm_gen *e, pm_opid op, const pm_layout *l, const char *condition,
+/* The condition of a masked access, and that the indices of element `reg` are inside, and where the
+ * element is in a slice: its coordinates along the dimensions of the access; NULL: a scalar. */
+const char *pm_inside(pm_gen *e, pm_opid op, const char *const *at, const char *condition,
                       const char *reg);
 /* `function(arguments)`, by all lanes; or by one, for which the others wait. */
 void pm_print_wait(pm_gen *e, pm_opid op, const char *function, const char *arguments);

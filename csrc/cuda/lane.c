@@ -27,8 +27,7 @@ static uint32_t region_of(const pm_graph *g, pm_opid op, pm_blk block) {
   return r;
 }
 
-/* Bit per Pallas thread that may come to the op. */
-static uint32_t threads_of(const pm_graph *g, pm_opid op) {
+uint32_t pm_threads_of(const pm_graph *g, pm_opid op) {
   uint32_t mask = (uint32_t)((UINT64_C(1) << g->n_threads) - 1);
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent;) {
     const pm_opid parent = g->blocks.at[b].parent;
@@ -237,7 +236,7 @@ static void note_wait(waits *w, pm_opid op) {
   while (pm_next_access(g, &a)) {
     if (a.where != PM_IN_BARRIER || a.writes) continue;
     const pm_val barrier = pm_view_base(g, a.view);
-    const uint32_t threads = threads_of(g, op);
+    const uint32_t threads = pm_threads_of(g, op);
     if (w->in_region || w->in_warps) w->inside[barrier] |= threads;
     if (!w->in_region || w->in_warps) w->outside[barrier] |= threads; /* all lanes know phases */
   }

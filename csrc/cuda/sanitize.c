@@ -183,25 +183,12 @@ void pm_check_indices(pm_gen *e, pm_opid op) {
   }
 }
 
-/* The coordinate along d of the element in a register, of all that have the layout. */
-static const char *coordinate(pm_gen *e, const pm_layout *l, uint32_t d, const char *reg) {
-  const int dim = l->kind == PM_FLAT ? 0 : (int)d;
-  pm_sum s;
-  pm_coord_regs(l, dim, &s);
-  const char *x = pm_coord_base(e, l, dim);
-  if (s.n) x = pm_str(e, "%s + %s", x, pm_sum_text(e, &s, reg, 1));
-  if (l->kind != PM_FLAT || l->rank == 1) return x;
-  int64_t below = 1;
-  for (int k = l->rank - 1; k > (int)d; k--) below *= l->shape[k];
-  return pm_str(e, "(%s) / %lld %% %lld", x, (long long)below, (long long)l->shape[d]);
-}
-
 /* Under a mask that is an array, the elements of a slice are inside one by one. */
-static void put_starts(pm_gen *e, pm_opid op, const pm_layout *l, const char *reg, pm_text *t) {
+static void put_starts(pm_gen *e, pm_opid op, const char *const *at, pm_text *t) {
   const pm_graph *g = e->g;
   const pm_val view = pm_in(g, op, 0);
   const pm_opid def = pm_value_of(g, view)->def;
-  if (!l || !def || !pm_has_attr(g, def, PM_ATTR_STARTS) || mask_of(e, op)) return;
+  if (!at || !def || !pm_has_attr(g, def, PM_ATTR_STARTS) || mask_of(e, op)) return;
   const pm_val of = pm_in(g, def, 0);
   uint32_t n, n_dims = 0, n_strides, next = 1, kept = 0;
   const int64_t *starts = pm_attr_list(g, def, PM_ATTR_STARTS, &n);
@@ -215,16 +202,14 @@ static void put_starts(pm_gen *e, pm_opid op, const pm_layout *l, const char *re
     if (starts[d] != PM_DYNAMIC) continue;
     const pm_val start = pm_in(g, def, next++);
     const int64_t along = dropped ? -1 : j < n_dims ? dims[j] : (int64_t)j;
-    if (!dropped && (along < 0 || along >= l->rank)) continue; /* an array indexes it */
+    if (!dropped && (along < 0 || !at[along])) continue; /* an array indexes it */
     const int64_t stride = n_strides ? strides[d] : 1, span = dropped ? 0 : (sizes[d] - 1) * stride;
     const uint32_t extent = pm_whole_extent(g, of, d);
     const int64_t least = extent ? g->sizes.at[extent].least : pm_typeof(g, of)->dim[d];
     int64_t lo, hi;
     if (pm_range(g, start, &lo, &hi) && lo >= 0 && hi + span < least) continue;
     const char *x = pm_scalar_of(e, start);
-    if (!dropped)
-      x = pm_str(e, "%s + (%s) * %lld", x, coordinate(e, l, (uint32_t)along, reg),
-                 (long long)stride);
+    if (!dropped) x = pm_str(e, "%s + (%s) * %lld", x, at[along], (long long)stride);
     const char *most = extent ? pm_str(e, "%s - 1", pm_size_text(e, extent))
                               : pm_str(e, "%lld", (long long)least - 1);
     const pm_program_site s = {.ref = ref_name(e, view),
@@ -236,7 +221,7 @@ static void put_starts(pm_gen *e, pm_opid op, const pm_layout *l, const char *re
   }
 }
 
-const char *pm_inside(pm_gen *e, pm_opid op, const pm_layout *l, const char *condition,
+const char *pm_inside(pm_gen *e, pm_opid op, const char *const *at, const char *condition,
                       const char *reg) {
   const pm_graph *g = e->g;
   uint32_t n = 0;
@@ -247,7 +232,7 @@ const char *pm_inside(pm_gen *e, pm_opid op, const pm_layout *l, const char *con
   const pm_type *type = pm_typeof(g, view);
   pm_text_init(&t, e->arena);
   pm_put(&t, strcmp(condition, "true") ? condition : "");
-  put_starts(e, op, l, reg, &t);
+  put_starts(e, op, at, &t);
   for (uint32_t d = 0; d < n; d++) {
     int64_t lo, hi;
     if (dims[d] >= 0) continue;

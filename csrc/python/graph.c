@@ -473,16 +473,17 @@ static void *buffer_of(const pm_graph *g, uint32_t k, PyObject *o) {
 static PyObject *run(run_job *j, PyObject *arrays) {
   PyObject *seq = PySequence_Fast(arrays, "interpret: expected a list of NumPy arrays");
   if (!seq) return NULL;
-  uint32_t n = j->g->n_operands + j->g->n_outputs;
+  const uint32_t each = j->g->n_operands + j->g->n_outputs;
+  const uint32_t n = each * (uint32_t)pm_n_devices(j->g);
   bool ok = PySequence_Fast_GET_SIZE(seq) == n;
-  if (!ok) fail(PM_E_VALUE, "interpret: one array is needed per operand and output");
+  if (!ok) fail(PM_E_VALUE, "interpret: each device needs one array per operand and output");
   j->buffers = PyMem_Calloc(n + 1, sizeof *j->buffers);
   if (ok && !j->buffers) {
     PyErr_NoMemory();
     ok = false;
   }
   for (uint32_t k = 0; ok && k < n; k++) {
-    j->buffers[k] = buffer_of(j->g, k, PySequence_Fast_GET_ITEM(seq, k));
+    j->buffers[k] = buffer_of(j->g, k % each, PySequence_Fast_GET_ITEM(seq, k));
     ok = j->buffers[k] != NULL;
   }
   if (ok) {

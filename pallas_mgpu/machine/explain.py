@@ -23,7 +23,9 @@ from .._races import Race, RaceAccess
 _DECLARED = re.compile(
     r"( *)const u32 (\w+) = smem \+ (\d+)(?: \+ wg \* (\d+))?; // (?:smem )?(\w+)\[([\d,]*)\](.*)"
 )
-_IN_GRAPH = re.compile(r'%(\S+)_\d+ = alloc_(?!tmem)\w+ \{.*?\boffset = (\d+).*// ".*":(\d+)$', re.M)
+_IN_GRAPH = re.compile(
+    r'%(\S+)_\d+ = alloc_(?!tmem)\w+ \{.*?\boffset = (\d+).*// ".*":(\d+)$', re.M
+)
 _IN_TENSOR_MEMORY = re.compile(
     r" *const u32 (\w+) = tmem \+ (\d+); // tmem (\w+)\[([\d,]*)\], (\w+), (\d+) in 32 bits"
 )
@@ -347,15 +349,13 @@ def _tuple(xs):
 # ---- messages ------------------------------------------------------------------------------------
 
 
-# by the first access to tensor memory: its touch, and whether it is one of the tensor core
-_TENSOR_MEMORY = {
-    ("read", False): "call plgpu.wait_load_tmem() after the load, and plgpu.barrier_arrive if another"
-    " thread issues the second",
-    ("write", False): "call plgpu.commit_tmem() after the store, and plgpu.barrier_arrive if another"
-    " thread issues the second",
-    ("read", True): "wait for the first: a barrier of plgpu.tcgen05_commit_arrive",
-    ("write", True): "wait for the first: a barrier of plgpu.tcgen05_commit_arrive",
-}
+def _tensor_memory(first):
+    """What an access to tensor memory lacks after it."""
+    if "tensor core" in first["agent"]:
+        return "wait for the first: a barrier of plgpu.tcgen05_commit_arrive"
+    call, what = {"read": ("wait_load_tmem", "load")}.get(first["touch"], ("commit_tmem", "store"))
+    other = "and plgpu.barrier_arrive if another thread issues the second"
+    return f"call plgpu.{call}() after the {what}, {other}"
 
 
 def _wait_for(names, access):
@@ -374,7 +374,7 @@ def _remedy(names, lacks, first, second):
     """What to change in the kernel."""
     engine = "product" if "tensor core" in second["agent"] else "copy"
     if lacks == "tensor":
-        return _TENSOR_MEMORY[first["touch"], "tensor core" in first["agent"]]
+        return _tensor_memory(first)
     if lacks == "fence":
         return (
             f"call plgpu.commit_smem() before the {engine}, in the thread that stores or issues it"

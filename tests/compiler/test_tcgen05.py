@@ -10,6 +10,7 @@ import pytest
 from tcgen05_kernels import E2M1, E8M0, F8, Product
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import lax
 from pallas_mgpu.machine.run import run as run_on_machine
 
 BF16 = ml_dtypes.bfloat16
@@ -145,22 +146,24 @@ def test_moves(move, rng):
         value = plgpu.load(x, layout=layout, optimized=False)
         plgpu.async_store_tmem(tmem, value)
         plgpu.commit_tmem()
-        o[...] = plgpu.async_load_tmem(tmem, layout=other)
+        block = lax.axis_index("pair") if pair else 0
+        o[block] = plgpu.async_load_tmem(tmem, layout=other)
         plgpu.wait_load_tmem()
 
     x = rng.integers(-3, 4, (rows, columns)).astype(dtype)
+    blocks = 1 + pair
     cluster = dict(cluster=(2,), cluster_names=("pair",)) if pair else {}
     kernel = plgpu.kernel(
         body,
-        out_type=x,
+        out_type=plgpu.ShapeDtypeStruct((blocks, *x.shape), dtype),
         scratch_types=[plgpu.TMEM(x.shape, dtype, packed=packed, collective=pair)],
         **cluster,
     )
     lowered = kernel.lower(x, target="sm_100a")
     for seed in range(3):
-        got = np.zeros_like(x)
+        got = np.zeros((blocks, *x.shape), dtype)
         run_on_machine(lowered, [x], [got], seed=seed)
-        assert got.tobytes() == x.tobytes()
+        assert got.tobytes() == x.tobytes() * blocks
     assert not lowered.resources()["remarks"]
 
 

@@ -3,7 +3,7 @@
 `python tests/mutants/kernel_mutants.py [--only TEXT ...] [--jobs N] [--list]`
 
 The kernels are those of `pallas_mgpu.ops`, called with small arrays and configurations that go
-through every ring more than once, and the examples. A mutant is the graph of a call, as traced, in
+through every ring more than once, those of `ops.distributed` on a mesh, and the examples. A mutant is the graph of a call, as traced, in
 which one op is changed that a run of the kernel comes to:
 
     drop       a wait, an arrival, a commit, a fence or a section's end is left out
@@ -53,7 +53,8 @@ SEEDS = range(5)
 class Kernel:
     name: str
     text: str  # of the traced graph
-    arrays: list
+    arrays: list  # of the first device
+    others: tuple = ()  # those of the other devices
 
 
 def array(*shape, dtype=np.float16, seed=0):
@@ -159,18 +160,46 @@ def of_blackwell():
     yield "tcgen05", ops.matmul, (array(392, 264), array(264, 72)), dict(config=C(64, False, 2))
     pairs = array(264, 200), array(200, 136)
     yield "tcgen05, pairs", ops.matmul, pairs, dict(config=C(128, stages=2, dynamic=False))
+    q, k, v = (array(1, n, 1, 64, seed=n) for n in (130, 264, 265))
+    scores = dict(causal=True, config=ops.TensorMemoryAttentionConfig(2))
+    yield "tcgen05, attention", ops.attention, (q, k, v[:, :264]), scores
+    x, w = array(40, 256), array(72, 256, dtype=np.int8)
+    few = dict(config=ops.TensorMemoryMixedConfig(32, 2, 64))
+    yield "tcgen05, mixed", ops.mixed_matmul, (x, w, np.ones((2, 72), F32)), few
+
+
+def on_meshes():
+    """Collectives: (name, arrays of all devices by operand, options)"""
+    n = 3
+
+    def each(*shape, dtype=F32):
+        return [array(*shape, dtype=dtype, seed=d) for d in range(n)]
+
+    yield "all_gather", (each(2, 40),), {}
+    yield "reduce_scatter", (each(3, 40),), {}
+    yield "all_reduce", (each(3, 50),), dict(one_shot=False)
+    yield "all_reduce", (each(3, 50),), dict(one_shot=True)
+    yield "all_to_all", (each(6, 40),), {}
+    products = each(64, 128, dtype=F16), each(128, 64, dtype=F16)
+    yield "all_gather_matmul", products, {}
+    yield "matmul_reduce_scatter", (each(192, 64, dtype=F16), each(64, 64, dtype=F16)), {}
+    yield "matmul_all_reduce", products, {}
+    yield "all_reduce_rms_norm", (each(3, 40), each(3, 40), each(40)), dict(one_shot=False)
+    sizes = [np.array(s, np.int32) for s in ([1, 3, 0], [2, 0, 2], [0, 1, 3])]
+    yield "ragged_all_to_all", (each(4, 40), sizes), dict(capacity=8)
 
 
 def kernels():
     """All kernels."""
     yield from of_configured(of_ops(), None)
     yield from of_configured(of_blackwell(), "sm_100a")
+    yield from of_collectives()
     for name, call in of_training():
         for k, (text, arrays) in enumerate(recorded(call)):
             yield Kernel(f"{name}.{k}", text, arrays)
     for path in sorted(EXAMPLES.glob("*.py")):
         if "plgpu.spmd" in path.read_text():
-            continue  # kernels on meshes: tests/distributed plants errors in those
+            continue  # the collectives are above
         for k, (text, arrays) in enumerate(calls_of(path)):
             yield Kernel(f"{path.stem}.{k}", text, arrays)
 
@@ -191,6 +220,41 @@ def of_configured(calls, target):
         kernel = getattr(made, "product", made)
         text = kernel.lower(*arrays, target=target).as_text("traced")
         yield Kernel(name, text, [np.array(x) for x in arrays])
+
+
+def of_collectives():
+    """The calls of on_meshes; a collective's own kernel is made by plgpu.spmd."""
+    from pallas_mgpu.ops import distributed
+
+    for name, arrays, options in on_meshes():
+        mesh, found = plgpu.DeviceMesh(len(arrays[0]), "x"), []
+        real, distributed.Collective.__call__ = (
+            distributed.Collective.__call__,
+            lambda self, *given, out=None, found=found: found.append((self, given)),
+        )
+        try:
+            with contextlib.suppress(TypeError):  # there is no result
+                function(name)(*arrays, mesh, blocks=1, interpret=True, **options)
+        finally:
+            distributed.Collective.__call__ = real
+        collective, given = found[0]
+        text = collective.lower(*(x[0] for x in given)).as_text("traced")
+        rows = [[np.array(x[d]) for x in given] for d in range(mesh.size)]
+        way = "".join(f", {k} {v}" for k, v in options.items() if k == "one_shot")
+        yield Kernel(f"{name}{way}", text, rows[0], tuple(rows[1:]))
+
+
+def function(name):
+    """Of one of the modules of collectives."""
+    from pallas_mgpu.ops import (
+        distributed,
+        distributed_matmul,
+        distributed_norms,
+        distributed_ragged,
+    )
+
+    modules = distributed, distributed_matmul, distributed_norms, distributed_ragged
+    return next(getattr(m, name) for m in modules if hasattr(m, name))
 
 
 def calls_of(path):
@@ -618,15 +682,16 @@ def generated(kernel):
 
 
 def buffers(kernel):
-    """Operands and outputs; an output in the memory of an operand is that array."""
-    arrays = [x.copy() for x in kernel.arrays]
-    outs = []
+    """Of each device, operands and outputs; an output in the memory of an operand is that array."""
     args = next(x for x in kernel.text.splitlines() if x.startswith("  args "))
-    for alias, dtype, dims in re.findall(r"out(?:\((\d+)\))? %\S+: gmem (\w+)\[([\d,]*)\]", args):
-        shape = tuple(int(d) for d in dims.split(",") if d)
-        dtype = getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
-        outs.append(arrays[int(alias)] if alias else np.zeros(shape, dtype))
-    return arrays, outs
+    made = re.findall(r"out(?:\((\d+)\))? %\S+: gmem (\w+)\[([\d,]*)\]", args)
+    for row in (kernel.arrays, *kernel.others):
+        arrays, outs = [x.copy() for x in row], []
+        for alias, dtype, dims in made:
+            shape = tuple(int(d) for d in dims.split(",") if d)
+            dtype = getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
+            outs.append(arrays[int(alias)] if alias else np.zeros(shape, dtype))
+        yield arrays, outs
 
 
 def lowered(text):
@@ -638,26 +703,30 @@ def host_arrays(kernel):
     """As a lowered graph has them: elements below 8 bits share bytes."""
     from pallas_mgpu.machine import run as host
 
-    arrays = [x for group in buffers(kernel) for x in group]
+    arrays = [x for row in buffers(kernel) for group in row for x in group]
     return [host.packed(x) if x.dtype.name in host.SMALL else x for x in arrays]
 
 
 def interpreted(kernel, graph, seed):
+    """On a mesh the memory in which devices meet counts as written: it lasts."""
     found, arrays = [], host_arrays(kernel)
-    outs = arrays[len(kernel.arrays) :]
-    graph.interpret(arrays, seed, races=found, uninitialized=True)
+    each = len(arrays) // (1 + len(kernel.others))
+    graph.interpret(arrays, seed, races=found, uninitialized=not kernel.others)
     races = [x[5] for x in found if len(x) > 3]
     if races:
         raise plgpu.RaceError(races[0])
-    return [x.tobytes() for x in outs]
+    return [x.tobytes() for k, x in enumerate(arrays) if k % each >= len(kernel.arrays)]
 
 
 def emulated(kernel, graph, seed):
     from pallas_mgpu.machine import run as host
 
-    arrays, outs = buffers(kernel)
-    host.run(graph, arrays, outs, seed)
-    return [x.tobytes() for x in outs]
+    args, outs = zip(*buffers(kernel))
+    if kernel.others:
+        host.run_mesh(graph, args, outs, seed, written=True)
+    else:
+        host.run(graph, args[0], outs[0], seed)
+    return [x.tobytes() for row in outs for x in row]
 
 
 JUDGES = {"interpreter": interpreted, "emulator": emulated}

@@ -169,10 +169,11 @@ def matrix(i, x, o, tiles, bars):
 
 
 MASKED = {  # starts that are right, that are wrong; the element that is outside
-    overhang: ((0, N - 20), {N - 19: "index 64 of dimension 0", -1: "index -1 of dimension 0"}),
+    overhang: ((0, N - 20), dict.fromkeys((N - 19, -1), "dimension 0 lies outside 'x'")),
     matrix: (
         (0, N - 20, N + 5),
-        {N - 18: "index 64 of dimension 1", 2 * N: "index 2 of dimension 0", -N: "index -1 of"},
+        {N - 18: "dimension 1 lies outside 'tiles'"}
+        | dict.fromkeys((2 * N, -N), "dimension 0 lies outside 'tiles'"),
     ),
 }
 

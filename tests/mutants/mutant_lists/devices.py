@@ -1283,8 +1283,8 @@ breaks(
     MASKS,
     scalar_masks_are_true=(
         "pm_cuda_MASKED_STORE",
-        'pm_begin(e, "if (%s) {", pm_inside(e, op, pm_at(e, mask, "0"), "0"));',
-        'pm_begin(e, "if (%s || true) {", pm_inside(e, op, pm_at(e, mask, "0"), "0"));',
+        'pm_begin(e, "if (%s) {", pm_inside(e, op, NULL, pm_at(e, mask, "0"), "0"));',
+        'pm_begin(e, "if (%s || true) {", pm_inside(e, op, NULL, pm_at(e, mask, "0"), "0"));',
     ),
     other_lanes_keep_no_result=(
         "atomic_scalar",
