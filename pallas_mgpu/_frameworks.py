@@ -72,7 +72,9 @@ class Placeholder:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __rtruediv__ = __matmul__ = __rmatmul__ = __getitem__ = __neg__ = __pow__ = __array__ = _refuse
-    __len__ = __iter__ = __bool__ = __float__ = __int__ = _refuse
+    __len__ = __iter__ = __bool__ = __float__ = __int__ = __setitem__ = __abs__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __torch_function__ = _refuse
+    __hash__ = object.__hash__
 
     def __getattr__(self, name):
         if name.startswith("_"):

@@ -96,7 +96,16 @@ def _is_array(x):
 
 
 def _spec(x):
-    return ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
+    return ShapeDtypeStruct(_ints(x.shape), x.dtype) if _is_array(x) else x
+
+
+def _ints(shape):
+    if not all(isinstance(d, int) for d in shape):
+        raise NotImplementedError(
+            f"an argument of a kernel has the symbolic shape {shape}; export the function for each"
+            " shape"
+        )
+    return shape
 
 
 def _described(x):
@@ -107,16 +116,32 @@ def _described(x):
 
 
 def _specs(avals):
-    return [(tuple(a.shape), _core.as_dtype(np.dtype(a.dtype))) for a in avals]
+    return [(_ints(tuple(a.shape)), _core.as_dtype(np.dtype(a.dtype))) for a in avals]
+
+
+def varying(aval):
+    """Axes of a mesh along which arrays of a type differ between devices, under shard_map."""
+    return aval.mat.varying if hasattr(aval, "mat") else getattr(aval, "vma", frozenset())
+
+
+def _varies(like, axes, rank):
+    """What a type of this rank needs besides to vary along axes, as the type `like` does."""
+    none = jax.sharding.PartitionSpec(*[None] * rank)
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), none)
+    if hasattr(like, "mat"):
+        return {"sharding": sharding, "manual_axis_type": like.mat.update(varying=axes)}
+    return {"sharding": sharding, "vma": axes}
 
 
 @call_p.def_abstract_eval
 def _abstract(*avals, kernel, structure):
     definition = kernel.definition
     outs = definition.output_specs(structure, _specs(avals))
-    vma = frozenset().union(*(getattr(a, "vma", frozenset()) for a in avals))
-    options = {"vma": vma} if vma else {}
-    return [jax.core.ShapedArray(shape, dtype, **options) for shape, dtype in outs]
+    axes = frozenset().union(*map(varying, avals))
+    return [
+        jax.core.ShapedArray(s, d, **_varies(avals[0], axes, len(s)) if axes else {})
+        for s, d in outs
+    ]
 
 
 @call_p.def_impl

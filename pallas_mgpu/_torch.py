@@ -12,6 +12,7 @@ have kept a kernel of these very sizes.
 
 _torch_ops.py makes operators of the functions of `ops`."""
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -37,6 +38,14 @@ def library_of(namespace):
     return _LIBRARIES[namespace]
 
 
+class _State(threading.local):
+    deriving = False  # does a fake implementation of ours run?
+    dispatching = False  # must calls of operators go through the dispatcher?
+
+
+_state = _State()
+
+
 # ---- the direct path -----------------------------------------------------------------------------
 
 # What is private in torch is looked up once. Where one of these is missing, every call goes through
@@ -51,6 +60,7 @@ def _find_probes():
             c._len_torch_dispatch_stack,
             c._len_torch_function_stack,
             c._is_any_autocast_enabled,
+            c._get_tracing_state,
             c._functorch.maybe_current_level,
         )
         for probe in probes:
@@ -61,6 +71,11 @@ def _find_probes():
 
 
 _PROBES = _find_probes()
+
+
+def in_torch_func():
+    """Is there a level of torch.func (grad, vmap and others)?"""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _in_dual_level():
@@ -79,22 +94,25 @@ def _refuse_tangents(qualname, args):
 
 def _is_direct(args):
     """May the function be called without the dispatcher?"""
-    if _PROBES is None or _in_dual_level():
+    if _PROBES is None or _in_dual_level() or _state.dispatching:
         return False
-    dispatch, function, autocast, level = _PROBES
-    if dispatch() or function() or autocast() or level() is not None:
+    dispatch, function, autocast, tracing, level = _PROBES
+    if dispatch() or function() or autocast() or tracing() or level() is not None:
         return False
     recording = None
-    for x in args:
-        if not isinstance(x, Tensor):
-            continue
-        if type(x) not in _PLAIN or not x.is_contiguous():
-            return False
-        if x.requires_grad:
-            if recording is None:
-                recording = torch.is_grad_enabled()
-            if recording:
+    try:
+        for x in args:
+            if not isinstance(x, Tensor):
+                continue
+            if type(x) not in _PLAIN or not x.is_contiguous():
                 return False
+            if x.requires_grad:
+                if recording is None:
+                    recording = torch.is_grad_enabled()
+                if recording:
+                    return False
+    except RuntimeError:  # of a layout without is_contiguous
+        return False
     return True
 
 
@@ -161,13 +179,6 @@ def _size(d):
 
 
 # ---- kernels on fake tensors ---------------------------------------------------------------------
-
-
-class _State(threading.local):
-    deriving = False  # does a fake implementation of ours run?
-
-
-_state = _State()
 
 
 def _dtype_of(x):
@@ -245,15 +256,38 @@ def _what(target):
     return f"kernel {target.__name__}"
 
 
+def _lies_elsewhere(x):
+    return x.device.type not in ("cpu", "cuda") or x.layout != torch.strided
+
+
 def has_no_memory(x):
     """Is this tensor something that a kernel cannot read?"""
-    if type(x) not in _PLAIN or x.device.type not in ("cpu", "cuda") or x.layout != torch.strided:
+    if type(x) not in _PLAIN or _lies_elsewhere(x):
         return True
     try:
         x.data_ptr()  # not of those that torch.func wraps
     except RuntimeError:
         return True
     return False
+
+
+def _only_has_methods(x):
+    """Is this a subclass of Tensor with memory like any other?"""
+    return type(x) not in _PLAIN and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _as_tensor(x):
+    return x.as_subclass(Tensor) if isinstance(x, Tensor) and _only_has_methods(x) else x
+
+
+def _refuse_elsewhere(what, x):
+    if x.device.type not in ("cpu", "cuda"):
+        raise TypeError(
+            f"{what}: an argument is a tensor on device {x.device}; tensors of the CPU and of CUDA"
+            " devices are accepted"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{what}: an argument is a {x.layout} tensor; pass x.to_dense()")
 
 
 def call_special(target, args, kwargs):
@@ -265,21 +299,16 @@ def call_special(target, args, kwargs):
             return _fake_family(target, args, kwargs)
         return _fake_kernel(target, args, kwargs.get("out"))
     operator = _operator_of(target)
-    if operator is not None:
-        return operator(*args, **kwargs)
-    plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if plain and type(x) not in _PLAIN:  # a subclass that only has other methods
-        unwrapped = tree.map(
-            lambda t: t.as_subclass(Tensor) if isinstance(t, Tensor) else t, (args, kwargs)
-        )
+    if operator is not None and not _state.dispatching:
+        _state.dispatching = True
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            _state.dispatching = False
+    if _only_has_methods(x):
+        unwrapped = tree.map(_as_tensor, (args, kwargs))
         return target(*unwrapped[0], **unwrapped[1])
-    if x.device.type not in ("cpu", "cuda"):
-        raise TypeError(
-            f"{_what(target)}: an argument is a tensor on device {x.device}; tensors of the CPU and"
-            " of CUDA devices are accepted"
-        )
-    if x.layout is not torch.strided:
-        raise TypeError(f"{_what(target)}: an argument is a {x.layout} tensor; pass x.to_dense()")
+    _refuse_elsewhere(_what(target), x)
     raise TypeError(
         f"{_what(target)}: an argument is a {type(x).__name__} that has no memory of its own. Under"
         " torch.compile, torch.export, torch.func and modes, only operators can be called: the"
@@ -522,18 +551,42 @@ except ImportError:
     from torch.autograd import Function as _Function
 
 
+@contextlib.contextmanager
+def _outer_levels_record():
+    """A Function switches gradients off while its forward runs, which is meant for its own level of
+    torch.func only: those outside have still to record the operator, and see its tangents."""
+    forward_mode = torch._C._is_fwd_grad_enabled()
+    torch._C._set_fwd_grad_enabled(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._set_fwd_grad_enabled(forward_mode)
+
+
 def _below_autograd(op, keyset, args):
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _in_forward(op, keyset, args):
+    """Below autograd, from the forward of a Function."""
+    if not in_torch_func():
+        return _below_autograd(op, keyset, args)
+    with _outer_levels_record():
+        return _below_autograd(op, keyset, args)
 
 
 def _records(args):
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-def _autograd(op, qualname, signature, backward, written):
+def _autograd(op, qualname, signature, backward, written, complete):
     """The implementation for autograd. backward: as `torch_op` takes it; written: positions of
-    arguments that a caller will write to, which therefore are not saved."""
+    arguments that a caller will write to, which therefore are not saved; complete: backward has
+    gradients for all tensors that may have one, so None for a tensor that requires grad is an
+    error."""
+    names = [*signature.parameters]
     defaults = [p.default for p in signature.parameters.values()]
     if backward is None:
         setup, backward = lambda ctx, inputs, output: None, _refusing_backward(qualname)
@@ -545,7 +598,7 @@ def _autograd(op, qualname, signature, backward, written):
 
     def forward(ctx, *given):
         *args, keyset = given
-        result = _below_autograd(op, keyset, args)
+        result = _in_forward(op, keyset, args)
         setup(ctx, (*args, *defaults[len(args) :]), result)
         ctx.given = len(args)
         return result
@@ -553,7 +606,14 @@ def _autograd(op, qualname, signature, backward, written):
     def backward_of_node(ctx, *grads):
         result = backward(ctx, *grads)
         result = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        return *result[: ctx.given], None
+        result = result[: ctx.given]
+        for name, g, needed in zip(names, result, ctx.needs_input_grad) if complete else ():
+            if needed and g is None:
+                raise NotImplementedError(
+                    f"{qualname} has no gradient by {name}, which requires grad; pass"
+                    f" {name}.detach()"
+                )
+        return *result, None
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_node)}
     node = type(f"{qualname.replace('::', '_')}_backward", (_Function,), methods)
@@ -615,8 +675,9 @@ def _mutated(signature, mutates, fn):
     return mutates, [names.index(m) for m in mutates]
 
 
-def make_operator(fn, name, mutates, backward, fake, autocast=()):
-    """See `torch_op`; autocast: names of parameters that autocast converts."""
+def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False):
+    """See `torch_op`; autocast: names of parameters that autocast converts; complete: see
+    `_autograd`."""
     signature = _parameters(fn, mutates)
     name = name or fn.__name__
     if not isinstance(name, str) or name.count("::") > 1:
@@ -644,7 +705,7 @@ def make_operator(fn, name, mutates, backward, fake, autocast=()):
         rule = _autograd_of_mutation(op, qualname, positions)
         library.impl(opname, rule, "Autograd", with_keyset=True)
     else:
-        rule = _autograd(op, qualname, signature, backward, positions)
+        rule = _autograd(op, qualname, signature, backward, positions, complete)
         library.impl(opname, rule, "Autograd", with_keyset=True)
         by_launch = isinstance(fn, _core.Kernel) and not isinstance(backward, tuple)
         rule = _mapped_kernel(fn, qualname, backward) if by_launch else _loop(op)
@@ -665,12 +726,12 @@ def _implementation(fn, qualname, positions):
     strides = isinstance(fn, _core.Kernel)  # kernels read tensors of a GPU through their strides
 
     def implementation(*args):
-        args = [
-            x.contiguous()
-            if isinstance(x, Tensor) and i not in positions and not (strides and x.is_cuda)
-            else x
-            for i, x in enumerate(args)
-        ]
+        args = [_as_tensor(x) for x in args]
+        for i, x in enumerate(args):
+            if isinstance(x, Tensor):
+                _refuse_elsewhere(qualname, x)
+                if i not in positions and not (strides and x.is_cuda):
+                    args[i] = x.contiguous()
         result = fn(*args)
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if x is not None and any(x is a for a in args):
@@ -821,6 +882,7 @@ class _Plan:
             for o, i in self.aliases.items():
                 outs[o] = leaves[i]
             self.target(*args, out=tuple(outs), **options)
+            torch.autograd.graph.increment_version([leaves[i] for i in self.aliases.values()])
         return tree.unflatten(self.result_structure, [outs[i] for i in self.results])
 
 

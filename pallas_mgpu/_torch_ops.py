@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _core
 from . import ops as _ops
-from ._torch import OPERATORS, library_of, make_operator
+from ._torch import OPERATORS, in_torch_func, library_of, make_operator
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
 
@@ -31,7 +31,7 @@ def _operator(fake, backward=None, autocast=(), name=None):
     def make(fn):
         called = name or fn.__name__
         qualname = f"pallas_mgpu::{called}"
-        made = _MADE[called] = make_operator(fn, qualname, (), backward, fake, autocast)
+        made = _MADE[called] = make_operator(fn, qualname, (), backward, fake, autocast, True)
         return made
 
     return make
@@ -59,8 +59,6 @@ def _matmul_fake(a, b, bias=None, scale_a=None, scale_b=None, activation=None, o
 
 def _matmul_setup(ctx, inputs, output):
     a, b, bias, _, _, activation, _, ctx.ta, ctx.tb, ctx.invariant = inputs
-    if max(a.ndim, b.ndim) > 2:
-        raise NotImplementedError("pallas_mgpu::matmul has no gradient for batches of matrices")
     if a.dtype.itemsize == 1:
         raise NotImplementedError("pallas_mgpu::matmul has no gradient for 8-bit floats")
     ctx.activation, ctx.bias = activation, None if bias is None else bias.dtype
@@ -92,12 +90,19 @@ def _matmul_backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         found[0] = matmul(b, g, transpose_a=tb, transpose_b=True) if ta else matmul(
             g, b, transpose_b=not tb)  # fmt: skip
+        found[0] = _over_batches(found[0], a)
     if ctx.needs_input_grad[1]:
         found[1] = matmul(g, a, transpose_a=True, transpose_b=ta) if tb else matmul(
             a, g, transpose_a=not ta)  # fmt: skip
+        found[1] = _over_batches(found[1], b)
     if ctx.bias is not None and ctx.needs_input_grad[2]:
         found[2] = column_sums(grad, ctx.bias)
     return tuple(found)
+
+
+def _over_batches(grad, x):
+    """The gradient of x, which a batch may share."""
+    return grad if grad.shape == x.shape else grad.sum_to_size(x.shape)
 
 
 @_operator(_matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"), "matmul")
@@ -745,12 +750,16 @@ def _linear_entropy_fake(x, weight, targets, ignore_index=-100, chunk=0, of_x=Tr
 
 
 def _linear_entropy_setup(ctx, inputs, output):
-    ctx.save_for_backward(output[1], output[2])
+    ctx.save_for_backward(output[1], output[2], inputs[0], inputs[1])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _linear_entropy_backward(ctx, grad, *_):
-    dx, dw = ctx.saved_tensors
+    dx, dw, x, weight = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # it is recorded, too
+        found = linear_cross_entropy_backward(grad, x, weight, dx, dw)
+        found = (g if n else None for g, n in zip(found, ctx.needs_input_grad))
+        return *found, *(None,) * 5
     dx = dx * grad.to(dx.dtype) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, *(None,) * 5
@@ -760,7 +769,16 @@ def _linear_entropy_backward(ctx, grad, *_):
     return dx, dw, *(None,) * 5
 
 
-@_operator(_linear_entropy_fake, (_linear_entropy_setup, _linear_entropy_backward))
+@_operator(lambda grad, x, weight, dx, dw: (_like(dx), _like(dw)))
+def linear_cross_entropy_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients for one of the loss. It has no gradient itself: x and weight are arguments so
+    that second derivatives are refused."""
+    return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype)
+
+
+@_operator(_linear_entropy_fake, (_linear_entropy_setup, _linear_entropy_backward), ("x", "weight"))
 def linear_cross_entropy_gradients(
     x: Tensor,
     weight: Tensor,
@@ -817,6 +835,13 @@ class _WeightGradient:
         self.first = False
 
 
+def _may_need_gradient(x):
+    """A tensor under torch.func does not know of levels outside."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or (not torch.compiler.is_compiling() and in_torch_func())
+
+
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk: int = 0
 ) -> Tensor:
@@ -826,8 +851,7 @@ def linear_cross_entropy(
     loss, so that backward only scales them, once for each loss. That of the weight is added up in
     its dtype over up to 5 chunks, and in float32 over more. Gradients of what requires none are
     not computed."""
-    recorded = torch.is_grad_enabled()
-    wanted = recorded and x.requires_grad, recorded and weight.requires_grad
+    wanted = _may_need_gradient(x), _may_need_gradient(weight)
     return linear_cross_entropy_gradients(x, weight, targets, ignore_index, chunk, *wanted)[0]
 
 
@@ -889,6 +913,18 @@ class AdamW(torch.optim.Optimizer):
             state["given"] = given
         state["settings"][5] += 1
         return state["first"], state["second"], state["settings"]
+
+    def load_state_dict(self, state_dict):
+        """As of ``torch.optim.Optimizer``, without its cast of what is kept to the dtypes of the
+        parameters."""
+        super().load_state_dict(state_dict)
+        numbers = (k for group in state_dict["param_groups"] for k in group["params"])
+        params = (p for group in self.param_groups for p in group["params"])
+        for k, p in zip(numbers, params, strict=True):
+            for name, x in state_dict["state"].get(k, {}).items():
+                if isinstance(x, Tensor):
+                    kept = x.to(p.device, torch.float32)
+                    self.state[p][name] = kept.clone() if kept is x else kept
 
     @torch.no_grad()
     def step(self, closure=None):

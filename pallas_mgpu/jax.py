@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from . import ops
-from ._jax import TARGET, call_special  # noqa: F401
+from ._jax import TARGET, call_special, varying  # noqa: F401
 
 __all__ = [
     "attention",
@@ -45,7 +45,18 @@ def _differentiable(forward, backward):
         lambda options, *arrays: forward(dict(options), *arrays),
         lambda options, saved, grad: backward(dict(options), saved, grad),
     )
-    return f
+    return lambda options, *arrays: f(options, *_vary_alike(arrays))
+
+
+def _vary_alike(arrays):
+    """Under shard_map: arrays that all differ between devices along the axes along which one does,
+    as their gradients do. JAX then adds up the gradients of what was the same on all devices."""
+    of_each = [None if x is None else varying(jax.typeof(x)) for x in arrays]
+    axes = frozenset().union(*(v for v in of_each if v is not None))
+    return [
+        x if v is None or v == axes else jax.lax.pcast(x, tuple(axes - v), to="varying")
+        for x, v in zip(arrays, of_each)
+    ]
 
 
 @jax.tree_util.register_static
@@ -110,7 +121,14 @@ def _matmul_backward(options, saved, grad):
     dbias = None
     if bias is not None:
         dbias = ops.column_sums(grad, out_dtype=bias.dtype.name)
-    return da, db, dbias, None, None
+    return _over_batches(da, a), _over_batches(db, b), dbias, None, None
+
+
+def _over_batches(grad, x):
+    """The gradient of x, which a batch may share."""
+    more = grad.ndim - x.ndim
+    axes = [i for i, n in enumerate(grad.shape) if i < more or n != x.shape[i - more]]
+    return grad.sum(axes, dtype=jnp.float32).astype(x.dtype).reshape(x.shape) if axes else grad
 
 
 _matmul = _differentiable(_matmul_forward, _matmul_backward)

@@ -334,6 +334,19 @@ static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b
   return is_dense(t) ? 1 : take_strides(o, which, t->strides, b);
 }
 
+/* torch's views of imaginary parts of conjugates have the sign of their memory wrong. Such views
+ * have strides. */
+static int check_not_negated(PyObject *o, int which, const pmpy_buffer *b) {
+  PyObject *negated = b->source->library == PMPY_TORCH ? PyObject_CallMethod(o, "is_neg", NULL)
+                                                       : Py_NewRef(Py_False);
+  const int yes = negated ? PyObject_IsTrue(negated) : -1;
+  Py_XDECREF(negated);
+  if (!yes) return 1;
+  return yes < 0 ? -1
+                 : refuse(PyExc_TypeError, which, o,
+                          "is a view whose sign is changed when it is read: pass x.resolve_neg()");
+}
+
 static int read_dlpack_c(PyObject *o, int which, const DLPackExchangeAPI *api, pmpy_buffer *b) {
   if (api->dltensor_from_py_object_no_sync) {
     DLTensor t;
@@ -342,7 +355,8 @@ static int read_dlpack_c(PyObject *o, int which, const DLPackExchangeAPI *api, p
       PyErr_Clear(); /* without memory of its own, as under torch.func */
       return 0;
     }
-    return read_tensor(o, which, &t, b);
+    const int code = read_tensor(o, which, &t, b);
+    return code > 0 && b->strided ? check_not_negated(o, which, b) : code;
   }
   if (api->managed_tensor_from_py_object_no_sync(o, &b->managed)) return -1;
   b->read_only = b->managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY;

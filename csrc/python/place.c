@@ -1,7 +1,8 @@
 /* The place in the user's source: of the ops of a trace, of errors, and names that stand there.
  *
- * The user's place is the innermost frame whose file is not of the package; the ready kernels of
- * ops/ and the demo count as user code, since their lines are worth showing. A trace remembers the
+ * The user's place is the innermost frame whose file is not of the package, nor of PyTorch or JAX,
+ * which trace kernels when they compile what calls them. The ready kernels of ops/ and the demo
+ * count as user code, since their lines are worth showing. A trace remembers the
  * files of a few code objects, because looking at their names takes longer than adding an op.
  *
  * Names: when a trace is finished, consecutive ops of one source line form a run; those of a
@@ -40,7 +41,8 @@ static bool is_package_file(const char *file) {
     const char *rest = file + package_len;
     return strncmp(rest, "ops/", 4) && strcmp(rest, "__main__.py");
   }
-  return !strncmp(file, "<frozen", 7);
+  return !strncmp(file, "<frozen", 7) || strstr(file, "/site-packages/jax/") ||
+         strstr(file, "/site-packages/torch/");
 }
 
 typedef struct intern_job {

@@ -691,8 +691,10 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb):
             f"matmul: a and b must both be {', '.join(_FLOATS)} or {_FP4}, or {' or '.join(FP8)}"
             f" each; got {a.dtype} and {b.dtype}"
         )
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"matmul: a and b must have two dims or more, got {a.shape} and {b.shape}")
+    if a.ndim != 2 or b.ndim != 2 or 0 in a.shape or 0 in b.shape:
+        raise ValueError(
+            f"matmul: a and b must have two dims or more, and elements, got {a.shape} and {b.shape}"
+        )
     k, m = a.shape if ta else a.shape[::-1]
     n, k2 = b.shape if tb else b.shape[::-1]
     if k != k2:

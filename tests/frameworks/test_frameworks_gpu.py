@@ -68,6 +68,16 @@ def test_gradients_on_a_gpu(pt):
         assert error < 2e-2
 
 
+def test_views_that_are_negated(pt):
+    """Kernels read memory, which has another sign than the view."""
+    import torch
+
+    x = torch.randn(1024, dtype=torch.complex64, device="cuda").conj().imag
+    with pytest.raises(TypeError, match="resolve_neg"):
+        add(x, x)
+    torch.testing.assert_close(add(x.resolve_neg(), x.resolve_neg()), 2 * x)
+
+
 def test_captured(pt):
     import torch
 

@@ -120,6 +120,35 @@ def test_shard_map():
     same(jax.jit(f)(x), 2 * np.arange(8.0))
 
 
+def test_gradients_under_shard_map(rng):
+    """The gradient of a weight that all devices share is the sum of theirs; results vary between
+    devices where arguments do."""
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    auto, spec_of = jax.sharding.AxisType.Auto, jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(auto,), devices=jax.devices("cpu")[:2])
+    specs = spec_of("d"), spec_of(), spec_of()
+
+    def layer(a, b, bias):
+        return pj.rms_norm(pj.matmul(a, b, bias=bias))
+
+    sharded = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=spec_of("d"))
+    weights = jnp.asarray(rng.standard_normal((16, 40)), F32)
+
+    def loss(f):
+        return lambda *xs: (f(*xs).astype(F32) * weights).sum()
+
+    arrays = half(rng, 16, 72), half(rng, 72, 40), half(rng, 40)
+    got = jax.jit(jax.grad(loss(sharded), (0, 1, 2)))(*arrays)
+    for a, b in zip(got, jax.grad(loss(layer), (0, 1, 2))(*arrays)):
+        np.testing.assert_allclose(np.asarray(a, F32), np.asarray(b, F32), rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="out_specs"):  # it is not the same on all devices
+        one = jax.shard_map(
+            lambda x: ops.softmax(x), mesh=mesh, in_specs=specs[:1], out_specs=spec_of()
+        )
+        jax.jit(one)(arrays[0])
+
+
 OTHER_PROCESS = """
 import sys, numpy, jax
 if sys.argv[2] == "with": import pallas_mgpu.jax
@@ -168,8 +197,9 @@ def test_a_deadlock_is_an_error_with_its_line(x):
 
     barriers = [plgpu.Barrier(num_arrivals=1)]
     kernel = plgpu.kernel(wait, out_type=spec(8), scratch_types=barriers)
-    with pytest.raises(RuntimeError, match=r"DeadlockError: (.|\n)*test_jax.py:\d+"):
+    with pytest.raises(RuntimeError, match=r"DeadlockError: (.|\n)*test_jax.py:\d+") as error:
         jax.jit(kernel)(x).block_until_ready()
+    assert "site-packages" not in str(error.value)  # nor lines of JAX
 
 
 def test_runs_without_the_gil(x):
@@ -216,6 +246,14 @@ def test_several_threads_at_once(x):
 def test_errors(call, error, text, x):
     with pytest.raises(error, match=text):
         jax.jit(call)(x)
+
+
+def test_symbolic_shapes():
+    (n,) = jax.export.symbolic_shape("n")
+    for f, shape in ((ops.softmax, (n, 64)), (add, (n,))):
+        x = jax.ShapeDtypeStruct(shape, F32)
+        with pytest.raises(NotImplementedError, match="symbolic shape .*for each shape"):
+            jax.export.export(jax.jit(lambda x, f=f: f(x) if f is ops.softmax else f(x, x)))(x)
 
 
 def test_options_of_the_interpreter(x):
@@ -281,6 +319,11 @@ def test_matmul_transposed(ta, tb, rng):
         half(rng, *((24, 20) if ta else (20, 24))),
         half(rng, *((40, 24) if tb else (24, 40))),
     )
+
+
+def test_matmul_of_batches(rng):
+    a, b, bias = half(rng, 2, 1, 20, 72), half(rng, 3, 72, 40), half(rng, 40)
+    compare(lambda *x: pj.matmul(*x[:2], bias=x[2]), lambda a, b, c: a @ b + c, a, b, bias)
 
 
 def norm(x, eps):

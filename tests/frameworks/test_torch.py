@@ -172,6 +172,46 @@ def test_no_second_derivative():
         torch.func.jvp(pt.softmax, (torch.randn(8),), (torch.randn(8),))
 
 
+def softmax_loss(x):
+    return pt.softmax(x).pow(2).sum()
+
+
+def product_loss(x):
+    w = torch.linspace(-1, 1, 64).view(8, 8).bfloat16()
+    return pt.matmul(x.bfloat16(), w).float().pow(3).sum()
+
+
+@pytest.mark.parametrize("outer", ["grad", "jacrev", "hessian", "jvp", "backward"])
+def test_levels_of_torch_func_see_each_other(outer):
+    """Second derivatives by nested transformations are right, or refused: never zero."""
+
+    def second(f, x):
+        def first(x):
+            return torch.func.grad(f)(x).pow(2).sum()
+
+        if outer == "backward":
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(first(x), x)[0]
+        if outer == "jvp":
+            return torch.func.jvp(first, (x,), (x,))[1]
+        if outer == "hessian":
+            return torch.func.hessian(f)(x)
+        return getattr(torch.func, outer)(first)(x)
+
+    with pytest.raises(NotImplementedError, match="pallas_mgpu::softmax"):
+        second(softmax_loss, torch.randn(8))
+    x = torch.randn(4, 8)
+    if outer in ("grad", "jacrev", "backward"):  # gradients of products are products
+
+        def theirs(x):
+            w = torch.linspace(-1, 1, 64).view(8, 8)
+            return (x @ w).pow(3).sum()
+
+        want = second(theirs, x)
+        error = (second(product_loss, x) - want).abs().max()
+        assert error < 6e-2 * want.abs().max()
+
+
 def test_without_backward():
     op = plgpu.torch_op(sum_and_difference, name="test_torch::no_backward")
     s, _ = op(torch.ones(8, requires_grad=True), torch.ones(8))
@@ -338,6 +378,34 @@ def test_nested_tensors():
         total({"x": x.to("meta"), "y": x})
 
 
+class Weight(torch.nn.Parameter):
+    """As libraries of models have them."""
+
+
+def test_subclasses_of_parameters():
+    w = Weight(half(8).float())
+    y = ops.rms_norm(torch.ones(3, 8), w)
+    y.sum().backward()
+    torch.testing.assert_close(w.grad, torch.full((8,), 3.0), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(pt.rms_norm(torch.ones(3, 8), w), y)
+
+
+def test_tensors_without_data():
+    x = torch.empty(6, 8, device="meta")
+    y = pt.matmul(x, torch.empty(8, 5, device="meta"), activation="silu")
+    assert y.is_meta and y.shape == (6, 5)
+    assert pt.linear_cross_entropy(x, x, torch.empty(6, device="meta")).shape == ()
+    for y in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_mkldnn()):
+        with pytest.raises(TypeError, match="softmax: .*to_dense"):
+            pt.softmax(y)
+
+
+def test_traced_calls_are_recorded():
+    traced = torch.jit.trace(lambda x: pt.softmax(x) + 1, (half(4, 8),))
+    x = half(3, 8)
+    torch.testing.assert_close(traced(x), pt.softmax(x) + 1)
+
+
 def test_subclass_without_dispatch():
     class Named(torch.Tensor):
         pass
@@ -401,6 +469,28 @@ def test_matmul_transposed(ta, tb):
         a,
         b,
     )
+
+
+@pytest.mark.parametrize(
+    "a, b", [((3, 20, 72), (72, 40)), ((20, 72), (3, 72, 40)), ((2, 1, 20, 72), (3, 72, 40))]
+)
+def test_matmul_of_batches(a, b):
+    """A batch that is broadcast gets the sum of the gradients."""
+    compare(
+        lambda a, b, bias: pt.matmul(a, b, bias, activation="silu"),
+        lambda a, b, bias: F.silu(a @ b + bias),
+        half(*a),
+        half(*b) * 0.2,
+        half(40),
+        tolerance=6e-2,
+    )
+
+
+def test_a_gradient_that_does_not_exist_is_named():
+    angles = torch.rand(10, 16, requires_grad=True)
+    y = pt.rotary(half(2, 10, 3, 32).requires_grad_(), angles.cos(), angles.detach().sin())
+    with pytest.raises(NotImplementedError, match="rotary has no gradient by cos"):
+        y.sum().backward()
 
 
 def test_norms():
@@ -560,6 +650,48 @@ def test_adamw():
         pt.AdamW([w], betas=(1.0, 0.9))
 
 
+def test_linear_cross_entropy_has_no_second_derivative():
+    x, w = half(20, 64).requires_grad_(), half(50, 64)
+    loss = pt.linear_cross_entropy(x, w, torch.arange(20))
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    want = torch.autograd.grad(F.cross_entropy(x.float() @ w.float().T, torch.arange(20)), x)[0]
+    torch.testing.assert_close(g, want, rtol=1e-2, atol=1e-2)
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy_backward"):
+        g.sum().backward()
+
+
+def test_linear_cross_entropy_under_vmap():
+    """What is mapped does not know that autograd outside records it."""
+    x, w = half(2, 20, 64).requires_grad_(), half(50, 64)
+
+    def loss(x):
+        return pt.linear_cross_entropy(x, w, torch.arange(20))
+
+    got = torch.autograd.grad(torch.func.vmap(loss)(x).sum(), x)[0]
+    for part, g in zip(x, got):
+        part = part.detach().requires_grad_()
+        torch.testing.assert_close(g, torch.autograd.grad(loss(part), part)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_goes_on_from_a_saved_state(dtype):
+    """Moments stay float32, whatever the parameters are."""
+    w = torch.nn.Parameter(torch.randn(5, 7).to(dtype))
+    first = pt.AdamW([{"params": [torch.nn.Parameter(torch.ones(2))]}, {"params": [w], "lr": 0.1}])
+    for _ in range(3):
+        w.grad = torch.randn(5, 7).to(dtype)
+        first.step()
+    again = torch.nn.Parameter(w.detach().clone())
+    second = pt.AdamW([{"params": [torch.nn.Parameter(torch.ones(2))]}, {"params": [again]}])
+    second.load_state_dict(first.state_dict())
+    for _ in range(3):
+        w.grad = torch.randn(5, 7).to(dtype)
+        again.grad = w.grad.clone()
+        first.step()
+        second.step()
+    assert torch.equal(w, again)
+
+
 def checked():
     a, b = half(20, 72).requires_grad_(), half(72, 40).requires_grad_()
     x, w, sizes = half(6, 130).requires_grad_(), half(130).requires_grad_(), [5, 0, 9]
@@ -586,6 +718,7 @@ def checked():
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
         "cross_entropy_lse": (x, torch.randint(0, 130, (6,))),
         "linear_cross_entropy_gradients": (a, b.detach().t().contiguous(), torch.arange(20)),
+        "linear_cross_entropy_backward": (torch.tensor(2.0), *(half(9, 16) for _ in range(4))),
         "quantize": (plain, "int8", 32),
         "dequantize": (plain.to(torch.int8), torch.rand(6)),
         "attention": (q, k, k, True),
@@ -619,6 +752,9 @@ def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert pt.matmul(x, x).dtype == torch.bfloat16
         assert pt.rms_norm(x).dtype == torch.float32
+        w = torch.randn(16, 8, requires_grad=True)
+        pt.linear_cross_entropy(x, w, torch.arange(8)).backward()  # of bfloat16
+    assert w.grad.dtype == torch.float32
 
 
 def test_options_that_operators_do_not_have():
@@ -648,8 +784,9 @@ def test_as_torch_kernel_in_place():
 
     increment = pl.pallas_call(body, spec(8), input_output_aliases={0: 0})
     x = torch.zeros(8)
+    before = x._version
     assert plgpu.as_torch_kernel(lambda x: increment(x))(x) is x
-    assert x.sum() == 8
+    assert x.sum() == 8 and x._version > before
 
 
 @pytest.mark.parametrize(
@@ -658,6 +795,9 @@ def test_as_torch_kernel_in_place():
         (lambda x, y: sum_and_difference(*sum_and_difference(x, y)), "several kernels"),
         (lambda x, y: x, "calls no kernel"),
         (lambda x, y: sum_and_difference(x + 1, y), "computes with its arguments"),
+        (lambda x, y: sum_and_difference(torch.sin(x), y), "computes with its arguments"),
+        (lambda x, y: sum_and_difference(x, y) if x == y else x, "computes with its arguments"),
+        (lambda x, y: x.__setitem__(0, 1), "computes with its arguments"),
         (lambda x, y: (sum_and_difference(x, y), x), "returns an argument"),
     ],
 )

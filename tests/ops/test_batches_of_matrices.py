@@ -72,6 +72,7 @@ def test_bits_do_not_depend_on_the_batch(rng):
     [
         ((2, 4, 8), (3, 8, 8), {}, ValueError, r"equal or 1, got \(2, 4, 8\) and \(3, 8, 8\)"),
         ((2, 4, 8), (8,), {}, ValueError, "two dims or more"),
+        ((0, 8), (8, 4), {}, ValueError, "and elements"),
         ((2, 4, 8), (2, 4, 8), {}, ValueError, "inner dims differ, 8 and 4"),
         ((0, 4, 8), (8, 8), {}, ValueError, "and elements"),
         ((2, 8, 8), (2, 8, 8), {"accumulate": True}, NotImplementedError, "matrix by matrix"),
