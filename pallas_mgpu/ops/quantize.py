@@ -2,8 +2,13 @@
 
 A group of elements of a row shares a scale: the whole row, or 128 elements, or with scales that are
 powers of two (mx) 32 elements. The scale takes the largest magnitude of the group to the largest
-number of the dtype. Rows that registers hold are read once; of longer ones, groups are read one
-after the other, and whole rows twice."""
+number of the dtype.
+
+Blocks that fill the rows lie one after the other in memory, whatever the rows are: a thread block
+takes as many of them as are 4096 elements. A lane loads 16 bytes at a time, and the lanes of a
+group, which are neighbours, find its largest magnitude by shuffles. Otherwise a thread block takes
+a row: rows that registers hold are read once; of longer ones, blocks are read one after the other,
+and whole rows twice."""
 
 import math
 from typing import NamedTuple
@@ -21,6 +26,7 @@ _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
 _PART = 2048
+_TILE = 4096  # elements of the blocks that a thread block takes
 _TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
 
 
@@ -40,8 +46,75 @@ class Problem(NamedTuple):
         return pl.cdiv(self.n, self.block) if self.block else 1
 
     @property
+    def packed(self):
+        """Is the array one sequence of blocks?"""
+        return self.block > 0 and self.n % self.block == 0
+
+    @property
     def scales_shape(self):
         return (*self.shape[:-1], self.groups) if self.block else self.shape[:-1]
+
+
+def _layout(block, vec):
+    """Lanes of consecutive `vec` elements; those of a block are neighbours."""
+    lanes = block // vec  # of a block
+    rows = 32 // lanes  # blocks of a warp
+    if rows == 1:
+        tiling = plgpu.Tiling(((4, block), (vec,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((4 * rows, block), (rows, block), (vec,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+class _Groups:
+    """A tile of the blocks of an array whose rows are whole numbers of blocks, while a kernel is
+    traced."""
+
+    def __init__(self, x, tile):
+        self.x, self.count = x, x.rows * x.groups
+        self.height = _TILE // x.block
+        self.start = tile * self.height
+        self.at = pl.ds(self.start, self.height)
+        self.shape = self.height, x.block
+        self.layout = _layout(x.block, 16 // max(x.dtype.itemsize, x.to.itemsize))
+
+    def load(self, ref):
+        ref, keep = ref.reshape((self.count, self.x.block)), None
+        if self.count % self.height:
+            at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+            keep = at < self.count - self.start
+        at = self.at, slice(None)
+        if keep is None:
+            return plgpu.load(ref, at, layout=self.layout).astype(jnp.float32)
+        value = plgpu.load(ref, at, layout=self.layout, mask=keep, other=0)
+        return value.astype(jnp.float32)
+
+    def store(self, ref, value):
+        ref, value = ref.reshape((self.count, self.x.block)), value.astype(ref.dtype)
+        if self.count % self.height:
+            at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+            pl.store(ref, (self.at, slice(None)), value, mask=at < self.count - self.start)
+        else:
+            ref[self.at, :] = value
+
+    def _there(self):
+        at = plgpu.broadcasted_iota(jnp.int32, (self.height,), 0, layout=self.layout.reduce(1))
+        return at < self.count - self.start
+
+    def load_scales(self, ref):
+        ref, layout = ref.reshape((self.count,)), self.layout.reduce(1)
+        if self.count % self.height:
+            found = plgpu.load(ref, (self.at,), layout=layout, mask=self._there(), other=1.0)
+        else:
+            found = plgpu.load(ref, (self.at,), layout=layout)
+        return lax.broadcast_in_dim(found.astype(jnp.float32), self.shape, [0])
+
+    def store_scales(self, ref, scale):
+        ref = ref.reshape((self.count,))
+        if self.count % self.height:
+            pl.store(ref, (self.at,), scale, mask=self._there())
+        else:
+            ref[self.at] = scale
 
 
 class _Rows:
@@ -129,8 +202,32 @@ def _to(x, value):
     return jnp.round(value) if x.to.name == "int8" else value
 
 
+def _kernel(x, body, out_type, interpret, name):
+    """Of thread blocks that take rows, or tiles of blocks."""
+    grid, axis = x.rows, "row"
+    if x.packed:
+        grid, axis = pl.cdiv(x.rows * x.groups, _TILE // x.block), "tile"
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(grid,),
+        grid_names=(axis,),
+        interpret=interpret,
+        kernel_name=name,
+    )
+
+
 @cached
 def _quantize(x, interpret):
+    def of_groups(source, out, scales):
+        overlap_launches()
+        groups = _Groups(x, lax.axis_index("tile"))
+        value = groups.load(source)
+        scale = _scale(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
+        inverse = 1 / scale.astype(jnp.float32)
+        groups.store(out, _to(x, value * lax.broadcast_in_dim(inverse, value.shape, [0])))
+        groups.store_scales(scales, scale)
+
     def body(source, out, scales):
         overlap_launches()
         rows = _Rows(x, lax.axis_index("row"))
@@ -171,21 +268,20 @@ def _quantize(x, interpret):
 
         rows.each(part)
 
-    return plgpu.kernel(
-        body,
-        out_type=(
-            plgpu.ShapeDtypeStruct(x.shape, x.to),
-            plgpu.ShapeDtypeStruct(x.scales_shape, x.scales),
-        ),
-        grid=(x.rows,),
-        grid_names=("row",),
-        interpret=interpret,
-        kernel_name="quantize",
+    out_type = (
+        plgpu.ShapeDtypeStruct(x.shape, x.to),
+        plgpu.ShapeDtypeStruct(x.scales_shape, x.scales),
     )
+    return _kernel(x, of_groups if x.packed else body, out_type, interpret, "quantize")
 
 
 @cached
 def _dequantize(x, interpret):
+    def of_groups(source, scales, out):
+        overlap_launches()
+        groups = _Groups(x, lax.axis_index("tile"))
+        groups.store(out, groups.load(source) * groups.load_scales(scales))
+
     def body(source, scales, out):
         overlap_launches()
         rows = _Rows(x, lax.axis_index("row"))
@@ -205,14 +301,8 @@ def _dequantize(x, interpret):
 
         rows.each(part)
 
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct(x.shape, x.to),
-        grid=(x.rows,),
-        grid_names=("row",),
-        interpret=interpret,
-        kernel_name="dequantize",
-    )
+    out_type = plgpu.ShapeDtypeStruct(x.shape, x.to)
+    return _kernel(x, of_groups if x.packed else body, out_type, interpret, "dequantize")
 
 
 def _check(name, x, block, mx):

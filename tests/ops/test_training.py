@@ -162,7 +162,9 @@ def test_adamw(rng, shape, dtype):
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (2, 3, 256), (2, 5000), (7, 33)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 130), (2, 3, 256), (2, 5000), (7, 33), (48, 256), (33, 384)], ids=str
+)
 @pytest.mark.parametrize("to", LARGEST)
 @pytest.mark.parametrize("block, mx", [(None, False), (128, False), (32, True), (64, False)])
 def test_quantize(rng, shape, to, block, mx):
@@ -253,6 +255,8 @@ def _checked_calls(rng):
         "cross_entropy_backward": lambda **o: ops.cross_entropy_backward(lse, x, targets, lse, **o),
         "adamw": lambda **o: ops.adamw(x, x, x, x, settings, **o),
         "quantize": lambda **o: ops.quantize(x, block=32, mx=True, **o),
+        "quantize blocks": lambda **o: ops.quantize(h, block=64, **o),
+        "dequantize": lambda **o: ops.dequantize(*ops.quantize(h, block=32), block=32, **o),
         "accumulate": lambda **o: ops.matmul(
             h, h.T.copy(), accumulate=True, out=h[:, :40].copy(), **o
         ),
