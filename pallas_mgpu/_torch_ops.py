@@ -16,6 +16,9 @@ from torch import Tensor
 from . import _core
 from . import ops as _ops
 from ._torch import OPERATORS, in_torch_func, library_of, make_operator
+from .ops.adamw import MOST as _TENSORS_OF_A_LAUNCH
+from .ops.adamw import Problem as _AdamWProblem
+from .ops.adamw import kernel as _adamw_kernel
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
 
@@ -887,9 +890,9 @@ def dequantize(
 
 
 class AdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` by one kernel for each parameter. Moments are float32, parameters
-    float16, bfloat16 or float32. The settings of a group lie on the device, so that steps can be
-    captured in a CUDA graph."""
+    """``torch.optim.AdamW`` with a launch for up to 8 parameters of one shape. Moments are float32,
+    parameters float16, bfloat16 or float32. Settings and numbers of steps lie on the device, so
+    that steps can be captured in a CUDA graph."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -899,21 +902,6 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"AdamW: betas must be from 0 and less than 1, got {betas}")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
-    def _settings(self, p, group):
-        """Of a parameter, on its device; they count the steps."""
-        state = self.state[p]
-        given = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
-        if not state:
-            state["first"] = torch.zeros_like(p, dtype=torch.float32)
-            state["second"] = torch.zeros_like(p, dtype=torch.float32)
-            state["settings"] = torch.tensor([*given, 0.0], device=p.device)
-            state["given"] = given
-        elif state["given"] != given:
-            state["settings"][:5] = torch.tensor(given, device=p.device)
-            state["given"] = given
-        state["settings"][5] += 1
-        return state["first"], state["second"], state["settings"]
-
     def load_state_dict(self, state_dict):
         """As of ``torch.optim.Optimizer``, without its cast of what is kept to the dtypes of the
         parameters."""
@@ -922,9 +910,9 @@ class AdamW(torch.optim.Optimizer):
         params = (p for group in self.param_groups for p in group["params"])
         for k, p in zip(numbers, params, strict=True):
             for name, x in state_dict["state"].get(k, {}).items():
-                if isinstance(x, Tensor):
-                    kept = x.to(p.device, torch.float32)
-                    self.state[p][name] = kept.clone() if kept is x else kept
+                kept = x.to(p.device, torch.float32)
+                self.state[p][name] = kept.clone() if kept is x else kept
+        self.__dict__.pop("_launches", None)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -933,17 +921,70 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+        groups = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+        ids = [[id(p) for p in params] for params in groups]
+        launches = self.__dict__.get("_launches")  # pickling drops it
+        if launches is None or launches.ids != ids:
+            launches = self._launches = _Launches(groups, ids, self.state)
+        launches.step(self.param_groups)
+        return loss
+
+
+class _Launches:
+    """Launches of AdamW for the parameters of groups that have gradients. The settings of all
+    parameters on a device are rows of one table, so that one addition counts their steps."""
+
+    def __init__(self, groups, ids, state):
+        self.ids = ids
+        self.given = [None] * len(groups)
+        alike: dict = {}
+        for number, params in enumerate(groups):
+            for p in params:
                 if not p.is_contiguous():
                     raise ValueError("AdamW: a parameter is not contiguous")
-                first, second, settings = self._settings(p, group)
-                grad = p.grad.contiguous()
-                ops.adamw(p, grad, first, second, settings, out=(p, first, second))
-                torch.autograd.graph.increment_version(p)
-        return loss
+                alike.setdefault((p.device, number, p.shape, p.dtype, p.grad.dtype), []).append(p)
+        devices = [key[0] for key, params in alike.items() for _ in params]
+        self.tables = {d: torch.zeros(devices.count(d), 6, device=d) for d in {*devices}}
+        rows = dict.fromkeys(self.tables, 0)
+        self.launches = []  # kernel, (param, first, second) of each, settings, number of the group
+        for (device, number, shape, *dtypes), params in alike.items():
+            kinds = tuple(map(_dtype, (*dtypes, torch.float32, torch.float32)))
+            for start in range(0, len(params), _TENSORS_OF_A_LAUNCH):
+                part = params[start : start + _TENSORS_OF_A_LAUNCH]
+                settings = self.tables[device][rows[device] :][: len(part)]
+                rows[device] += len(part)
+                arrays = [(p, *self._moments(state[p], p, row)) for p, row in zip(part, settings)]
+                problem = _AdamWProblem(tuple(shape), kinds, len(part))
+                settings = settings if len(part) > 1 else settings[0]
+                self.launches.append((_adamw_kernel(problem, None), arrays, settings, number))
+
+    @staticmethod
+    def _moments(state, p, row):
+        """Those of a parameter, whose settings become a row of the table."""
+        if state:
+            row.copy_(state["settings"])
+        else:
+            state["first"] = torch.zeros_like(p, dtype=torch.float32)
+            state["second"] = torch.zeros_like(p, dtype=torch.float32)
+        state["settings"] = row
+        return state["first"], state["second"]
+
+    def step(self, groups):
+        for number, g in enumerate(groups):
+            given = [g["lr"], *g["betas"], g["eps"], g["weight_decay"]]
+            if given == self.given[number]:
+                continue
+            self.given[number] = given
+            new = {device: torch.tensor(given, device=device) for device in self.tables}
+            for _, _, settings, of_group in self.launches:
+                if of_group == number:
+                    settings[..., :5] = new[settings.device]
+        for table in self.tables.values():
+            table[:, 5] += 1
+        for kernel, arrays, settings, _ in self.launches:
+            operands = [x for p, m, v in arrays for x in (p, p.grad.contiguous(), m, v)]
+            kernel(*operands, settings, out=tuple(x for of_one in arrays for x in of_one))
+            torch.autograd.graph.increment_version([p for p, _, _ in arrays])
 
 
 # ---- calls of `ops` ------------------------------------------------------------------------------

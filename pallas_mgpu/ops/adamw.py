@@ -1,7 +1,12 @@
-"""One step of AdamW, element by element: parameter, gradient and both moments are read once, and
-parameter and moments written once."""
+"""A step of AdamW, element by element: parameter, gradient and both moments are read once, and
+parameter and moments written once.
+
+Tensors of one shape share a launch, so that only the last of them ends with a GPU that is half
+empty: a block takes a tile of one of them. Tiles are small, a few elements for each lane, since
+only many blocks fill the last wave of blocks evenly."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,45 +18,83 @@ from pallas_mgpu._caches import cached
 from ._common import overlap_launches
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_TILE = 2048
+_TILE = 512
+MOST = 8  # tensors of a launch: code of its own for each, and 7 of the 128 arrays of a kernel
+
+
+class Problem(NamedTuple):
+    """What a kernel computes."""
+
+    shape: tuple
+    dtypes: tuple  # of param, grad, first, second
+    count: int  # of tensors
+
+
+class _Tile:
+    """A tile of one tensor, while it is traced."""
+
+    def __init__(self, x):
+        self.n, self.size = math.prod(x.shape), min(math.prod(x.shape), _TILE)
+        self.tiles = pl.cdiv(self.n, self.size)
+        self.start, self.keep = lax.axis_index("tile") * self.size, None
+        if self.n % self.size:
+            self.keep = jnp.arange(self.size) < self.n - self.start
+
+    def load(self, ref):
+        ref, at = ref.reshape((self.n,)), pl.ds(self.start, self.size)
+        value = ref[at] if self.keep is None else pl.load(ref, (at,), mask=self.keep, other=0.0)
+        return value.astype(jnp.float32)
+
+    def store(self, ref, value):
+        ref, at, value = (
+            ref.reshape((self.n,)),
+            pl.ds(self.start, self.size),
+            value.astype(ref.dtype),
+        )
+        if self.keep is None:
+            ref[at] = value
+        else:
+            pl.store(ref, (at,), value, mask=self.keep)
+
+
+def _update(tile, settings, arrays, outs):
+    rate, beta1, beta2, eps, decay, step = (settings[i] for i in range(6))
+    p, g, m, v = map(tile.load, arrays)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    rate_of_m = rate / (1 - jnp.exp2(step * jnp.log2(beta1)))
+    root = jnp.sqrt(v) * lax.rsqrt(1 - jnp.exp2(step * jnp.log2(beta2)))
+    p = p * (1 - rate * decay) - rate_of_m * m / (root + eps)
+    for ref, value in zip(outs, (p, m, v)):
+        tile.store(ref, value)
 
 
 @cached
-def _kernel(shape, dtypes, interpret):
-    n = math.prod(shape)
-    tile = min(n, _TILE)
+def kernel(x, interpret):
+    """Operands: param, grad, first and second of each tensor, and settings, (count, 6) for several;
+    results: param, first and second of each."""
 
-    def body(param, grad, first, second, settings, *outs):
+    def body(*refs):
         overlap_launches()
-        start = lax.axis_index("tile") * tile
-        at, keep = pl.ds(start, tile), None
-        if n % tile:
-            keep = jnp.arange(tile) < n - start
-        rate, beta1, beta2, eps, decay, step = (settings[i] for i in range(6))
+        tile, which = _Tile(x), lax.axis_index("tensor")
+        operands, settings, outs = refs[: 4 * x.count], refs[4 * x.count], refs[4 * x.count + 1 :]
 
-        def load(ref):
-            ref = ref.reshape((n,))
-            value = ref[at] if keep is None else pl.load(ref, (at,), mask=keep, other=0.0)
-            return value.astype(jnp.float32)
+        def one(k):
+            mine = settings if x.count == 1 else settings.at[k]
+            _update(tile, mine, operands[4 * k : 4 * k + 4], outs[3 * k : 3 * k + 3])
 
-        p, g, m, v = map(load, (param, grad, first, second))
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        rate_of_m = rate / (1 - jnp.exp2(step * jnp.log2(beta1)))
-        root = jnp.sqrt(v) * lax.rsqrt(1 - jnp.exp2(step * jnp.log2(beta2)))
-        p = p * (1 - rate * decay) - rate_of_m * m / (root + eps)
-        for ref, value in zip(outs, (p, m, v)):
-            ref, value = ref.reshape((n,)), value.astype(ref.dtype)
-            if keep is None:
-                ref[at] = value
-            else:
-                pl.store(ref, (at,), value, mask=keep)
+        if x.count == 1:
+            return one(0)
+        for k in range(x.count):
+            pl.when(which == k)(lambda k=k: one(k))
 
+    of_one = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtypes[k]) for k in (0, 2, 3))
+    n = math.prod(x.shape)
     return plgpu.kernel(
         body,
-        out_type=tuple(plgpu.ShapeDtypeStruct(shape, dtypes[k]) for k in (0, 2, 3)),
-        grid=(pl.cdiv(n, tile),),
-        grid_names=("tile",),
+        out_type=of_one * x.count,
+        grid=(x.count, pl.cdiv(n, min(n, _TILE))),
+        grid_names=("tensor", "tile"),
         interpret=interpret,
         kernel_name="adamw",
     )
@@ -83,4 +126,5 @@ def adamw(param, grad, first, second, settings, *, interpret=None):
             f"adamw: settings must be float32 of shape (6,), got {settings.dtype} of shape"
             f" {settings.shape}"
         )
-    return _kernel(param.shape, tuple(x.dtype for x in arrays.values()), interpret)
+    x = Problem(param.shape, tuple(x.dtype for x in arrays.values()), 1)
+    return kernel(x, interpret)

@@ -639,13 +639,21 @@ def test_adamw():
     for kind, found in make.items():
         torch.manual_seed(0)
         w = torch.nn.Parameter(torch.randn(5, 7))
-        optimizer = kind([w], lr=0.1, weight_decay=0.3)
+        more = [torch.nn.Parameter(torch.randn(3, 600)) for _ in range(11)]  # of two launches
+        groups = [{"params": [w], "lr": 0.1}, {"params": more, "weight_decay": 0.1}]
+        optimizer = kind(groups, weight_decay=0.3)
+
+        def loss(step, w=w, more=more):
+            some = more if step != 2 else more[3:]  # the others' steps are not counted
+            sum((p.sin() ** 2).sum() for p in (w, *some)).backward()
+
         for step in range(4):
             optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
             optimizer.zero_grad()
-            optimizer.step(lambda w=w: (w.sin() ** 2).sum().backward())
-        found.append(w.detach())
-    torch.testing.assert_close(*(found[0] for found in make.values()))
+            optimizer.step(lambda step=step: loss(step))
+        found += [p.detach() for p in (w, *more)]
+    for ours, theirs in zip(*make.values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="AdamW: betas"):
         pt.AdamW([w], betas=(1.0, 0.9))
 
