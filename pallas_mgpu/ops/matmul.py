@@ -207,6 +207,8 @@ class _KernelPlan(_Plan):
             found["outbox"] = plgpu.SMEM((self.consumers, *part), jnp.float32)
         shared = [axis for axis in ("cm", "cn") if axis in self.axes]
         found |= Ring.barriers(self.stages, 2, self.consumers, shared)
+        if x.accumulate:
+            found["there_full"] = plgpu.Barrier(num_barriers=(self.consumers, self.buffers))
         if vectors:
             found["row_full"] = plgpu.Barrier(num_barriers=self.consumers, num_arrivals=vectors)
         if cfg.split > 1:
@@ -279,6 +281,8 @@ class _Block(WarpSpecialized):
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
         k00 = self.share_of_k(part) * (p.steps * step)
         place = self.order(it0)
+        if x.accumulate:
+            plgpu.async_prefetch(self.o.at[along_m, along_n])
 
         def fetch(s, _):
             it = it0 + s
@@ -324,6 +328,10 @@ class _Block(WarpSpecialized):
         row, col = self.origin(t)
         first = col + self.rank("ck") * p.width  # column of the block's part of the result
         self.fetch_vectors(me, first)
+        if self.x.accumulate:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for c in range(p.buffers):
+                self.fetch_there(me, c, row, first)
         scaled = None
         if self.x.forms.blocks:
             values = self.sum_blocks(me, it0, part, row, col, scales)
@@ -350,6 +358,20 @@ class _Block(WarpSpecialized):
         if self.x.forms.b == "each":
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
             plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
+
+    def fetch_there(self, me, c, row, col):
+        """Part c of what the result is added to, to its store buffer. Reducing copies would add,
+        too, but L2 does that several times more slowly than it loads and stores."""
+        buffer, where = self.part_of_result(me, c, row, col)
+        full = self.there_full.at[me, c % self.plan.buffers]
+        plgpu.copy_gmem_to_smem(self.o.at[where], buffer, full)
+
+    def part_of_result(self, me, c, row, col):
+        """The store buffer of part c of the columns, and its place in the result."""
+        p = self.plan
+        height = p.sent if self.cfg.split > 1 else 64
+        where = pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk)
+        return self.o_smem.at[me, c % p.buffers, pl.ds(0, height)], where
 
     def load_scales(self, me, rows, scales):
         of_rows, columns = scales.load_rows(rows), None
@@ -449,15 +471,24 @@ class _Block(WarpSpecialized):
                 part = part + lax.broadcast_in_dim(bias, part.shape, [1])
             if x.activation is not None:
                 part = x.activation(part)
-            height = part.shape[0]
-            buffer = self.o_smem.at[me, c % p.buffers, pl.ds(0, height)]
-            if not p.single or c >= p.buffers:
-                plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-            where = (pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk))
-            how = {"engine": None if p.by_tma else "plain"}
+            buffer, where = self.part_of_result(me, c, row, col)
             if x.accumulate:
-                how = {"reduction_op": "add"}
+                part = part + self.load_there(me, c, row, col)
+            elif not p.single or c >= p.buffers:
+                plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+            how = {"engine": None if p.by_tma else "plain"}
             store(buffer, part.astype(x.out_dtype), result.at[where], **how)
+
+    def load_there(self, me, c, row, col):
+        """Part c of what the result is added to; the buffer of the part before gets its next."""
+        p = self.plan
+        later = c - 1 + p.buffers
+        if 0 < c and later < p.chunks:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.fetch_there(me, later, row, col)
+        buffer, _ = self.part_of_result(me, c, row, col)
+        plgpu.barrier_wait(self.there_full.at[me, c % p.buffers])
+        return buffer[...].astype(jnp.float32)
 
 
 @cached
@@ -734,8 +765,8 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
         kind = x._replace(m=0), a.device, invariant, interpret
         rows, m = rows_of(kind, x.m)
         x = x._replace(m=rows)
-    if config is None and invariant:
-        config = choose_invariant(m, x.n, x.k, sms)
+    if config is None and (invariant or x.accumulate):
+        config = choose_invariant(m, x.n, x.k, sms)._replace(serpentine=not invariant)
     config = config or choose(m, x.n, x.k, sms, x.ta, x.tb)
     _check_config(config, m, x.ta, x.tb)
     few_rows = isinstance(config, FewRowsConfig)
@@ -994,7 +1025,7 @@ def matmul(
     if accumulate:
         _check_accumulation(x, a, config)
         x = x._replace(accumulate=True)
-        return _Into(_of_16_bits(x, a, b, config, True, sms, interpret))
+        return _Into(_of_16_bits(x, a, b, config, invariant, sms, interpret))
     if on_blackwell:
         return _in_tensor_memory(x, (a, b, bias, scale_a, scale_b), config, sms, interpret)
     if a.dtype.name in FP8:

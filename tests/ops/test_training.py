@@ -225,6 +225,29 @@ def test_accumulate(rng, shape, ta, tb):
     np.testing.assert_allclose(c, want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        ops.MatmulConfig(1, 64, cluster=1, buffers=1),
+        ops.MatmulConfig(2, 128, cluster=2, cluster_n=2),
+        ops.MatmulConfig(1, 128, cluster=1, split=2),
+        ops.MatmulConfig(3, 128, cluster=1, buffers=4),
+    ],
+    ids=str,
+)
+def test_accumulate_with_configs(rng, config, dtype):
+    """Several tiles for each block, buffers of all numbers, blocks that divide K; under any
+    schedule, without races."""
+    a, b = normal(rng, (3000, 96), np.float16), normal(rng, (96, 264), np.float16)
+    c = normal(rng, (3000, 264), dtype)
+    want = c.astype(np.float64) + a.astype(np.float64) @ b.astype(np.float64)
+    how = plgpu.InterpretParams(detect_races=True, on_race="raise", seed=7)
+    ops.matmul(a, b, accumulate=True, out=c, out_dtype=dtype, config=config, interpret=how)
+    error = 1e-3 if dtype == np.float32 else 2e-2
+    np.testing.assert_allclose(c.astype(np.float64), want, rtol=error, atol=2 * error)
+
+
 def test_errors_of_accumulate():
     a = np.ones((8, 8), np.float16)
     with pytest.raises(ValueError, match="must be given"):
