@@ -3,23 +3,25 @@
 A block takes a row, in parts. Each lane keeps a running maximum and sum of exponentials of its own
 elements; they are put together at the end of the row, so that a row is read once, whatever its
 length. The gradient reads the row once more, with the logarithm of the sum that the forward
-saved, and may take the place of the logits."""
+saved, and may take the place of the logits. Long, aligned rows pass through shared memory:
+_cross_entropy_ring.py."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _cross_entropy_ring
 from ._common import overlap_launches
+from ._cross_entropy_ring import LOW as _LOW
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _PART = 2048
-_LOW = _F32(-3.0e38)
 
 
 class Problem(NamedTuple):
@@ -30,6 +32,13 @@ class Problem(NamedTuple):
     dtype: np.dtype
     ignore: int
     grad_dtype: np.dtype | None = None
+
+    def loss(self, logits, row, target, lse):
+        """Of a row, from the logarithm of its sum."""
+        here = logits[row, jnp.clip(target, 0, self.n - 1)].astype(jnp.float32)
+        counts = (target != self.ignore) & (target >= 0) & (target < self.n)
+        value = jnp.where(counts, lse - here, _F32(np.nan))
+        return jnp.where(target == self.ignore, _F32(0), value)
 
 
 class _Row:
@@ -81,12 +90,7 @@ def _forward(x, interpret):
         tops, totals = lax.fori_loop(0, row.parts, part, start)
         top = jnp.max(tops)
         lse = top + jnp.log(jnp.sum(totals * jnp.exp(tops - top)))
-        target = targets[i]
-        here = logits[i, jnp.clip(target, 0, x.n - 1)].astype(jnp.float32)
-        counts = (target != x.ignore) & (target >= 0) & (target < x.n)
-        value = jnp.where(counts, lse - here, _F32(np.nan))
-        loss[i] = jnp.where(target == x.ignore, _F32(0), value)
-        lse_out[i] = lse
+        loss[i], lse_out[i] = x.loss(logits, i, targets[i], lse), lse
 
     out = plgpu.ShapeDtypeStruct((x.rows,), _F32)
     return plgpu.kernel(
@@ -126,6 +130,11 @@ def _backward(x, interpret):
     )
 
 
+def _by_ring(x, logits):
+    features = _core.target(logits.device)["features"]
+    return "TMA" in features and logits.aligned and _cross_entropy_ring.fits(x)
+
+
 def _check(name, logits, targets):
     if logits.dtype.name not in _FLOATS:
         raise TypeError(f"{name}: logits must be float16, bfloat16 or float32, got {logits.dtype}")
@@ -150,7 +159,9 @@ def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
     """
     _check("cross_entropy", logits, targets)
     rows, n = logits.shape
-    return _forward(Problem(rows, n, logits.dtype, int(ignore_index)), interpret)
+    x = Problem(rows, n, logits.dtype, int(ignore_index))
+    ring = _by_ring(x, logits)
+    return _cross_entropy_ring.forward(x, interpret) if ring else _forward(x, interpret)
 
 
 @plgpu.specialize
@@ -172,4 +183,5 @@ def cross_entropy_backward(grad, logits, targets, lse, *, ignore_index=-100, int
                 f" {v.shape}"
             )
     x = Problem(rows, n, logits.dtype, int(ignore_index), grad.dtype)
-    return _backward(x, interpret)
+    ring = _by_ring(x, logits)
+    return _cross_entropy_ring.backward(x, interpret) if ring else _backward(x, interpret)

@@ -66,7 +66,11 @@ def test_rotary(rng, shape, dtype):
     check(back, x.astype(np.float64), dtype)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 2048), (4, 5001), (130, 33)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (5, 7), (3, 2048), (4, 5001), (130, 33), (3, 5000), (2, 4104), (2, 20480)],
+    ids=str,
+)
 @dtypes
 def test_cross_entropy(rng, shape, dtype):
     logits = (4 * rng.standard_normal(shape)).astype(dtype)
@@ -276,6 +280,10 @@ def _checked_calls(rng):
         "rotary": lambda **o: ops.rotary(h.reshape(1, 10, 4, 64)[:, :7], angles, angles, **o),
         "cross_entropy": lambda **o: ops.cross_entropy(x, targets, **o),
         "cross_entropy_backward": lambda **o: ops.cross_entropy_backward(lse, x, targets, lse, **o),
+        "cross_entropy of long rows": lambda **o: ops.cross_entropy(long, targets[:2], **o),
+        "cross_entropy_backward in place": lambda **o: ops.cross_entropy_backward(
+            lse[:2], long, targets[:2], lse[:2], out=long, **o
+        ),
         "adamw": lambda **o: ops.adamw(x, x, x, x, settings, **o),
         "quantize": lambda **o: ops.quantize(x, block=32, mx=True, **o),
         "quantize blocks": lambda **o: ops.quantize(h, block=64, **o),
