@@ -294,7 +294,8 @@ def attention_options(b, shape, what):
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def norm(b, name, rows, n):
+def norm(b, name, rows, n, residual=False):
+    """With residual: the gradient of x is added to another one, which is read, too."""
     x, grad, add = b.randn(rows, n), b.randn(rows, n), b.randn(rows, n)
     w, bias = b.randn(n), b.randn(n)
     leaves = [t.requires_grad_() for t in ((x, w) if name == "rms_norm" else (x, w, bias))]
@@ -307,13 +308,21 @@ def norm(b, name, rows, n):
     made = {k: f(*leaves) for k, f in b.compiled(reference).items()}
     run, options = getattr(ops, f"{name}_backward"), {} if name == "rms_norm" else {"bias": True}
     x, w = x.detach(), w.detach()
+    if residual:
+        options["add"] = add
     call = functools.partial(run, grad, x, w, **options)
     wide = [t.detach().float().requires_grad_() for t in leaves]
-    want = torch.autograd.grad(reference(*wide), wide, grad.float())
-    contestants = {"ours": call} | {k: grads(y, leaves, grad) for k, y in made.items()}
+    want = list(torch.autograd.grad(reference(*wide), wide, grad.float()))
+
+    def theirs(y):
+        of_x, *others = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        return (of_x + add if residual else of_x), *others
+
+    want[0] = want[0] + add.float() if residual else want[0]
+    contestants = {"ours": call}
+    contestants |= {k: functools.partial(theirs, y) for k, y in made.items()}
     errors = errors_of({n: contestants[n]() for n in ("ours", "torch")}, want)
-    contestants["ours, residual"] = functools.partial(run, grad, x, w, add=add, **options)
-    return contestants, errors, 3 * x.numel() * 2 / 1e12, "TB/s"
+    return contestants, errors, (4 if residual else 3) * x.numel() * 2 / 1e12, "TB/s"
 
 
 def softmax(b, rows, n):
@@ -347,6 +356,21 @@ def gated(b, rows, n):
     contestants = {"ours": call} | {k: grads(y, leaf, grad) for k, y in made.items()}
     errors = errors_of({"ours": [out], "torch": contestants["torch"]()}, want)
     return contestants, errors, 5 * grad.numel() * 2 / 1e12, "TB/s"
+
+
+def activation(b, rows, n):
+    """The gradient of gelu and of the bias before it."""
+    z, grad = b.randn(rows, n), b.randn(rows, n)
+
+    def reference(grad, z):
+        g = torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
+        return g, g.sum(0)
+
+    call = functools.partial(ops.activation_backward, grad, z, activation="gelu", bias=True)
+    contestants = {k: functools.partial(f, grad, z) for k, f in b.compiled(reference).items()}
+    want = reference(grad.float(), z.float())
+    errors = errors_of({"ours": call(), "torch": contestants["torch"]()}, want)
+    return {"ours": call} | contestants, errors, 3 * z.numel() * 2 / 1e12, "TB/s"
 
 
 def rotary(b, batch, n, heads, d):
@@ -384,6 +408,23 @@ def quantize(b, rows, n, block, mx):
     contestants |= {k: functools.partial(f, x) for k, f in b.compiled(reference).items()}
     errors = {"ours": error(back.view(rows, n), x)}
     return contestants, errors, x.numel() * 3 / 1e12, "TB/s"
+
+
+def cross_entropy_backward(b, rows, n):
+    x, grad = b.randn(rows, n), b.randn(rows, dtype=torch.float32)
+    targets = torch.randint(0, n, (rows,), device=x.device, dtype=torch.int32)
+    wide, out = targets.long(), b.nan(rows, n)
+    _, lse = ops.cross_entropy(x, targets)
+    call = functools.partial(ops.cross_entropy_backward, grad, x, targets, lse, out=out)
+    call()
+    leaf = x.detach().requires_grad_()
+    theirs = grads(F.cross_entropy(leaf, wide, reduction="none"), leaf, grad.to(x.dtype))
+    some = slice(0, 64)
+    part = x[some].float().requires_grad_()
+    losses = F.cross_entropy(part, wide[some], reduction="none")
+    want = torch.autograd.grad(losses, part, grad[some])
+    errors = errors_of({"ours": [out[some]], "torch": [theirs()[0][some]]}, want)
+    return {"ours": call, "torch": theirs}, errors, x.numel() * 4 / 1e12, "TB/s"
 
 
 def cross_entropy(b, rows, n):
@@ -569,7 +610,9 @@ def cases(b):
     for shape in rows:
         for name in ("rms_norm", "layer_norm"):
             yield case(norm, name, *shape)
+            yield case(norm, name, *shape, True)
         yield case(softmax, *shape)
+    yield case(activation, *((9, 130) if b.tiny else (8192, 14336)))
     yield case(gated, *((9, 130) if b.tiny else (8192, 14336)))
     yield case(attention_both, shapes[0])
     for what in ("window", "softcap", "dropout"):
@@ -580,6 +623,7 @@ def cases(b):
         yield case(quantize, *((8, 256) if b.tiny else (16384, 4096)), block, mx)
     for size in (300,) if b.tiny else (32000, 128256):
         yield case(cross_entropy, 8 if b.tiny else 4096, size)
+        yield case(cross_entropy_backward, 8 if b.tiny else 4096, size)
     yield case(adamw, *((3, (20, 30)) if b.tiny else (100, (4096, 1024))))
 
 

@@ -40,6 +40,13 @@ def _operator(fake, backward=None, autocast=(), name=None):
     return make
 
 
+def _may_need_gradient(x):
+    """A tensor under torch.func does not know of levels outside."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or (not torch.compiler.is_compiling() and in_torch_func())
+
+
 def _like(x, *rest, **options):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -67,29 +74,30 @@ def _matmul_setup(ctx, inputs, output):
     ctx.activation, ctx.bias = activation, None if bias is None else bias.dtype
     kept = output if activation in ("relu", "tanh") else None
     again = bias if activation in ("silu", "gelu") else None  # the product is computed again
+    if isinstance(output, tuple):
+        kept, again = output[1], None
+        ctx.mark_non_differentiable(kept)
     ctx.save_for_backward(a, b, again, kept)
 
 
 def _before_activation(ctx, grad, a, b, bias, kept):
-    """The gradient of the product, from that of the result."""
-    aten = torch.ops.aten
+    """The gradients of the product and of the bias (or None), from that of the result."""
+    wanted = ctx.bias is not None and ctx.needs_input_grad[2]
     if ctx.activation is None:
-        return grad
-    if ctx.activation == "relu":
-        return aten.threshold_backward(grad, kept, 0)
-    if ctx.activation == "tanh":
-        return aten.tanh_backward(grad, kept)
-    z = matmul(a, b, bias, out_dtype=torch.float32, transpose_a=ctx.ta, transpose_b=ctx.tb)
-    if ctx.activation == "silu":
-        return aten.silu_backward(grad.float(), z)
-    return aten.gelu_backward(grad.float(), z, approximate="tanh")
+        return grad, column_sums(grad, ctx.bias) if wanted else None
+    if kept is None:
+        kept = matmul(a, b, bias, out_dtype=torch.float32, transpose_a=ctx.ta, transpose_b=ctx.tb)
+    of_result = ctx.activation in ("relu", "tanh")
+    found, sums = activation_backward(grad, kept, ctx.activation, of_result, wanted, ctx.bias)
+    return found, sums if wanted else None
 
 
-def _matmul_backward(ctx, grad):
+def _matmul_backward(ctx, grad, *_):
     a, b, bias, kept = ctx.saved_tensors
     ta, tb = ctx.ta, ctx.tb
-    grad = _before_activation(ctx, grad, a, b, bias, kept)
+    grad, dbias = _before_activation(ctx, grad, a, b, bias, kept)
     found, g = [None] * 10, grad.to(a.dtype)
+    found[2] = dbias
     if ctx.needs_input_grad[0]:
         found[0] = matmul(b, g, transpose_a=tb, transpose_b=True) if ta else matmul(
             g, b, transpose_b=not tb)  # fmt: skip
@@ -98,8 +106,6 @@ def _matmul_backward(ctx, grad):
         found[1] = matmul(g, a, transpose_a=True, transpose_b=ta) if tb else matmul(
             a, g, transpose_a=not ta)  # fmt: skip
         found[1] = _over_batches(found[1], b)
-    if ctx.bias is not None and ctx.needs_input_grad[2]:
-        found[2] = column_sums(grad, ctx.bias)
     return tuple(found)
 
 
@@ -121,17 +127,20 @@ def _fused(
     transpose_b: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    for name, x in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
-        if x is not None:
-            options[name] = x
+    options = out_dtype, transpose_a, transpose_b, batch_invariant
+    return _plain_matmul(a, b, bias, scale_a, scale_b, activation, *options)
+
+
+def _plain_matmul(a, b, bias, scale_a, scale_b, activation, out_dtype, ta, tb, invariant):
     return ops.matmul(
         a,
         b,
         activation=activation,
         out_dtype=_dtype(out_dtype),
-        batch_invariant=batch_invariant,
-        **options,
+        transpose_a=ta,
+        transpose_b=tb,
+        batch_invariant=invariant,
+        **_optional(bias=bias, scale_a=scale_a, scale_b=scale_b),
     )
 
 
@@ -139,6 +148,49 @@ _APART = {
     "silu": torch.nn.functional.silu,
     "gelu": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
 }
+
+
+def _products_fake(a, b, bias=None, *options):
+    y = _matmul_fake(a, b, bias, *options)
+    return y, torch.empty_like(y)
+
+
+@_operator(_products_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"))
+def matmul_products(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    activation: str = "silu",
+    out_dtype: torch.dtype | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The result with silu or gelu, by a kernel of its own, and the product before it."""
+    options = out_dtype, transpose_a, transpose_b, batch_invariant
+    z = _plain_matmul(a, b, bias, scale_a, scale_b, None, *options)
+    return _APART[activation](z), z
+
+
+def _activation_fake(grad, x, activation, of_result=False, bias=False, out_dtype=None):
+    sums = grad.new_empty(x.shape[-1:] if bias else (0,), dtype=out_dtype or grad.dtype)
+    return _like(grad), sums
+
+
+@_operator(_activation_fake)
+def activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    activation: str,
+    of_result: bool = False,
+    bias: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"activation": activation, "of_result": of_result, "bias": bias}
+    found = ops.activation_backward(grad, x, out_dtype=_dtype(out_dtype), **options)
+    return found if bias else (found, grad.new_empty((0,), dtype=out_dtype or grad.dtype))
 
 
 def matmul(
@@ -154,25 +206,12 @@ def matmul(
     batch_invariant=False,
 ):
     """:func:`pallas_mgpu.ops.matmul`. The derivatives of silu and gelu need what the epilogue does
-    not store: where they are wanted, the activation is a function of its own, instead of a product
+    not store: where they are wanted, the activation is a kernel of its own, instead of a product
     that is computed again."""
-    apart = None
-    if activation in _APART and torch.is_grad_enabled():
-        if any(x is not None and x.requires_grad for x in (a, b, bias)):
-            apart, activation = _APART[activation], None
-    y = _fused(
-        a,
-        b,
-        bias,
-        scale_a,
-        scale_b,
-        activation,
-        out_dtype,
-        transpose_a,
-        transpose_b,
-        batch_invariant,
-    )
-    return y if apart is None else apart(y)
+    options = scale_a, scale_b, activation, out_dtype, transpose_a, transpose_b, batch_invariant
+    if activation in _APART and any(_may_need_gradient(x) for x in (a, b, bias) if x is not None):
+        return matmul_products(a, b, bias, *options)[0]
+    return _fused(a, b, bias, *options)
 
 
 matmul.op = _fused.op  # type: ignore[attr-defined]
@@ -678,7 +717,7 @@ def _gated_alone(
 def gated_matmul(x, w, activation="silu", transpose_b=False):
     """:func:`pallas_mgpu.ops.gated_matmul` of one array with both weights. Where gradients are
     wanted the kernel also stores the products, instead of computing them again."""
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+    if _may_need_gradient(x) or _may_need_gradient(w):
         return gated_matmul_products(x, w, activation, transpose_b)[0]
     return _gated_alone(x, w, activation, transpose_b)
 
@@ -836,13 +875,6 @@ class _WeightGradient:
         else:
             self.total += ops.matmul(grads, rows, **options)
         self.first = False
-
-
-def _may_need_gradient(x):
-    """A tensor under torch.func does not know of levels outside."""
-    if not torch.is_grad_enabled():
-        return False
-    return x.requires_grad or (not torch.compiler.is_compiling() and in_torch_func())
 
 
 def linear_cross_entropy(

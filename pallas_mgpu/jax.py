@@ -97,6 +97,7 @@ def _matmul_forward(options, a, b, bias, scale_a, scale_b):
 
 def _matmul_backward(options, saved, grad):
     a, b, bias = saved
+    dbias = []
     ta, tb, activation = (options[k] for k in ("transpose_a", "transpose_b", "activation"))
     if a.dtype.itemsize == 1:
         raise NotImplementedError("pallas_mgpu.jax.matmul has no gradient for 8-bit floats")
@@ -108,7 +109,11 @@ def _matmul_backward(options, saved, grad):
             )
         again = {"transpose_a": ta, "transpose_b": tb, "out_dtype": "float32"}
         z = ops.matmul(a, b, **_given(bias=bias), **again)
-        (grad,) = jax.vjp(_ACTIVATIONS[activation], z)[1](grad.astype(jnp.float32))
+        options = {"activation": activation, "bias": bias is not None}
+        grad = ops.activation_backward(grad, z, **options, **_dtype_of(bias))
+        grad, *dbias = grad if bias is not None else (grad,)
+    elif bias is not None:
+        dbias = [ops.column_sums(grad, **_dtype_of(bias))]
     g = grad.astype(a.dtype)
     if ta:
         da = ops.matmul(b, g, transpose_a=tb, transpose_b=True)
@@ -118,10 +123,11 @@ def _matmul_backward(options, saved, grad):
         db = ops.matmul(g, a, transpose_a=True, transpose_b=ta)
     else:
         db = ops.matmul(a, g, transpose_a=not ta)
-    dbias = None
-    if bias is not None:
-        dbias = ops.column_sums(grad, out_dtype=bias.dtype.name)
-    return _over_batches(da, a), _over_batches(db, b), dbias, None, None
+    return _over_batches(da, a), _over_batches(db, b), dbias[0] if dbias else None, None, None
+
+
+def _dtype_of(bias):
+    return {} if bias is None else {"out_dtype": bias.dtype.name}
 
 
 def _over_batches(grad, x):

@@ -1,5 +1,6 @@
 """Ready kernels, written in the public language alone."""
 
+from .activation_backward import activation_backward
 from .adamw import adamw
 from .append_pages import append_pages
 from .attention import (
@@ -41,6 +42,7 @@ __all__ = [
     "TensorMemoryAttentionConfig",
     "TensorMemoryConfig",
     "TensorMemoryMixedConfig",
+    "activation_backward",
     "adamw",
     "append_pages",
     "attention",

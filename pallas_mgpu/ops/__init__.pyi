@@ -1011,6 +1011,56 @@ def dequantize(
     stream: Stream | None = None,
 ) -> A: ...
 @overload
+def activation_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    *,
+    activation: str = "silu",
+    of_result: bool = False,
+    bias: Literal[False] = False,
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def activation_backward(
+    grad: A,
+    x: A,
+    *,
+    activation: str = "silu",
+    of_result: bool = False,
+    bias: Literal[False] = False,
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def activation_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    *,
+    activation: str = "silu",
+    of_result: bool = False,
+    bias: Literal[True],
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def activation_backward(
+    grad: A,
+    x: A,
+    *,
+    activation: str = "silu",
+    of_result: bool = False,
+    bias: Literal[True],
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
 def adamw(
     param: np.ndarray,
     grad: np.ndarray,

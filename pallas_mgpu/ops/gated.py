@@ -43,7 +43,7 @@ def _relu_slope(x):
 
 
 # value and derivative of each activation
-_SLOPES = {
+SLOPES = {
     "silu": _silu_slope,
     "gelu": _gelu_slope,
     "relu": _relu_slope,
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 def _kernel(x, backward, interpret):
     width = min(x.n, _TILE)
     height = max(1, min(_TILE // width, x.rows))
-    slope = _SLOPES[x.activation]
+    slope = SLOPES[x.activation]
 
     def body(*refs):
         overlap_launches()
@@ -120,9 +120,9 @@ def _kernel(x, backward, interpret):
 
 
 def _problem(name, gate, up, activation, out_dtype):
-    if activation not in _SLOPES:
+    if activation not in SLOPES:
         raise ValueError(
-            f"{name}: activation must be one of {', '.join(_SLOPES)}, got {activation!r}"
+            f"{name}: activation must be one of {', '.join(SLOPES)}, got {activation!r}"
         )
     if gate.dtype.name not in _FLOATS:
         raise TypeError(f"{name}: gate must be float16, bfloat16 or float32, got {gate.dtype}")

@@ -18,7 +18,7 @@ from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import store, swizzled
 from ._padding import padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
-from .gated import _SLOPES, gated_linear_unit
+from .gated import SLOPES, gated_linear_unit
 from .matmul import MatmulConfig, Product, _Block, _KernelPlan, choose, matmul
 
 _NAME = "gated_matmul"
@@ -116,7 +116,7 @@ class _Gated(_Block):
 
 @cached
 def _kernel(x, cfg, sms, activation, packed, products, interpret):
-    plan = _GatedPlan(x, cfg, sms, _SLOPES[activation], packed, products)
+    plan = _GatedPlan(x, cfg, sms, SLOPES[activation], packed, products)
     return _gated_tensor_memory.kernel_of(plan, _Gated, interpret)
 
 
@@ -156,9 +156,9 @@ def _padded(kernel, operands, interpret):
 def _checked(x, w, up, activation, transposed):
     """The product with both weights."""
     name = _NAME
-    if activation not in _SLOPES:
+    if activation not in SLOPES:
         raise ValueError(
-            f"{name}: activation must be one of {', '.join(_SLOPES)}, got {activation!r}"
+            f"{name}: activation must be one of {', '.join(SLOPES)}, got {activation!r}"
         )
     for what, a in (("x", x), ("w", w), ("up", up)):
         if a is not None and (a.dtype.name not in ("float16", "bfloat16") or a.dtype != x.dtype):
@@ -220,7 +220,7 @@ def gated_matmul(
         config = _gated_tensor_memory.choose(product, packed)
     if isinstance(config, TensorMemoryConfig):
         _gated_tensor_memory.check(config, product, packed)
-        how = _SLOPES[activation], packed, bool(return_products), interpret
+        how = SLOPES[activation], packed, bool(return_products), interpret
         kernel = _gated_tensor_memory.kernel(product, config, sms, *how)
         return _padded(kernel, (x, w, up), interpret)
     config = config or _choose(product.m, n, product.k, sms, transposed)

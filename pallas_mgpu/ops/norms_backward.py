@@ -371,7 +371,7 @@ def sums_of_rows(rows, n, dtype, out_dtype, sms, interpret, cols=None):
     return Chain(first, last) if chunks > 1 else last
 
 
-class _WithSums:
+class WithSums:
     """The kernel of the rows, and those that add up the sums of its blocks: of each result of the
     first, or of all together."""
 
@@ -418,13 +418,13 @@ def _make(name, grad, x, weight, add, bias, eps, interpret):
         if not problem.sums:
             return kernel
         shape = kernel.definition.outs[1].shape
-        return _WithSums(kernel, _norms_backward_ring.last_sums(*shape, n, of, interpret))
+        return WithSums(kernel, _norms_backward_ring.last_sums(*shape, n, of, interpret))
     kernel = _rows(problem, _resident(problem) * sms, interpret)
     if not problem.sums:
         return kernel
     programs, padded = kernel.definition.outs[1].shape
     add_up = sums_of_rows(programs, padded, np.dtype(_F32), of, sms, interpret, n)
-    return _WithSums(kernel, *[add_up] * problem.sums)
+    return WithSums(kernel, *[add_up] * problem.sums)
 
 
 def _ring(x, device, operands, sms):

@@ -708,6 +708,8 @@ def checked():
     q, k = half(1, 33, 2, 64).requires_grad_(), half(1, 40, 1, 64).requires_grad_()
     return {
         "matmul": (a, b, None, None, None, "silu"),
+        "matmul_products": (a, b, half(40).requires_grad_(), None, None, "gelu"),
+        "activation_backward": (plain, plain, "gelu", False, True, torch.float32),
         "rms_norm": (x, w),
         "layer_norm": (x, w, w),
         "softmax": (x,),

@@ -139,6 +139,51 @@ def test_errors(call, error):
         call(x, t)
 
 
+def _silu_slope(x):
+    s = 1 / (1 + np.exp(-x))
+    return s * (1 + x * (1 - s))
+
+
+def _gelu_slope(x):
+    c = np.sqrt(2 / np.pi)
+    t = np.tanh(c * (x + 0.044715 * x**3))
+    return (1 + t) / 2 + x / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
+
+
+ACTIVATIONS_BACKWARD = {
+    ("silu", False): _silu_slope,
+    ("gelu", False): _gelu_slope,
+    ("relu", False): lambda x: x > 0,
+    ("relu", True): lambda y: y > 0,
+    ("tanh", False): lambda x: 1 - np.tanh(x) ** 2,
+    ("tanh", True): lambda y: 1 - y * y,
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 40), (2, 300, 264), (33, 1000), (5, 256)], ids=str)
+@pytest.mark.parametrize("activation, of_result", ACTIVATIONS_BACKWARD)
+@dtypes
+def test_activation_backward(rng, shape, activation, of_result, dtype):
+    grad, x = normal(rng, shape, dtype), normal(rng, shape, dtype)
+    slope = ACTIVATIONS_BACKWARD[activation, of_result](x.astype(np.float64))
+    options = {"activation": activation, "of_result": of_result, "interpret": True}
+    want = grad.astype(np.float64) * slope
+    check(ops.activation_backward(grad, x, **options), want, dtype)
+    got, sums = ops.activation_backward(grad, x, bias=True, out_dtype=np.float32, **options)
+    check(got, want, dtype)
+    np.testing.assert_allclose(sums, want.reshape(-1, shape[-1]).sum(0), rtol=1e-3, atol=1e-3)
+
+
+def test_errors_of_activation_backward():
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(ValueError, match="activation by its result must be one of relu, tanh"):
+        ops.activation_backward(x, x, activation="gelu", of_result=True)
+    with pytest.raises(ValueError, match="activation_backward: grad and x"):
+        ops.activation_backward(x, x[:1])
+    with pytest.raises(TypeError, match="activation_backward: x"):
+        ops.activation_backward(x, x.astype(np.int32))
+
+
 # ---- AdamW, 8-bit elements -----------------------------------------------------------------------
 
 
@@ -284,6 +329,7 @@ def _checked_calls(rng):
         "cross_entropy_backward in place": lambda **o: ops.cross_entropy_backward(
             lse[:2], long, targets[:2], lse[:2], out=long, **o
         ),
+        "activation_backward": lambda **o: ops.activation_backward(x, x, bias=True, **o),
         "adamw": lambda **o: ops.adamw(x, x, x, x, settings, **o),
         "quantize": lambda **o: ops.quantize(x, block=32, mx=True, **o),
         "quantize blocks": lambda **o: ops.quantize(h, block=64, **o),

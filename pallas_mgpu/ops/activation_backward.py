@@ -1,0 +1,146 @@
+"""The gradient of an activation, and the sums of its columns: the gradient of a bias before it.
+
+A block takes 16 rows of a strip of columns at a time, of its share of the rows. Each lane has
+16 bytes of a row, always of the same columns, so that its sums stay in registers until its last
+row. A further kernel adds up the sums of the blocks, always in the same order."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+from .gated import SLOPES
+from .norms_backward import WithSums, sums_of_rows
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_F32 = np.float32
+_HEIGHT = 16
+_RESIDENT = 4  # blocks of an SM that registers have room for
+
+
+def _tanh_slope(x):
+    t = jnp.tanh(x)
+    return t, 1 - t * t
+
+
+# the derivative of an activation by its argument, and where that needs no more, by its result
+_OF_ARGUMENT = {name: lambda x, f=f: f(x)[1] for name, f in SLOPES.items() if name != "sigmoid"}
+_OF_ARGUMENT["tanh"] = lambda x: _tanh_slope(x)[1]
+_OF_RESULT = {"relu": _OF_ARGUMENT["relu"], "tanh": lambda y: 1 - y * y}
+
+
+class Problem(NamedTuple):
+    """What a kernel computes."""
+
+    rows: int
+    n: int
+    activation: str
+    of_result: bool
+    bias: bool
+    dtypes: tuple  # of grad and x
+    shape: tuple
+
+
+@cached
+def _kernel(x, sms, interpret):
+    vec = 16 // max(d.itemsize for d in x.dtypes)
+    width = 32 * vec
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    )
+    tiles, shape = pl.cdiv(x.n, width), (_HEIGHT, width)
+    steps = pl.cdiv(x.rows, _HEIGHT)
+    chunks = max(1, min(steps, _RESIDENT * sms // tiles)) if x.bias else steps
+    steps = pl.cdiv(steps, chunks)
+    chunks = pl.cdiv(x.rows, steps * _HEIGHT)
+    slope = (_OF_RESULT if x.of_result else _OF_ARGUMENT)[x.activation]
+    ragged = x.rows % (_HEIGHT * steps) or x.n % width
+
+    def body(grad, value, out, *sums):
+        overlap_launches()
+        chunk, c = lax.axis_index("chunk"), lax.axis_index("tile") * width
+        grad, value, out = (r.reshape((x.rows, x.n)) for r in (grad, value, out))
+
+        def add(i, total):
+            r = (chunk * steps + i) * _HEIGHT
+            at, keep = (pl.ds(r, _HEIGHT), pl.ds(c, width)), None
+            if ragged:
+                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+                column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+                keep = (row < x.rows - r) & (column < x.n - c)
+            options = {"layout": layout} if keep is None else {"mask": keep, "other": 0}
+            g, v = (plgpu.load(ref, at, **options).astype(jnp.float32) for ref in (grad, value))
+            g = g * slope(v)
+            if keep is None:
+                out[at] = g.astype(out.dtype)
+            else:
+                pl.store(out, at, g.astype(out.dtype), mask=keep)
+            return total + g if x.bias else total
+
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        total = lax.fori_loop(0, steps, add, zero if x.bias else jnp.int32(0))
+        for ref in sums:
+            total, at = jnp.sum(total, axis=0), (chunk, pl.ds(c, width))
+            if x.n % width:
+                pl.store(ref, at, total, mask=jnp.arange(width) < x.n - c)
+            else:
+                ref[at] = total
+
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtypes[0])
+    return plgpu.kernel(
+        body,
+        out_type=(out, plgpu.ShapeDtypeStruct((chunks, x.n), _F32)) if x.bias else out,
+        grid=(chunks, tiles),
+        grid_names=("chunk", "tile"),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=x.dtypes[0].itemsize == 2),
+        kernel_name="activation_backward",
+    )
+
+
+@plgpu.specialize
+def activation_backward(
+    grad, x, *, activation="silu", of_result=False, bias=False, out_dtype=None, interpret=None
+):
+    """``grad * activation'(x)``, computed in float32, and its sums over the rows (Hopper).
+
+    grad: the gradient of the result; x: the argument of the activation, or with ``of_result`` its
+    result ("relu" and "tanh" alone); (..., N), float16, bfloat16 or float32, of one shape.
+    activation: "relu", "silu", "gelu" (by tanh) or "tanh", as of :func:`matmul`. bias: also return
+    the sums over all dims but the last, in ``out_dtype``, by default the dtype of ``grad``; always
+    in the same order.
+
+    Returns an array like ``grad``, or with ``bias`` the pair of it and the sums (N,). TypeError,
+    ValueError for other dtypes, shapes and activations.
+    """
+    name = "activation_backward"
+    for what, v in (("grad", grad), ("x", x)):
+        if v.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
+    if grad.shape != x.shape or x.ndim == 0 or 0 in x.shape:
+        raise ValueError(
+            f"{name}: grad and x must have one shape with elements, got {grad.shape} and {x.shape}"
+        )
+    known = _OF_RESULT if of_result else _OF_ARGUMENT
+    if activation not in known:
+        which = " by its result" if of_result else ""
+        raise ValueError(
+            f"{name}: activation{which} must be one of {', '.join(known)}, got {activation!r}"
+        )
+    to = np.dtype(grad.dtype if out_dtype is None else jnp.dtype(out_dtype))
+    if to.name not in _FLOATS:
+        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {to}")
+    rows, n, sms = math.prod(x.shape[:-1]), x.shape[-1], plgpu.sm_count(x.device)
+    dtypes = grad.dtype, x.dtype
+    problem = Problem(rows, n, activation, bool(of_result), bool(bias), dtypes, x.shape)
+    kernel = _kernel(problem, sms, interpret)
+    if not bias:
+        return kernel
+    chunks = kernel.definition.outs[1].shape[0]
+    return WithSums(kernel, sums_of_rows(chunks, n, np.dtype(_F32), to, sms, interpret))
