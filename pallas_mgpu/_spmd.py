@@ -42,6 +42,17 @@ class PartitionSpec(tuple):
         return f"PartitionSpec{tuple(self)!r}"
 
 
+MESHES: dict = {}  # the last mesh of each name
+
+
+def _name_of(shape, axis_names, devices, group):
+    """What graphs of PyTorch call a mesh by: the same in every process that makes it."""
+    text = ",".join(f"{a}={n}" for a, n in zip(axis_names, shape))
+    if devices is not None:
+        text += f" of {','.join(map(str, devices))}"
+    return text if group is None else f"{text} of group {getattr(group, 'group_name', group)}"
+
+
 class DeviceMesh(_Frozen):
     """Devices that run a kernel together, in a grid with named axes.
 
@@ -55,10 +66,12 @@ class DeviceMesh(_Frozen):
         PALLAS_MGPU_MESH_SECONDS. When waits have ended, or a process of the group has, or a launch
         failed, every later call on the mesh is a DeadlockError that names the waits.
 
+    ``name``: what operators of PyTorch call the mesh by, from its axes, devices and group.
+
     ValueError where the numbers do not fit, or devices cannot access each other's memory.
     """
 
-    __slots__ = ("axis_names", "devices", "group", "shape", "_watch")
+    __slots__ = ("axis_names", "devices", "group", "name", "shape", "_watch")
 
     def __init__(self, shape, axis_names, *, devices=None, group=None, timeout=None):
         what = "DeviceMesh"
@@ -82,7 +95,10 @@ class DeviceMesh(_Frozen):
             if n > 1:
                 _core.mesh_connect(devices)
         watch = watch_of((shape, names, devices, group), n, group, timeout)
-        self._set(shape=shape, axis_names=names, devices=devices, group=group, _watch=watch)
+        name = _name_of(shape, names, devices, group)
+        self._set(shape=shape, axis_names=names, devices=devices, group=group, name=name)
+        self._set(_watch=watch)
+        MESHES[name] = self
 
     def __repr__(self):
         return (

@@ -136,3 +136,60 @@ def test_the_functions_of_ops_say_that_they_have_no_gradient(mesh):
     x = [torch.ones(4, 8, requires_grad=True), torch.ones(4, 8)]
     with pytest.warns(UserWarning, match="requires grad"):
         distributed.all_gather(x, mesh, interpret=True)
+
+
+def sums(x, mesh):
+    y = pt.all_reduce(pt.all_gather([t.sin() for t in x], mesh), mesh)
+    return [t.cos() for t in pt.reduce_scatter(y, mesh)]
+
+
+def test_compiled_without_breaks(mesh):
+    """Collectives are operators: one graph for all sizes, forward and backward."""
+    compiled = torch.compile(
+        lambda x: sum(y.sum() for y in sums(x, mesh)),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for n in (4, 6):
+        x = [torch.randn(n, 8, requires_grad=True) for _ in range(N)]
+        got = torch.autograd.grad(compiled(x), x)
+        want = torch.autograd.grad(sum(y.sum() for y in sums(x, mesh)), x)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b)
+
+
+def _products(name):
+    a = [torch.randn(64, 128).half().requires_grad_() for _ in range(N)]
+    b = [torch.randn(128, 64).half().requires_grad_() for _ in range(N)]
+    return a, b
+
+
+@pytest.mark.parametrize(
+    "name", [*REFERENCE, "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_opcheck(name, mesh):
+    x = [torch.randn(4, 8, requires_grad=True) for _ in range(N)]
+    arrays = _products(name) if "matmul" in name else (x,)
+    op = getattr(torch.ops.pallas_mgpu, name).default
+    torch.library.opcheck(op, (*arrays, mesh.name), rtol=6e-2, atol=6e-1)
+
+
+def test_what_collectives_have_no_derivatives_of(mesh):
+    x = [torch.randn(4, 8) for _ in range(N)]
+    with pytest.raises(NotImplementedError, match="all_gather has no derivative for forward mode"):
+        torch.func.jvp(lambda *x: pt.all_gather(x, mesh)[0], tuple(x), tuple(x))
+    with pytest.raises(NotImplementedError, match="all_gather has no gradient under torch.func"):
+        torch.func.grad(lambda t: pt.all_gather([t, t], mesh)[0].sum())(x[0])
+    x = [t.requires_grad_() for t in x]
+    with pytest.raises(NotImplementedError, match="all_gather: out="):
+        pt.all_gather(x, mesh, out=[torch.empty(8, 8) for _ in range(N)])
+    (g, *_) = torch.autograd.grad(pt.all_gather(x, mesh)[0].pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_a_mesh_that_is_not_there(mesh):
+    assert mesh.name == "x=2"
+    with pytest.raises(RuntimeError, match="no mesh y=2"):
+        torch.ops.pallas_mgpu.all_reduce([torch.ones(4)], "y=2")
