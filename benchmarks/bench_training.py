@@ -1,6 +1,6 @@
 """Gradients and training kernels of ops beside torch (cuDNN, cuBLAS), torch.compile and JAX.
 
-    python benchmarks/bench_training.py [--only TEXT] [--no-compile] [--seconds 500] [--json FILE]
+    python benchmarks/bench_training.py [--only TEXT,TEXT] [--no-compile] [--seconds 500] [--json FILE]
     python benchmarks/bench_training.py --device cpu        # tiny shapes, to try the script
 
 Each case is checked against float32 in the same process: results of ours are written over NaN where
@@ -629,14 +629,14 @@ def cases(b):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="texts of names, with commas")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=500.0, help="no case begins later")
     parser.add_argument("--json", default="")
     bench = Bench(parser.parse_args(argv))
     for name, make in cases(bench):
-        if bench.a.only not in name:
+        if not any(text in name for text in bench.a.only.split(",")):
             continue
         if bench.left() < 0:
             print(f"no time left for {name}")

@@ -1088,6 +1088,7 @@ class DeviceMesh:
     axis_names: tuple[str, ...]
     devices: tuple[int, ...] | None
     group: object
+    name: str
     shape: tuple[int, ...]
     def __init__(
         self,

@@ -91,6 +91,33 @@ def test_captured(pt):
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)  # a norm does not see the factor
 
 
+def test_captured_adamw(pt):
+    """Each replay is a step; several tensors of one shape share a launch."""
+    import torch
+
+    found = []
+    for kind in (pt.AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        shapes = [(64, 300)] * 9 + [(70,)]
+        params = [torch.nn.Parameter(torch.randn(s, device="cuda")) for s in shapes]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer = kind(params, lr=0.1)
+        optimizer.step()
+        if kind is pt.AdamW:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            for _ in range(3):
+                graph.replay()
+        else:
+            for _ in range(3):
+                optimizer.step()
+        found.append(params)
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.timing
 def test_cost_of_an_operator(pt):
     """At most 2 us above the call of the kernel, where no gradient is needed."""
