@@ -1,6 +1,7 @@
 """Gradients and training kernels of ops beside torch (cuDNN, cuBLAS), torch.compile and JAX.
 
-    python benchmarks/bench_training.py [--only TEXT,TEXT] [--no-compile] [--seconds 500] [--json FILE]
+    python benchmarks/bench_training.py [--only TEXT,TEXT] [--no-compile] [--seconds 500]
+        [--json FILE]
     python benchmarks/bench_training.py --device cpu        # tiny shapes, to try the script
 
 Each case is checked against float32 in the same process: results of ours are written over NaN where

@@ -665,9 +665,7 @@ def scoped(f, types, kw_types, names, collective_axes):
         if _is_descriptor(t):
             return _allocate(t, axes, name, what)
         part = _numbered(name)
-        return tree.map(
-            lambda x: _allocate(x, axes, next(part), what), t, is_leaf=_is_descriptor
-        )
+        return tree.map(lambda x: _allocate(x, axes, next(part), what), t, is_leaf=_is_descriptor)
 
     state = State()
     op = _core.open("scope", (), 1, collective=1 if axes else 0)
