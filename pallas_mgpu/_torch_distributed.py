@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ._spmd import MESHES
 from ._torch import _below_autograd, _refuse_tangents, in_torch_func, library_of
-from ._torch_ops import _dtype
+from ._torch_ops import _dtype, rms_norm_backward
 from ._torch_ops import matmul as product
-from ._torch_ops import rms_norm_backward
 from .ops import distributed as _distributed
 from .ops import distributed_matmul as _matmul
 from .ops import distributed_norms as _norms
@@ -403,7 +402,7 @@ def matmul_all_reduce(
     return _multiply("matmul_all_reduce", a, b, mesh, axis_name, *options)
 
 
-# ---- results of several kinds ---------------------------------------------------------------------
+# ---- results of several kinds --------------------------------------------------------------------
 
 
 def _lists_of(tensors, n):
