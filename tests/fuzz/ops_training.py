@@ -81,6 +81,24 @@ def gated_linear_unit_backward(c):
     return [grad, gate, up], tuple(want)
 
 
+def activation_backward(c):
+    shape, (f, name), dtype = shape_of(c), activation(c), c.pick(F16, BF16, F32)
+    c.need(name != "sigmoid")
+    if c.chance(0.2):
+        f, name = np.tanh, "tanh"
+        c.options["activation"] = name
+    grad, x = normal(c, shape, dtype), normal(c, shape, dtype)
+    want, bias = wide(grad) * slope(f, name, wide(x)), c.chance(0.6)
+    if not bias:
+        c.close = near(dtype)
+        return [grad, x], want.astype(dtype)
+    c.options["bias"], out = True, c.out_dtype(dtype)
+    sums = want.sum(tuple(range(len(shape) - 1))).astype(out)
+    count = math.sqrt(math.prod(shape[:-1]))
+    c.close = [near(dtype), near(out, 1e-5 * count)]
+    return [grad, x], (want.astype(dtype), sums)
+
+
 def gated_matmul(c):
     m, n, k, (f, _), dtype = c.extent(), c.extent(200), c.extent(), activation(c), c.pick(F16, BF16)
     c.need(2 * m * n * k <= WORK)
@@ -427,6 +445,7 @@ def attention_backward(c):
 
 MAKERS = {
     "gated_linear_unit": gated_linear_unit,
+    "activation_backward": activation_backward,
     "gated_linear_unit_backward": gated_linear_unit_backward,
     "gated_matmul": gated_matmul,
     "softmax_backward": softmax_backward,
