@@ -78,6 +78,18 @@ static uint32_t file_of(pmpy_trace *t, PyObject *filename) {
   return file;
 }
 
+/* Of the frame, which executes this code. Python looks for it from the beginning of the function.
+ */
+static uint32_t line_in(pmpy_trace *t, PyFrameObject *f, PyCodeObject *code) {
+  if (!t) return (uint32_t)PyFrame_GetLineNumber(f);
+  const int at = PyFrame_GetLasti(f);
+  pmpy_instruction *x = &t->instructions[((uintptr_t)code / 16 + (unsigned)at / 2) % PMPY_LINES];
+  if (x->code == (PyObject *)code && x->at == at) return x->line;
+  Py_XSETREF(x->code, Py_NewRef((PyObject *)code));
+  x->at = at;
+  return x->line = (uint32_t)PyFrame_GetLineNumber(f);
+}
+
 /* The calls that led from functions of the user's to this frame, where they changed. The trace
  * holds the last frame, so that no other one has its address. */
 static void note_calls(pmpy_trace *t, PyFrameObject *frame) {
@@ -89,9 +101,9 @@ static void note_calls(pmpy_trace *t, PyFrameObject *frame) {
   while (f && c.n < PMPY_CALLS) {
     PyCodeObject *code = PyFrame_GetCode(f);
     const uint32_t file = file_of(t, code->co_filename);
+    if (file) c.at[c.n++] = (pmpy_line){file, line_in(t, f, code)};
     Py_DECREF(code);
     if (!file) break;
-    c.at[c.n++] = (pmpy_line){file, (uint32_t)PyFrame_GetLineNumber(f)};
     PyFrameObject *back = PyFrame_GetBack(f);
     Py_DECREF(f);
     f = back;
@@ -125,8 +137,8 @@ static void user_frame(pmpy_trace *t, uint32_t *id, const char **file, uint32_t 
       found = s && !is_package_file(s);
       if (found) *file = s;
     }
+    if (found) *line = line_in(t, f, code);
     Py_DECREF(code);
-    if (found) *line = (uint32_t)PyFrame_GetLineNumber(f);
     if (found && t) note_calls(t, f);
     PyFrameObject *back = found ? NULL : PyFrame_GetBack(f);
     Py_DECREF(f);

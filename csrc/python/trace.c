@@ -230,6 +230,7 @@ static void trace_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   drop(t);
   for (uint32_t k = 0; k < PMPY_PLACES; k++) Py_CLEAR(t->place[k].filename);
+  for (uint32_t k = 0; k < PMPY_LINES; k++) Py_CLEAR(t->instructions[k].code);
   PyMem_Free(t->region);
   PyMem_Free(t->calls);
   type->tp_free(self);

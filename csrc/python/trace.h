@@ -12,7 +12,7 @@
 
 #include "module.h"
 
-enum { PMPY_PLACES = 16, PMPY_CALLS = 3 };
+enum { PMPY_PLACES = 16, PMPY_CALLS = 3, PMPY_LINES = 256 };
 
 typedef struct pmpy_region {
   pm_blk block;
@@ -29,6 +29,13 @@ typedef struct pmpy_place {
 typedef struct pmpy_line {
   uint32_t file, line;
 } pmpy_line;
+
+/* The line of an instruction of Python's. */
+typedef struct pmpy_instruction {
+  PyObject *code; /* owned */
+  int at;
+  uint32_t line;
+} pmpy_instruction;
 
 /* Ops from here on are made by functions of the user's that others of his call: the lines of the
  * calls, the innermost first. n 0: by a function that the package calls. */
@@ -48,9 +55,10 @@ typedef struct pmpy_trace {
   pmpy_region *region; /* stack of open regions; [0] is the kernel's body */
   pmpy_place place[PMPY_PLACES];
   uint32_t n_places;
-  pmpy_calls *calls; /* by rising ops */
+  pmpy_instruction instructions[PMPY_LINES]; /* by code and place in it */
+  pmpy_calls *calls;                         /* by rising ops */
   uint32_t n_calls, cap_calls;
-  PyObject *frame; /* owned; that of the last op */
+  PyObject *frame;       /* owned; that of the last op */
   PM_VEC(int32_t) alias; /* per output, in the graph's arena */
 } pmpy_trace;
 
