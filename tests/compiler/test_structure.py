@@ -152,6 +152,22 @@ def long_functions(root):
     return found
 
 
+def long_c_functions(root):
+    """The same of C: from a line that begins a definition to a brace in the first column."""
+    found = []
+    for file in sorted([*root.rglob("*.c"), *root.rglob("*.h")]):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        start = None
+        for k, line in enumerate(lines):
+            if re.match(r"(?!typedef|enum|struct|union|extern)[A-Za-z].*\(", line):
+                start = k
+            if line.startswith("}"):
+                if line == "}" and start is not None and k - start >= LONGEST_FUNCTION:
+                    found.append(f"{file}:{start + 1}")
+                start = None
+    return found
+
+
 def sources(root):
     kinds = ("*.py", "*.pyi", "*.c", "*.h", "*.cuh")  # the rows of tables (.def) are lines
     return sorted(file for kind in kinds for file in root.rglob(kind))
@@ -195,6 +211,7 @@ def test_imports_stand_at_the_top():
 
 def test_functions_are_short():
     assert not long_functions(ROOT / "pallas_mgpu"), f"longer than {LONGEST_FUNCTION} lines"
+    assert not long_c_functions(ROOT / "csrc"), f"longer than {LONGEST_FUNCTION} lines"
 
 
 @pytest.mark.parametrize("folder", ["pallas_mgpu", "csrc"])
@@ -268,6 +285,9 @@ def test_rules_find_what_breaks_them(tmp_path):
         c / "ir" / "high.c": "int high(int x) {\n  return low(x) + other(x);\n}\n",
         c / "ir" / "named.c": "const handler pm_vm_ADD = {PM_OP_ADD, &pm_vm_ADD};\n",
         c / "ir" / "switch.c": "pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) {\n  PM_OP_MUL;\n}\n",
+        c / "ir" / "long.c": "struct x {\n  int y;\n};\n\nint f(int x,\n      int y) {\n"
+        + "  x++;\n" * LONGEST_FUNCTION
+        + "}\n",
         c / "ir" / "other.c": "int other(int x) {\n  return x ? high(x - 1) : 0;\n}\n",
     }
     for file, text in files.items():
@@ -276,6 +296,7 @@ def test_rules_find_what_breaks_them(tmp_path):
     assert import_circles(package) == ["package.a -> package.sub.b -> package.a"]
     assert inner_imports(package) == ["package.sub.b:3: from ..a import g"]
     assert long_functions(package) == {"package.long.C.f"}
+    assert long_c_functions(c) == [f"{c / 'ir' / 'long.c'}:5"]
     assert long_lines(package) == [f"{package / 'wide.py'}:1"]
     assert wrong_includes(c) == ["base/a.c: Python.h", "base/b.c: ../python/x.h"]
     assert long_files(c) == [c / "base" / "c.h"]
