@@ -9,7 +9,7 @@ import functools
 import threading
 
 from . import _core, tree
-from ._names import show
+from ._names import accepts, show
 
 
 class _PerLeaf(tuple):
@@ -213,6 +213,7 @@ def _map_function(f, in_axes, out_axes):
     return mapped
 
 
+@accepts()
 def vmap(f, in_axes=0, out_axes=0):
     """Map ``f`` over an additional axis of its arguments, in one launch. The axis becomes the
     leading grid axis.

@@ -397,6 +397,7 @@ class Definition:
             (n_scratch + len(keyword), "scratch ref"),
         )
         operands, outputs, refs = (f"{n} {what}{'s' * (n != 1)}" for n, what in counts)
+        outputs += "" if n_out else " (out_type= gives them)"
         gets = f"{operands}, {outputs} and {refs}"
         if keyword:
             gets += f" by name ({', '.join(keyword)})"

@@ -129,8 +129,8 @@ def accepts(*positional, **older):
     """
 
     def wrap(f):
-        name = f.__qualname__.removesuffix(".__init__")
-        first = 1 if f.__name__ == "__init__" else 0  # self
+        name = f.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
+        first = 1 if f.__name__ in ("__init__", "__call__") else 0  # self
         code = inspect.unwrap(f).__code__
         takes_all = code.co_flags & inspect.CO_VARKEYWORDS
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -168,6 +168,13 @@ def accepts(*positional, **older):
         return call
 
     return wrap
+
+
+def explain_keywords(cls):
+    """A misspelt keyword of a class's own ``__init__`` raises an error that says what was meant."""
+    init = cls.__dict__.get("__init__")
+    if init and not hasattr(init, "__wrapped__"):
+        cls.__init__ = accepts()(init)
 
 
 _GAPS = "`python -m pallas_mgpu gaps` lists what is missing"

@@ -284,7 +284,7 @@ def emit_pipeline(
     max_concurrent_steps = max_concurrent_steps.__index__()
     carries = "" if init_carry is None else ", carry"
     n_args = 1 + len(in_specs) + len(out_specs) + bool(carries)
-    gets = f"(indices, {len(in_specs)} input refs, {len(out_specs)} output refs{carries})"
+    gets = f"indices, {len(in_specs)} input and {len(out_specs)} output refs{carries}"
     check_arity(body, "emit_pipeline: the body", gets, n_args)
     for s in out_specs:
         if isinstance(s, GenericBlockSpec) and s.collective_axes:

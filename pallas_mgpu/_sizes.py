@@ -11,7 +11,7 @@ that promises and factors give."""
 import math
 
 from . import _core
-from ._names import show
+from ._names import accepts, show
 from ._trace import Array, env, tracing
 
 MOST = 2**31 - 2
@@ -232,6 +232,7 @@ def minimum(x, y):
     return combine("min", x, y) if isinstance(x, Dim) or isinstance(y, Dim) else min(x, y)
 
 
+@accepts()
 def dim(name, *, min=1, max=MOST, multiple_of=1):
     """A size that a kernel learns when it is called, so that one program serves all of them.
 

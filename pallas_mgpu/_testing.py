@@ -14,7 +14,7 @@ import numpy as np
 from . import tree
 from ._core import RaceError, ScheduleError, device_put
 from ._mutable import MutableArray, new_ref
-from ._names import show
+from ._names import accepts, show
 from ._types import InterpretParams
 
 # by dtype: what rounding in a few places makes of a result
@@ -122,6 +122,7 @@ def _chosen(backends, who="check"):
     return names
 
 
+@accepts()
 def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, atol=None):
     """Run a kernel under many schedules, with ``detect_races`` and ``detect_uninitialized``;
     returns its result under the first.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from . import _core, tree
-from ._names import accepts, deprecated, show
+from ._names import accepts, deprecated, explain_keywords, show
 from ._tiling import TilingMethods
 
 
@@ -55,6 +55,7 @@ class _Frozen:
     )
 
     def __init_subclass__(cls):
+        explain_keywords(cls)
         cls._names = (*cls._names, *cls.__dict__.get("__slots__", ()))
         cls.__dataclass_fields__ = _Frozen.__dict__["__dataclass_fields__"]
 
@@ -375,6 +376,7 @@ class MemorySpace(enum.Enum):
     def __str__(self):
         return self.value
 
+    @accepts()
     def __call__(self, shape, dtype, *, transforms=(), packed=None, collective=None, layout=None):
         what = f"plgpu.{self.name}"
         if self is MemorySpace.TMEM:
@@ -1452,9 +1454,7 @@ class Mesh(_Frozen):
         if len(cluster) > 3:
             raise ValueError(f"Mesh: a cluster has at most 3 axes, got {cluster}")
         if len(cluster_names) != len(cluster):
-            raise ValueError(
-                f"Mesh: cluster {cluster} and cluster_names {cluster_names} differ in length"
-            )
+            raise ValueError(f"Mesh: cluster {cluster} and names {cluster_names} differ in length")
         if (num_threads is None) != (thread_name is None):
             raise ValueError(
                 "Mesh: num_threads and thread_name go together, got"

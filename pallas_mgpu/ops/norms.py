@@ -19,6 +19,7 @@ row alone, and the layout is prescribed (_layout)."""
 
 import functools
 import math
+import numbers
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from .._names import show
 from . import _norms_ring
 from ._common import SMS, overlap_launches, unaligned
 from ._open_rows import rows_of
@@ -593,6 +595,8 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     given = list(vectors.values())
     aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
     dtypes = tuple(None if v is None else v.dtype for v in given)
+    if eps is not None and not isinstance(eps, numbers.Real):
+        raise TypeError(f"{name}: eps must be a number, got {show(eps)}")
     eps = () if eps is None else (float(eps),)
     problem = Problem(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned)
     if default and x.ndim == 2 and inner == 1 and not config.ring:

@@ -980,7 +980,7 @@ PIPELINES = {
     "steps True": (VE, "got True", pipe(max_concurrent_steps=True)),
     "steps 100": (NIE, "at most 32 steps", pipe(grid=(100,), max_concurrent_steps=100)),
     "body": (TE, "the body must be callable, got None", pipe(body=None)),
-    "arity": (TE, r"it gets \(indices, 1 input refs, 1 output refs\)", pipe(body=lambda i: None)),
+    "arity": (TE, "it gets indices, 1 input and 1 output refs", pipe(body=lambda i: None)),
     "arity of carry": (TE, "output refs, carry", pipe(init_carry=0)),
     "specs": (TE, r"in_specs\[0\] must be a BlockSpec, got 5", pipe(ins=(5,))),
     "specs bare": (TE, "in_specs must be a tuple or list", pipe(ins=BS((64,)))),
