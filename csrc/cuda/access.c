@@ -921,6 +921,7 @@ static const char *const *coordinates(const access *a, const char *reg) {
   if (!e->options->check_indices) return NULL;
   const char **at = pm_alloc(e->arena, PM_MAX_RANK * sizeof *at);
   int64_t below = 1;
+  reg = pm_str(e, "(%s)", reg);
   for (int d = l->rank - 1; d >= 0; below *= l->shape[d--]) {
     const int dim = l->kind == PM_FLAT ? 0 : d;
     pm_sum s;

@@ -234,6 +234,24 @@ def test_accesses_out_of_bounds_and_never_written():
     assert place(caught.value, "use")
 
 
+def test_slices_that_overhang_under_a_mask(rng):
+    """Each register of a vector has its own coordinates; those of selected elements are inside."""
+    rows, cols = 65, 112
+
+    def body(x, o):
+        row, col = lax.axis_index("row") * 64, lax.axis_index("col") * 64
+        down = lax.broadcasted_iota(jnp.int32, (64, 64), 0)
+        across = lax.broadcasted_iota(jnp.int32, (64, 64), 1)
+        inside = (down < rows - row) & (across < pl.multiple_of(cols - col, 16))
+        part = (pl.ds(row, 64), pl.ds(col, 64))
+        pl.store(o, part, pl.load(x, part, mask=inside, other=0), mask=inside)
+
+    x = rng.standard_normal((rows, cols)).astype(np.float16)
+    options = {"grid": (2, 2), "grid_names": ("row", "col"), "interpret": "emulate"}
+    copy = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype), **options)
+    np.testing.assert_array_equal(copy(x), x)
+
+
 def test_too_many_arrivals_and_failed_checks():
     def twice(o, bar):
         plgpu.barrier_arrive(bar)
