@@ -200,10 +200,10 @@ def test_labels(run, capfd):
                 pl.debug_print("one {:3d}", warp, label=True)
 
         pl.debug_print("each {:.1f}", jnp.full((2,), 1.5, np.float32), label=True)
-        o_ref[0] = 0
+        o_ref[lax.axis_index("c"), wg] = 0  # of each thread of a cluster
 
     axes = dict(grid=(2, 3), grid_names=("i", "j"), cluster=(2,), cluster_names=("c",))
-    run(body, np.zeros(1, np.int32), num_threads=2, thread_name="t", **axes)
+    run(body, np.zeros((2, 2), np.int32), num_threads=2, thread_name="t", **axes)
     want = []
     for i, j, c, t in np.ndindex(2, 3, 2, 2):
         who = f"[grid point ({i}, {j}), block ({c},), thread {t}"
