@@ -161,6 +161,7 @@ static void crashed(int number) {
                    "far, or a division by zero"
                  : "the program crashed after this line");
     report->line = m.self ? m.self->line : 0;
+    if (number == SIGALRM && m.polled_line) report->line = m.polled_line;
     report->failed = 1;
   }
   _exit(1);
@@ -305,6 +306,7 @@ void host_yield() {
 
 extern "C" void host_yield_poll() {
   m.polled = true;
+  m.polled_line = m.self->line;
   host_wake(m.self);
   leave();
 }
