@@ -310,8 +310,9 @@ class CountedTiles:
         return lax.while_loop(lambda x: x[1] < self.total, step, start)[2]
 
 
-def store(buffer, value, target, **how):
+def store(buffer, value, *targets, **how):
     """The value to global memory, through a buffer that no earlier store still reads."""
     buffer[...] = value
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target, **how)
+    for target in targets:
+        plgpu.copy_smem_to_gmem(buffer, target, **how)

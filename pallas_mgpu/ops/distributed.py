@@ -589,7 +589,7 @@ class Collective:
             *windows,
             *staging,
             ((workers, kinds, mesh.size), np.int32),
-            ((blocks * _THREADS,), np.int32),
+            ((options.pop("epochs", blocks * _THREADS),), np.int32),
         ]
         self.fresh, self.mesh = outs, mesh
         if mesh.devices is None and mesh.group is None:

@@ -1,25 +1,28 @@
 """Products over the devices of a mesh, which compute while their operands or results travel.
 
+The product is that of matmul.py, with its tiles, order and ring: persistent clusters of blocks go
+through the tiles of one part of the result after the other, a part for each device.
+
 All-gather, then product: each device has some rows of A, and wants the product of all rows with
-its own B. A warpgroup of each block, the *courier*, writes the rows of its device into staging
-memory of the others. Producer and consumers of the block work on the device's own rows first, and
-on those of another device once all couriers of that one have told that they are there.
+its own B. A warpgroup of each block, the *courier*, writes pieces of the rows of its device into
+staging memory of the others. Pieces make up *cells*, some rows and some columns each, which are
+sent in the order in which they are needed. Producer and consumers of the block work on the
+device's own rows first, and on those of another device as cells arrive: all pieces of a cell raise
+the same flag.
 
 Product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
 is one of the summands. Blocks send the tiles of a summand, float32, to the device whose rows they
-are, beginning with those of the next device and ending with their own. Then each block sums the
-tiles that it is in charge of, in the order of the ranks, once all of their summands are there.
+are, beginning with those of the next device; the buffer in shared memory has room for a whole tile,
+which is on its way while the next one is multiplied. They end with their own tiles, to which they
+add the summands of the others, in the order of the ranks.
 
 Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the sum of a
 tile goes to all devices. A kernel ends once all devices have told that their sums are there.
 
-Staging memory has two halves, and flags count up, as in distributed.py. Operands are fetched
-through a ring of slots in shared memory (_common.py). The blocks are persistent: all of them run
-at once, so that a block that waits for one of another device waits for one that runs.
+Staging memory has two halves, and flags count up, as in distributed.py. All blocks run at once, so
+that a block that waits for one of another device waits for one that runs.
 
 On Blackwell each consumer issues its own products of 64 rows, into tensor memory."""
-
-import math
 
 import numpy as np
 
@@ -29,29 +32,81 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _tensor_memory, distributed
-from ._common import SMS, Ring, StaticTiles, store, swizzled
-from .distributed import _THREADS, Collective
+from ._common import SMEM_BYTES, SMS, StaticTiles, swizzled
+from ._padding import padding
+from .distributed import Collective
+from .matmul import MatmulConfig, Product, _Block, _cycles, _KernelPlan, candidates
 
-_CONSUMERS, _ROWS, _COLUMNS, _STEP, _STAGES = 2, 128, 128, 64, 4
-_CHUNK = 64  # columns of a store buffer
+_PIECE = 8192  # bytes that a courier moves at a time
+_CELLS = 8  # along K, or more of them
+_WIDEST = 4096  # columns of a cell
+_REGISTERS, _COURIER = (40, 200), 72  # of the producer, a consumer, and the courier beside them
+_SUMS = 128  # most columns of a tile of summands, which shared memory has room for
 
 
-class _Device:
-    """What a block knows of its device, and the flags that it exchanges with others."""
+class _Plan(_KernelPlan):
+    """A part for each device of an axis: products of the same shape, x, or tiles of x, dealt."""
 
-    def __init__(self, flags, epochs, axis, blocks):
-        self.flags, self.epochs, self.axis = plgpu.ext.as_semaphores(flags), epochs, axis
+    def __init__(self, x, cfg, blocks, parts, threads, dealt=False):
+        super().__init__(x, cfg, blocks)
+        self.parts, self.threads, self.single = parts, threads, False
+        # tiles of a part; where they are dealt the last ones of some are for nobody
+        self.each = pl.cdiv(self.tiles, parts) if dealt else self.tiles
+        self.total = self.each * parts
+        self.clusters = min(self.total, max(blocks // self.cluster, 1))
+        self.blocks = self.clusters * self.cluster
+
+    def options(self):
+        """Of the kernel."""
+        return {
+            "cluster": tuple(self.axes.values()),
+            "cluster_names": tuple(self.axes),
+            "num_threads": self.threads,
+            "epochs": self.blocks * self.threads,
+        }
+
+
+def _config(m, n, k, blocks, tmem, sums=False):
+    """The fastest configuration for a part that does not divide K. sums: shared memory also holds a
+    tile of float32."""
+    if tmem:
+        return MatmulConfig(2, 128, 4, 1, serpentine=False)
+    found = []
+    for cfg in candidates(m, n, k, blocks):
+        if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
+            continue
+        used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
+        if sums:
+            if cfg.tile_n > _SUMS:
+                continue
+            used += cfg.consumers * 64 * cfg.tile_n * 4
+        slot = (64 * cfg.consumers + cfg.tile_n) * cfg.step * 2
+        found.append(cfg._replace(stages=min((SMEM_BYTES - used) // slot, 12)))
+    return min(found, key=lambda cfg: _cycles(m, n, k, cfg, blocks))
+
+
+class _DeviceBlock(_Block):
+    """A block of one device, and the flags that it exchanges with others."""
+
+    acc = None  # accumulators in tensor memory
+
+    def __init__(self, plan, axis, refs, flags, epochs):
+        super().__init__(plan, refs)
+        self.flags, self.axis = plgpu.ext.as_semaphores(flags), axis
         self.size, self.me = lax.axis_size(axis), lax.axis_index(axis)
-        self.block, self.blocks = lax.axis_index("block"), blocks
-        self.thread = self.block * _THREADS + lax.axis_index("wg")
-        self.epoch = epochs[self.thread] + 1  # of this thread alone
+        cfg = plan.cfg
+        self.in_cluster = self.rank("cm") * cfg.cluster_n + self.rank("cn")
+        self.block = lax.axis_index("block") * plan.cluster + self.in_cluster
+        self.epochs = epochs.at[self.block * plan.threads + lax.axis_index("wg")]
+        self.epoch = self.epochs[...] + 1  # of this thread alone
         self.half = self.epoch % 2
+
+    def run(self):
+        super().run()
+        self.epochs[...] = self.epoch
 
     def on(self, ref, device):
         return plgpu.remote_ref(ref, {self.axis: device})
-
-    def end(self):
-        self.epochs[self.thread] = self.epoch
 
     def tell(self, device, flag):
         """Raises this device's flag of a kind on another one."""
@@ -62,360 +117,363 @@ class _Device:
         target = self.epoch * times
         plgpu.semaphore_wait(self.flags.at[flag, 0, device], target, decrement=False)
 
+    def tiles(self):
+        return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
 
-class _Products:
-    """The ring of a block, and the products of its consumers."""
+    def part(self, t, first):
+        """The device whose part of the result has tile t; the own one is the first or the last."""
+        return (self.me + (0 if first else 1) + t // self.plan.each) % self.size
 
-    acc = None  # accumulators in tensor memory
-
-    def __init__(self, k, refs):
-        vars(self).update(refs)
-        self.steps = pl.cdiv(k, _STEP)
-        self.ring = Ring(_STAGES, self.full, self.empty, self.a_smem, self.b_smem)
-
-    @staticmethod
-    def scratch(dtype, tensor_memory):
-        found = {
-            "a_smem": plgpu.SMEM((_STAGES, _ROWS, _STEP), dtype, transforms=swizzled(_STEP, dtype)),
-            "b_smem": plgpu.SMEM((_STAGES, _STEP, _COLUMNS), dtype, transforms=swizzled(64, dtype)),
-            **Ring.barriers(_STAGES, 2, _CONSUMERS),
-        }
-        if tensor_memory:
-            found["empty"] = plgpu.Barrier(
-                num_arrivals=_CONSUMERS, num_barriers=_STAGES, orders_tensor_core=True
-            )
-            found["acc"] = plgpu.TMEM((_CONSUMERS, 64, _COLUMNS), jnp.float32)
-            of_each = {"num_barriers": _CONSUMERS, "orders_tensor_core": True}
-            found |= {"done": plgpu.Barrier(**of_each), "taken": plgpu.Barrier(**of_each)}
-        return found
-
-    def fetch(self, a, b, row, col, it0):
-        """Producer: the tile of A and of B of each step, from step number it0 on. a: (where, ref)
-        pairs, of which one is where it holds."""
-
-        def one(s, _):
-            it = it0 + s
-            slot = self.ring.slot(it)
-            along_k = pl.ds(s * _STEP, _STEP)
-            self.ring.acquire(it)
-            for where, ref in a:
-
-                def copy(ref=ref):
-                    source = ref.at[pl.ds(row, _ROWS), along_k]
-                    plgpu.copy_gmem_to_smem(source, self.a_smem.at[slot], self.full.at[slot])
-
-                pl.when(where)(copy)
-            source = b.at[along_k, pl.ds(col, _COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, self.b_smem.at[slot], self.full.at[slot])
-
-        lax.fori_loop(0, self.steps, one, None)
-        return it0 + self.steps
-
-    def sum(self, wg, it0):
-        """Consumer: its 64 rows of the product, float32."""
-        if self.acc is not None:
-            return self.sum_in_tensor_memory(wg, it0)
-
-        def multiply(acc):
-            def step(s, _):
-                it = it0 + s
-                slot = self.ring.slot(it)
-                self.ring.wait(it)
-                plgpu.wgmma(acc, self.a_smem.at[slot, pl.ds(wg * 64, 64)], self.b_smem.at[slot])
-                plgpu.wgmma_wait(1)
-                pl.when(s > 0)(lambda: self.ring.release(it - 1))
-
-            lax.fori_loop(0, self.steps, step, None)
-            value = acc[...]
-            self.ring.release(it0 + (self.steps - 1))
-            return value
-
-        return pl.run_scoped(multiply, plgpu.ACC((64, _COLUMNS)))
-
-    def sum_in_tensor_memory(self, wg, it0):
-        """The same on Blackwell. The tensor cores release slots."""
-        acc, done = self.acc.at[wg], self.done.at[wg]
+    def sum(self, me, it0, meanwhile=None):
+        if self.acc is None:
+            return super().sum(me, it0, meanwhile)
+        acc, done = self.acc.at[me], self.done.at[me]
 
         def step(s, _):
             it = it0 + s
             slot = self.ring.slot(it)
             self.ring.wait(it)
-            a = self.a_smem.at[slot, pl.ds(wg * 64, 64)]
+            a = self.a_smem.at[slot, pl.ds(me * 64, 64)]
+            # the tensor cores release the slot
             plgpu.tcgen05_mma(acc, a, self.b_smem.at[slot], self.empty.at[slot], accumulate=s > 0)
 
-        lax.fori_loop(0, self.steps, step, None)
+        lax.fori_loop(0, self.plan.steps, step, None)
         plgpu.tcgen05_commit_arrive(done)
         plgpu.barrier_wait(done)
         value = plgpu.async_load_tmem(acc)
         plgpu.wait_load_tmem()
         # all lanes have it before the next product overwrites it
-        plgpu.barrier_arrive(self.taken.at[wg])
-        plgpu.barrier_wait(self.taken.at[wg])
-        return value
+        plgpu.barrier_arrive(self.taken.at[me])
+        plgpu.barrier_wait(self.taken.at[me])
+        return [value], None
 
 
-def _roles(producer, consumer, courier=None):
-    wg = lax.axis_index("wg")
+def _scratch(plan, tmem):
+    found, consumers = plan.scratch(), plan.consumers
+    if tmem:
+        of_each = {"num_barriers": consumers, "orders_tensor_core": True}
+        found |= {"done": plgpu.Barrier(**of_each), "taken": plgpu.Barrier(**of_each)}
+        found["acc"] = plgpu.TMEM((consumers, 64, plan.cols), jnp.float32)
+        found["empty"] = plgpu.Barrier(
+            num_arrivals=consumers, num_barriers=plan.stages, orders_tensor_core=True
+        )
+    return found
 
-    pl.when(wg == _CONSUMERS)(producer)
-    if courier:
-        pl.when(wg == _CONSUMERS + 1)(courier)
-    pl.when(wg < _CONSUMERS)(lambda: consumer(wg))
+
+# ---- rows that travel ---------------------------------------------------------------------------
+
+
+class _GatherPlan(_Plan):
+    """The same with cells. A *band* is the rows of A that tiles are worked on together for."""
+
+    def __init__(self, x, cfg, blocks, parts):
+        super().__init__(x, cfg, blocks, parts, cfg.consumers + 2)
+        self.registers = _REGISTERS if self.registers else None
+        self.slab = min(pl.cdiv(self.steps, _CELLS), _WIDEST // cfg.step)  # steps of a cell
+        self.slabs = pl.cdiv(self.steps, self.slab)
+        width = self.slab * cfg.step
+        self.height = 1 << (max(_PIECE // (2 * width), 1).bit_length() - 1)  # rows of a piece
+        self.band = self.group * self.rows * cfg.cluster
+        self.bands = pl.cdiv(x.m, self.band)
+        self.pieces = self.band // self.height  # of a cell
+        self.last_pieces = pl.cdiv(x.m - (self.bands - 1) * self.band, self.height)
+
+    def pieces_of(self, band):
+        return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
+
+
+class _GatherBlock(_DeviceBlock):
+    def run(self):
+        @pl.when(lax.axis_index("wg") == self.plan.consumers + 1)
+        def _():
+            if self.plan.registers:
+                plgpu.set_max_registers(_COURIER, action="decrease")
+            self.courier()
+
+        super().run()
+
+    def fetch_tile(self, t, it0):
+        p, shard = self.plan, self.part(t, True)
+        own, (row, col) = t < p.tiles, self.origin(t % p.tiles)
+        band = row // p.band
+
+        def arrived(s):
+            cell = band * p.slabs + s // p.slab
+
+            @pl.when(~own & (s % p.slab == 0))
+            def _():
+                self.hear(shard, cell, p.pieces_of(band))
+
+        sources = [(own, self.a), (~own, self.staging.at[self.half, shard])]
+        return self.fetch_steps(it0, row, col, 0, sources, arrived)
+
+    def courier(self):
+        """The pieces of this block, to the device before this one first: it needs them next."""
+        p = self.plan
+        rows, columns = self.a.shape
+        per_band = p.slabs * p.pieces
+        total = (p.bands - 1) * per_band + p.slabs * p.last_pieces
+
+        def send(g, to, target):
+            band = jnp.minimum(g // per_band, p.bands - 1)
+            inside, pieces = g - band * per_band, p.pieces_of(band)
+            slab, row = inside // pieces, band * p.band + inside % pieces * p.height
+            col, wide = slab * (p.slab * p.cfg.step), p.slab * p.cfg.step
+            for height, fits in _clipped(row, p.height, rows):
+                for width, holds in _clipped(col, wide, columns):
+
+                    def copy(at=(pl.ds(row, height), pl.ds(col, width))):
+                        target[at] = self.a[at]
+
+                    pl.when(fits & holds)(copy)
+            self.tell(to, band * p.slabs + slab)
+
+        for step in range(1, self.size):
+            to = (self.me + self.size - step) % self.size
+            target = self.on(self.staging, to).at[self.half, self.me]
+            trips = (total - self.block + (p.blocks - 1)) // p.blocks
+
+            def one(j, _, to=to, target=target):
+                send(self.block + j * p.blocks, to, target)
+
+            lax.fori_loop(0, trips, one, None)
+
+    def consumer(self, me):
+        def multiply(t, it0):
+            values, _ = self.sum(me, it0)
+            part, (row, col) = self.part(t, True), self.origin(t % self.plan.tiles)
+            self.epilogue(me, values, [self.o.at[part]], row, col)
+            return it0 + self.plan.steps
+
+        self.tiles().consume(multiply, jnp.int32(0))
+
+
+def _clipped(start, size, n):
+    """(size, condition) of a slice that may reach beyond n, a multiple of `size` from 0 on."""
+    if n >= size:
+        yield size, start + size <= n
+    if n % size:
+        yield n % size, start + size > n
 
 
 @cached
 def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     size = distributed._size(mesh, axis)
-    tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
-    each = tiles_m * tiles_n
-    padded = pl.cdiv(k, _STEP) * _STEP
-    height = pl.cdiv(m, blocks)  # rows that a courier takes
+    x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
+    # cells arrive in order
+    cfg = _config(m, n, k, blocks, tmem)._replace(serpentine=False)
+    plan = _GatherPlan(x, cfg, blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
-        d = _Device(flags, epochs, axis, blocks)
-        products = _Products(k, scratch)
-        out = out.reshape((size, m, n))
-        tiles = StaticTiles(each * size, blocks, d.block)
-
-        def place(t):
-            shard, tile = (d.me + t // each) % size, t % each
-            return shard, tile % tiles_m * _ROWS, tile // tiles_m * _COLUMNS
-
-        def courier():
-            """The rows of this block, to the device before this one first: it needs them next."""
-            first = d.block * height
-            for step in range(1, size):
-                to = (d.me + size - step) % size
-                target = d.on(staging, to).at[d.half, d.me]
-
-                def send(r, _, target=target):
-                    target[r, pl.ds(0, k)] = a[r]
-
-                lax.fori_loop(first, jnp.minimum(first + height, m), send, None)
-                d.tell(to, 0)
-
-        def producer():
-            def fetch(t, it0):
-                shard, row, col = place(t)
-                own = t < each
-                pl.when(~own)(lambda: d.hear(shard, 0, blocks))
-                sources = [(own, a), (~own, staging.at[d.half, shard])]
-                return products.fetch(sources, b, row, col, it0)
-
-            products.ring.drain(tiles.produce(fetch, jnp.int32(0)))
-
-        def consumer(wg):
-            def multiply(t, it0):
-                shard, row, col = place(t)
-                value = products.sum(wg, it0)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for c in range(_COLUMNS // _CHUNK):
-                    where = pl.ds(row + wg * 64, 64), pl.ds(col + c * _CHUNK, _CHUNK)
-                    part = value[:, c * _CHUNK : (c + 1) * _CHUNK].astype(out_dtype)
-                    store(products.o_smem.at[wg, c], part, out.at[(shard, *where)])
-                return it0 + products.steps
-
-            tiles.consume(multiply, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        _roles(producer, consumer, courier)
-        d.end()
+        named = x.named(a, b, out.reshape((size, m, n))) | {"staging": staging} | scratch
+        _GatherBlock(plan, axis, named, flags, epochs).run()
 
     return Collective(
         mesh,
         body,
         "all_gather_matmul",
         [((size * m, n), out_dtype)],
-        [((2, size, m, padded), dtype)],
-        blocks,
+        [((2, size, m, plan.steps * cfg.step), dtype)],
+        plan.clusters,
         interpret,
-        num_threads=_CONSUMERS + 2,
-        flags=(1, 1),
-        scratch_types={
-            **_Products.scratch(dtype, tmem),
-            "o_smem": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), out_dtype),
-        },
+        flags=(plan.bands * plan.slabs, 1),
+        scratch_types=_scratch(plan, tmem),
+        **plan.options(),
     )
+
+
+# ---- summands that travel -----------------------------------------------------------------------
+
+
+class _SumPlan(_Plan):
+    """The same with a buffer for a tile of summands."""
+
+    def __init__(self, x, cfg, blocks, parts, dealt=False):
+        super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
+        self.units = self.each * self.cluster * self.consumers  # that devices send to each other
+
+    def scratch(self):
+        shape = (self.consumers, self.chunks, 64, self.chunk)
+        tiled = swizzled(min(self.chunk, 32), np.dtype(np.float32))
+        return super().scratch() | {"sums": plgpu.SMEM(shape, jnp.float32, transforms=tiled)}
+
+    def staging(self):
+        rows = self.units * self.chunks * 64
+        return [((2, self.parts, rows, self.chunk), np.dtype(np.float32))]
+
+
+class _Chunks:
+    """A consumer's part of a tile, of which each chunk of columns is computed when it is needed."""
+
+    def __init__(self, n, chunk):
+        self.n, self.chunk = n, chunk
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, c):
+        return self.chunk(c)
+
+
+class _SumBlock(_DeviceBlock):
+    """Summands of the parts of other devices, then the sums of the own part.
+
+    The unit of a consumer's share of a tile is a flag, and the place of a summand."""
+
+    def source(self, t):
+        """Where A of tile t is."""
+        return self.a.at[self.part(t, False)]
+
+    def tile(self, t):
+        """The number of tile t in the product."""
+        return t % self.plan.each
+
+    def results(self):
+        return [self.o]
+
+    def fetch_tile(self, t, it0):
+        return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
+
+    def consumer(self, me):
+        own_from = self.plan.each * (self.size - 1)
+
+        def multiply(t, carry):
+            it0, before = carry
+            [value], _ = self.sum(me, it0)
+            pl.when(before >= 0)(lambda: self.tell_sent(before, me))
+            own = t >= own_from
+            pl.when(~own)(lambda: self.send(t, me, value))
+            pl.when(own)(lambda: self.total(t, me, value))
+            return it0 + self.plan.steps, lax.select(own, jnp.int32(-1), t)
+
+        start = jnp.int32(0), jnp.int32(-1)
+        before = self.tiles().consume(multiply, start)[1]
+        pl.when(before >= 0)(lambda: self.tell_sent(before, me))
+
+    def unit(self, t, me):
+        p = self.plan
+        return (t % p.each * p.cluster + self.in_cluster) * p.consumers + me
+
+    def place(self, t, me, c):
+        """Where chunk c of a summand is in staging memory."""
+        return pl.ds((self.unit(t, me) * self.plan.chunks + c) * 64, 64)
+
+    def send(self, t, me, value):
+        p = self.plan
+        target = self.on(self.staging, self.part(t, False)).at[self.half, self.me]
+        for c in range(p.chunks):
+            self.sums[me, c] = value[:, c * p.chunk : (c + 1) * p.chunk]
+        plgpu.commit_smem()
+        for c in range(p.chunks):
+            plgpu.copy_smem_to_gmem(self.sums.at[me, c], target.at[self.place(t, me, c)])
+
+    def tell_sent(self, t, me):
+        """What was sent of tile t is there."""
+        plgpu.wait_smem_to_gmem(0)
+        self.tell(self.part(t, False), self.unit(t, me))
+
+    def total(self, t, me, value):
+        p = self.plan
+        for step in range(1, self.size):
+            self.hear((self.me + step) % self.size, self.unit(t, me))
+
+        def summed(c):
+            own, where = value[:, c * p.chunk : (c + 1) * p.chunk], self.place(t, me, c)
+            if self.size == 2:  # in any order
+                return own + self.staging[(self.half, 1 - self.me, where)]
+            total = None
+            for device in range(self.size):
+                is_own = self.me == device
+                other = lax.select(is_own, (self.me + 1) % self.size, device)
+                summand = lax.select(is_own, own, self.staging[(self.half, other, where)])
+                total = summand if total is None else total + summand
+            return total
+
+        chunks = _Chunks(p.chunks, summed)
+        self.epilogue(me, chunks, self.results(), *self.origin(self.tile(t)))
+
+
+class _EverySumBlock(_SumBlock):
+    """The same, of tiles that are dealt to the devices, each of which sends its sums to all."""
+
+    reads_only = False
+
+    def source(self, t):
+        return self.a
+
+    def number(self, t):
+        return t % self.plan.each * self.size + self.part(t, False)
+
+    def tile(self, t):
+        return jnp.minimum(self.number(t), self.plan.tiles - 1)
+
+    def results(self):
+        return [self.on(self.o, (self.me + s) % self.size) for s in range(self.size)]
+
+    def total(self, t, me, value):
+        pl.when(self.number(t) < self.plan.tiles)(
+            lambda: super(_EverySumBlock, self).total(t, me, value)
+        )
+
+    def run(self):
+        super().run()
+
+        @pl.when(lax.axis_index("wg") < self.plan.consumers)
+        def _():
+            end, others = self.plan.units, [(self.me + s) % self.size for s in range(1, self.size)]
+            for d in others:
+                self.tell(d, end)
+            for d in others:
+                self.hear(d, end, self.plan.blocks * self.plan.consumers)
 
 
 @cached
 def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
-    tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
-    each = tiles_m * tiles_n
+    x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
+    plan = _SumPlan(x, _config(m, n, k, blocks, tmem, True), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
-        d = _Device(flags, epochs, axis, blocks)
-        products = _Products(k, scratch)
-        a = a.reshape((size, m, k))
-        tiles = StaticTiles(each * size, blocks, d.block)
+        a = a.reshape((size, m, a.shape[1]))
+        named = x.named(a, b, out) | {"staging": staging} | scratch
+        _SumBlock(plan, axis, named, flags, epochs).run()
 
-        def place(tile):
-            return tile % tiles_m * _ROWS, tile // tiles_m * _COLUMNS
-
-        def device(t):
-            return (d.me + 1 + t // each) % size
-
-        def producer():
-            def fetch(t, it0):
-                return products.fetch([(True, a.at[device(t)])], b, *place(t % each), it0)
-
-            products.ring.drain(tiles.produce(fetch, jnp.int32(0)))
-
-        def consumer(wg):
-            def tell(t):
-                """What was sent of tile t is there."""
-                plgpu.wait_smem_to_gmem(0)
-                d.tell(device(t), t % each * _CONSUMERS + wg)
-
-            def send(t, carry):
-                it0, before = carry
-                row, col = place(t % each)
-                value = products.sum(wg, it0)
-                pl.when(before >= 0)(lambda: tell(before))
-                target = d.on(staging, device(t)).at[d.half, d.me]
-                for c in range(_COLUMNS // _CHUNK):
-                    where = pl.ds(row + wg * 64, 64), pl.ds(col + c * _CHUNK, _CHUNK)
-                    part = value[:, c * _CHUNK : (c + 1) * _CHUNK]
-                    store(products.sums.at[wg, c], part, target.at[where])
-                return it0 + products.steps, t
-
-            tell(tiles.consume(send, (jnp.int32(0), jnp.int32(-1)))[1])
-
-            def total(tile, _):
-                row, col = place(tile)
-                for s in range(size):
-                    d.hear(s, tile * _CONSUMERS + wg)
-                for c in range(_COLUMNS // _CHUNK):
-                    where = pl.ds(row + wg * 64, 64), pl.ds(col + c * _CHUNK, _CHUNK)
-                    value = staging[(d.half, 0, *where)]
-                    for s in range(1, size):
-                        value = value + staging[(d.half, s, *where)]
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    store(products.o_smem.at[wg], value.astype(out_dtype), out.at[where])
-
-            StaticTiles(each, blocks, d.block).consume(total, None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        _roles(producer, consumer)
-        d.end()
-
-    return Collective(
-        mesh,
-        body,
-        "matmul_reduce_scatter",
-        [((m, n), out_dtype)],
-        [((2, size, tiles_m * _ROWS, tiles_n * _COLUMNS), np.dtype(np.float32))],
-        blocks,
-        interpret,
-        num_threads=_CONSUMERS + 1,
-        flags=(each * _CONSUMERS, 1),
-        scratch_types={
-            **_Products.scratch(dtype, tmem),
-            "sums": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), jnp.float32),
-            "o_smem": plgpu.SMEM((_CONSUMERS, 64, _CHUNK), out_dtype),
-        },
-    )
+    return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem)
 
 
 @cached
 def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
     size = distributed._size(mesh, axis)
-    tiles_m, tiles_n = pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)
-    all_tiles = tiles_m * tiles_n
-    each = pl.cdiv(all_tiles, size)  # of a device; the last one of some is computed for nobody
-    ends = each * _CONSUMERS  # the flag of the end
+    x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
+    plan = _SumPlan(x, _config(m, n, k, blocks, tmem, True), blocks, size, dealt=True)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
-        d = _Device(flags, epochs, axis, blocks)
-        products = _Products(k, scratch)
-        tiles = StaticTiles(each * size, blocks, d.block)
+        named = x.named(a, b, out) | {"staging": staging} | scratch
+        _EverySumBlock(plan, axis, named, flags, epochs).run()
 
-        def place(tile):
-            tile = jnp.minimum(tile, all_tiles - 1)
-            return tile % tiles_m * _ROWS, tile // tiles_m * _COLUMNS
+    return _summing("matmul_all_reduce", mesh, body, plan, interpret, tmem)
 
-        def device(t):
-            return (d.me + 1 + t // each) % size
 
-        def number(t):
-            return t % each * size + device(t)
-
-        def producer():
-            def fetch(t, it0):
-                return products.fetch([(True, a)], b, *place(number(t)), it0)
-
-            products.ring.drain(tiles.produce(fetch, jnp.int32(0)))
-
-        def parts(wg, row, col):
-            for c in range(_COLUMNS // _CHUNK):
-                yield c, (pl.ds(row + wg * 64, 64), pl.ds(col + c * _CHUNK, _CHUNK))
-
-        def consumer(wg):
-            def tell(t):
-                """What was sent of tile t is there."""
-                plgpu.wait_smem_to_gmem(0)
-                d.tell(device(t), t % each * _CONSUMERS + wg)
-
-            def send(t, carry):
-                it0, before = carry
-                value = products.sum(wg, it0)
-                pl.when(before >= 0)(lambda: tell(before))
-                target = d.on(staging, device(t)).at[d.half, d.me, t % each]
-                for c, where in parts(wg, 0, 0):
-                    part = value[:, c * _CHUNK : (c + 1) * _CHUNK]
-                    store(products.sums.at[wg, c], part, target.at[where])
-                return it0 + products.steps, t
-
-            tell(tiles.consume(send, (jnp.int32(0), jnp.int32(-1)))[1])
-            targets = [d.on(out, (d.me + s) % size) for s in range(size)]
-
-            def total(tile, _):
-                for s in range(size):
-                    d.hear(s, tile * _CONSUMERS + wg)
-                places = zip(parts(wg, 0, 0), parts(wg, *place(tile * size + d.me)))
-                for (_, source), (_, where) in places:
-                    value = staging[(d.half, 0, tile, *source)]
-                    for s in range(1, size):
-                        value = value + staging[(d.half, s, tile, *source)]
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    products.o_smem[wg] = value.astype(out_dtype)
-                    plgpu.commit_smem()
-                    for target in targets:
-                        plgpu.copy_smem_to_gmem(products.o_smem.at[wg], target.at[where])
-
-            mine = (all_tiles - d.me + (size - 1)) // size
-            trips = (mine - d.block + (blocks - 1)) // blocks
-            lax.fori_loop(0, trips, lambda w, _: total(d.block + w * blocks, None), None)
-            plgpu.wait_smem_to_gmem(0)
-            for s in range(1, size):
-                d.tell((d.me + s) % size, ends)
-            for s in range(1, size):
-                d.hear((d.me + s) % size, ends, blocks * _CONSUMERS)
-
-        _roles(producer, consumer)
-        d.end()
-
+def _summing(name, mesh, body, plan, interpret, tmem):
     return Collective(
         mesh,
         body,
-        "matmul_all_reduce",
-        [((m, n), out_dtype)],
-        [((2, size, each, _ROWS, _COLUMNS), np.dtype(np.float32))],
-        blocks,
+        name,
+        [((plan.x.m, plan.x.n), plan.x.out_dtype)],
+        plan.staging(),
+        plan.clusters,
         interpret,
-        num_threads=_CONSUMERS + 1,
-        flags=(ends + 1, 1),
-        scratch_types={
-            **_Products.scratch(dtype, tmem),
-            "sums": plgpu.SMEM((_CONSUMERS, _COLUMNS // _CHUNK, 64, _CHUNK), jnp.float32),
-            "o_smem": plgpu.SMEM((_CONSUMERS, 64, _CHUNK), out_dtype),
-        },
+        flags=(plan.units + 1, 1),
+        scratch_types=_scratch(plan, tmem),
+        **plan.options(),
     )
+
+
+# ---- calls --------------------------------------------------------------------------------------
 
 
 def _has_tensor_memory(mesh):
@@ -436,6 +494,22 @@ def _operands(a, b, mesh, what):
     return (*map(int, x.shape), int(y.shape[1])), dtype
 
 
+@cached
+def _padded(mesh, shape, dtype, interpret):
+    return plgpu.spmd(padding(shape, dtype, True, interpret), mesh, ordered=False)
+
+
+def _aligned(x, mesh, interpret):
+    """The operand, or copies with rows that TMA can address."""
+    one = x if mesh.group is not None else x[0]
+    dtype = distributed._dtype(one, "")
+    if one.shape[0] == 1 or one.shape[1] * dtype.itemsize % 16 == 0:
+        return x
+    if mesh.devices is None and mesh.group is None:
+        interpret = interpret or True
+    return _padded(mesh, tuple(map(int, one.shape)), dtype, interpret)(x)
+
+
 def all_gather_matmul(
     a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
 ):
@@ -448,11 +522,9 @@ def all_gather_matmul(
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), size))
-    blocks = min(distributed._blocks(blocks, what), most)
-    how = blocks, interpret, _has_tensor_memory(mesh)
+    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh)
     f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, *how)
-    return f(a, b, out=out)
+    return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
 
 
 def matmul_reduce_scatter(
@@ -470,11 +542,9 @@ def matmul_reduce_scatter(
         raise ValueError(f"{what}: {rows} rows have no {size} equal parts")
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     m = rows // size
-    most = math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS), size))
-    blocks = min(distributed._blocks(blocks, what), most)
-    how = blocks, interpret, _has_tensor_memory(mesh)
+    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh)
     f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, *how)
-    return f(a, b, out=out)
+    return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
 
 
 def matmul_all_reduce(
@@ -489,8 +559,6 @@ def matmul_all_reduce(
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    each = pl.cdiv(math.prod((pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS))), size)
-    blocks = min(distributed._blocks(blocks, what), each * size)
-    how = blocks, interpret, _has_tensor_memory(mesh)
+    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh)
     f = _reduced(mesh, axis, m, k, n, dtype, out_dtype, *how)
-    return f(a, b, out=out)
+    return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)

@@ -275,11 +275,16 @@ class _Block(WarpSpecialized):
         self.ring.drain(self.tiles().produce(self.fetch_tile, 0))
 
     def fetch_tile(self, t, it0):
-        p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         part, t = self.slice_of(t)
-        row, col = self.origin(t)
+        first = self.share_of_k(part) * (self.plan.steps * self.cfg.step)
+        return self.fetch_steps(it0, *self.origin(t), first, [(True, self.a)])
+
+    def fetch_steps(self, it0, row, col, first, sources, before=None):
+        """All steps of a tile. first: where it begins along K. sources: pairs (condition, ref), of
+        which the one that holds has the rows of A. before(s): called in step s before all else;
+        places along K must then be in order."""
+        p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
-        k00 = self.share_of_k(part) * (p.steps * step)
         place = self.order(it0)
         if x.accumulate:
             plgpu.async_prefetch(self.o.at[along_m, along_n])
@@ -287,14 +292,21 @@ class _Block(WarpSpecialized):
         def fetch(s, _):
             it = it0 + s
             slot = ring.slot(it)
-            along_k = pl.ds(k00 + place(s) * step, step)
+            along_k = pl.ds(first + place(s) * step, step)
+            if before:
+                before(s)
             ring.acquire(it)
-            plgpu.copy_gmem_to_smem(
-                self.a.at[(along_k, along_m) if x.ta else (along_m, along_k)],
-                self.a_smem.at[slot],
-                self.full.at[slot],
-                collective_axes="cn" if "cn" in p.axes else None,
-            )
+            for holds, a in sources:
+
+                def copy(a=a):
+                    plgpu.copy_gmem_to_smem(
+                        a.at[(along_k, along_m) if x.ta else (along_m, along_k)],
+                        self.a_smem.at[slot],
+                        self.full.at[slot],
+                        collective_axes="cn" if "cn" in p.axes else None,
+                    )
+
+                pl.when(holds)(copy)
             plgpu.copy_gmem_to_smem(
                 self.b.at[(along_n, along_k) if x.tb else (along_k, along_n)],
                 self.b_smem.at[slot],
@@ -345,7 +357,7 @@ class _Block(WarpSpecialized):
         if cfg.split > 1:
             values = self.reduce(me, *values)
         result = self.o.at[:, part] if cfg.slices > 1 else self.o
-        self.epilogue(me, values, result, row, first, scaled)
+        self.epilogue(me, values, [result], row, first, scaled)
         return it0 + p.steps
 
     def fetch_vectors(self, me, col):
@@ -454,9 +466,9 @@ class _Block(WarpSpecialized):
 
     # ---- epilogue
 
-    def epilogue(self, me, values, result, row, col, scaled):
-        """Scales, bias and activation; stores. values: one or more parts of the columns. result:
-        a ref of (M, N)."""
+    def epilogue(self, me, values, results, row, col, scaled=None):
+        """Scales, bias and activation; stores. values: one or more parts of the columns. results:
+        refs of (M, N), all of which get the result."""
         p, x = self.plan, self.x
         if self.bias is not None and x.forms.b != "each":
             plgpu.barrier_wait(self.row_full.at[me])
@@ -475,9 +487,11 @@ class _Block(WarpSpecialized):
             if x.accumulate:
                 part = part + self.load_there(me, c, row, col)
             elif not p.single or c >= p.buffers:
-                plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+                pending = (p.buffers - 1) * len(results)
+                plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
             how = {"engine": None if p.by_tma else "plain"}
-            store(buffer, part.astype(x.out_dtype), result.at[where], **how)
+            targets = (result.at[where] for result in results)
+            store(buffer, part.astype(x.out_dtype), *targets, **how)
 
     def load_there(self, me, c, row, col):
         """Part c of what the result is added to; the buffer of the part before gets its next."""
