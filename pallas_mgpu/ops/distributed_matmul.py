@@ -24,6 +24,8 @@ that a block that waits for one of another device waits for one that runs.
 
 On Blackwell each consumer issues its own products of 64 rows, into tensor memory."""
 
+import math
+
 import numpy as np
 
 import pallas_mgpu as plgpu
@@ -37,10 +39,8 @@ from ._padding import padding
 from .distributed import Collective
 from .matmul import MatmulConfig, Product, _Block, _cycles, _KernelPlan, candidates
 
-_PIECE = 8192  # bytes that a courier moves at a time
-_CELLS = 8  # along K, or more of them
-_WIDEST = 4096  # columns of a cell
-_REGISTERS, _COURIER = (40, 200), 72  # of the producer, a consumer, and the courier beside them
+_PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
+_CELLS = 8  # along K, at most
 _SUMS = 128  # most columns of a tile of summands, which shared memory has room for
 
 
@@ -68,18 +68,19 @@ class _Plan(_KernelPlan):
 
 def _config(m, n, k, blocks, tmem, sums=False):
     """The fastest configuration for a part that does not divide K. sums: shared memory also holds a
-    tile of float32."""
+    tile of float32; pieces of A otherwise."""
     if tmem:
         return MatmulConfig(2, 128, 4, 1, serpentine=False)
     found = []
     for cfg in candidates(m, n, k, blocks):
         if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
+        if sums and cfg.tile_n > _SUMS:
+            continue
+        if not sums:
+            cfg = cfg._replace(buffers=1)
         used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
-        if sums:
-            if cfg.tile_n > _SUMS:
-                continue
-            used += cfg.consumers * 64 * cfg.tile_n * 4
+        used += cfg.consumers * 64 * cfg.tile_n * 4 if sums else _PIECES * math.prod(_PIECE) * 2
         slot = (64 * cfg.consumers + cfg.tile_n) * cfg.step * 2
         found.append(cfg._replace(stages=min((SMEM_BYTES - used) // slot, 12)))
     return min(found, key=lambda cfg: _cycles(m, n, k, cfg, blocks))
@@ -167,30 +168,38 @@ class _GatherPlan(_Plan):
     """The same with cells. A *band* is the rows of A that tiles are worked on together for."""
 
     def __init__(self, x, cfg, blocks, parts):
-        super().__init__(x, cfg, blocks, parts, cfg.consumers + 2)
-        self.registers = _REGISTERS if self.registers else None
-        self.slab = min(pl.cdiv(self.steps, _CELLS), _WIDEST // cfg.step)  # steps of a cell
+        super().__init__(x, cfg, blocks, parts, cfg.consumers + 1)
+        wide = _PIECE[1] // cfg.step  # steps of a piece
+        self.slab = pl.cdiv(pl.cdiv(self.steps, _CELLS), wide) * wide  # steps of a cell
         self.slabs = pl.cdiv(self.steps, self.slab)
-        width = self.slab * cfg.step
-        self.height = 1 << (max(_PIECE // (2 * width), 1).bit_length() - 1)  # rows of a piece
+        self.across = self.slab // wide  # pieces of a cell side by side
         self.band = self.group * self.rows * cfg.cluster
         self.bands = pl.cdiv(x.m, self.band)
-        self.pieces = self.band // self.height  # of a cell
-        self.last_pieces = pl.cdiv(x.m - (self.bands - 1) * self.band, self.height)
+        last = x.m - (self.bands - 1) * self.band
+        # pieces of a cell
+        self.pieces, self.last_pieces = (
+            pl.cdiv(rows, _PIECE[0]) * self.across for rows in (self.band, last)
+        )
+
+    def scratch(self):
+        return super().scratch() | {
+            "pieces": plgpu.SMEM((_PIECES, *_PIECE), self.x.dtypes[0]),
+            "arrived": plgpu.Barrier(num_barriers=_PIECES),
+        }
 
     def pieces_of(self, band):
         return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
 
 
 class _GatherBlock(_DeviceBlock):
-    def run(self):
-        @pl.when(lax.axis_index("wg") == self.plan.consumers + 1)
-        def _():
-            if self.plan.registers:
-                plgpu.set_max_registers(_COURIER, action="decrease")
-            self.courier()
+    def producer(self):
+        """One warp fetches for the consumers, another one is the courier."""
+        produce = super().producer
 
-        super().run()
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(produce)
+            pl.when(warp == 1)(self.courier)
 
     def fetch_tile(self, t, it0):
         p, shard = self.plan, self.part(t, True)
@@ -210,33 +219,47 @@ class _GatherBlock(_DeviceBlock):
     def courier(self):
         """The pieces of this block, to the device before this one first: it needs them next."""
         p = self.plan
-        rows, columns = self.a.shape
         per_band = p.slabs * p.pieces
         total = (p.bands - 1) * per_band + p.slabs * p.last_pieces
+        trips = (total - self.block + (p.blocks - 1)) // p.blocks
 
-        def send(g, to, target):
+        def place(j):
+            """Cell, rows and columns of piece j of this block."""
+            g = self.block + j * p.blocks
             band = jnp.minimum(g // per_band, p.bands - 1)
             inside, pieces = g - band * per_band, p.pieces_of(band)
-            slab, row = inside // pieces, band * p.band + inside % pieces * p.height
-            col, wide = slab * (p.slab * p.cfg.step), p.slab * p.cfg.step
-            for height, fits in _clipped(row, p.height, rows):
-                for width, holds in _clipped(col, wide, columns):
+            slab, i = inside // pieces, inside % pieces
+            row = band * p.band + i // p.across * _PIECE[0]
+            col = slab * (p.slab * p.cfg.step) + i % p.across * _PIECE[1]
+            return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
-                    def copy(at=(pl.ds(row, height), pl.ds(col, width))):
-                        target[at] = self.a[at]
-
-                    pl.when(fits & holds)(copy)
-            self.tell(to, band * p.slabs + slab)
+        def load(j, at):
+            slot = (at + j) % _PIECES
+            where = place(j)[1]
+            plgpu.copy_gmem_to_smem(self.a.at[where], self.pieces.at[slot], self.arrived.at[slot])
 
         for step in range(1, self.size):
             to = (self.me + self.size - step) % self.size
             target = self.on(self.staging, to).at[self.half, self.me]
-            trips = (total - self.block + (p.blocks - 1)) // p.blocks
+            at = trips * (step - 1)  # pieces before this device's
 
-            def one(j, _, to=to, target=target):
-                send(self.block + j * p.blocks, to, target)
+            def tell(j, to=to):
+                self.tell(to, place(j)[0])
 
-            lax.fori_loop(0, trips, one, None)
+            def send(j, _, target=target, at=at, tell=tell):
+                it = at + j
+                plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
+                plgpu.copy_smem_to_gmem(self.pieces.at[it % _PIECES], target.at[place(j)[1]])
+
+                plgpu.wait_smem_to_gmem(1)  # the piece before is there
+                pl.when(j + (_PIECES - 1) < trips)(lambda: load(j + (_PIECES - 1), at))
+                pl.when(j > 0)(lambda: tell(j - 1))
+
+            for j in range(_PIECES - 1):
+                pl.when(j < trips)(lambda j=j, at=at: load(j, at))
+            lax.fori_loop(0, trips, send, None)
+            plgpu.wait_smem_to_gmem(0)
+            pl.when(trips > 0)(lambda tell=tell: tell(trips - 1))
 
     def consumer(self, me):
         def multiply(t, it0):
@@ -246,14 +269,6 @@ class _GatherBlock(_DeviceBlock):
             return it0 + self.plan.steps
 
         self.tiles().consume(multiply, jnp.int32(0))
-
-
-def _clipped(start, size, n):
-    """(size, condition) of a slice that may reach beyond n, a multiple of `size` from 0 on."""
-    if n >= size:
-        yield size, start + size <= n
-    if n % size:
-        yield n % size, start + size > n
 
 
 @cached
