@@ -302,7 +302,7 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
 
 
 class _SumPlan(_Plan):
-    """The same with a buffer for a tile of summands."""
+    """The same with a buffer for a tile of summands, a slot for each chunk of columns."""
 
     def __init__(self, x, cfg, blocks, parts, dealt=False):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
@@ -311,7 +311,14 @@ class _SumPlan(_Plan):
     def scratch(self):
         shape = (self.consumers, self.chunks, 64, self.chunk)
         tiled = swizzled(min(self.chunk, 32), np.dtype(np.float32))
-        return super().scratch() | {"sums": plgpu.SMEM(shape, jnp.float32, transforms=tiled)}
+        slots = {"num_barriers": self.consumers * self.chunks}
+        return super().scratch() | {
+            "sums": plgpu.SMEM(shape, jnp.float32, transforms=tiled),
+            "filled": plgpu.Barrier(num_barriers=self.consumers),
+            "sent": plgpu.Barrier(num_barriers=self.consumers),
+            "came": plgpu.Barrier(**slots),
+            "added": plgpu.Barrier(**slots),
+        }
 
     def staging(self):
         rows = self.units * self.chunks * 64
@@ -334,7 +341,10 @@ class _Chunks:
 class _SumBlock(_DeviceBlock):
     """Summands of the parts of other devices, then the sums of the own part.
 
-    The unit of a consumer's share of a tile is a flag, and the place of a summand."""
+    Each consumer has a courier, a warp of the producer, and a buffer that the two share. First the
+    consumer fills it, and the courier sends what is in it; then the courier fetches summands that
+    came, chunk by chunk, and the consumer adds them up. The unit of a consumer's share of a tile is
+    the number of a flag, and the place of a summand."""
 
     def source(self, t):
         """Where A of tile t is."""
@@ -344,27 +354,17 @@ class _SumBlock(_DeviceBlock):
         """The number of tile t in the product."""
         return t % self.plan.each
 
+    def summed(self, t):
+        """Is tile t of the own part one of the result?"""
+        return True
+
     def results(self):
         return [self.o]
 
-    def fetch_tile(self, t, it0):
-        return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
-
-    def consumer(self, me):
-        own_from = self.plan.each * (self.size - 1)
-
-        def multiply(t, carry):
-            it0, before = carry
-            [value], _ = self.sum(me, it0)
-            pl.when(before >= 0)(lambda: self.tell_sent(before, me))
-            own = t >= own_from
-            pl.when(~own)(lambda: self.send(t, me, value))
-            pl.when(own)(lambda: self.total(t, me, value))
-            return it0 + self.plan.steps, lax.select(own, jnp.int32(-1), t)
-
-        start = jnp.int32(0), jnp.int32(-1)
-        before = self.tiles().consume(multiply, start)[1]
-        pl.when(before >= 0)(lambda: self.tell_sent(before, me))
+    def sends(self):
+        """How many tiles this block sends; those that it sums follow."""
+        tiles = self.tiles()
+        return StaticTiles(self.plan.each * (self.size - 1), tiles.clusters, tiles.first).count()
 
     def unit(self, t, me):
         p = self.plan
@@ -374,38 +374,112 @@ class _SumBlock(_DeviceBlock):
         """Where chunk c of a summand is in staging memory."""
         return pl.ds((self.unit(t, me) * self.plan.chunks + c) * 64, 64)
 
-    def send(self, t, me, value):
+    # ---- producer
+
+    def producer(self):
+        produce = super().producer
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp < self.plan.consumers)(lambda: self.courier(warp))
+            pl.when(warp == self.plan.consumers)(produce)
+
+    def fetch_tile(self, t, it0):
+        return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
+
+    def courier(self, me):
+        tiles, sends, chunks = self.tiles(), self.sends(), range(self.plan.chunks)
+
+        def send(w, _):
+            t = tiles.tile(w)
+            device = self.part(t, False)
+            target = self.on(self.staging, device).at[self.half, self.me]
+            plgpu.barrier_wait(self.filled.at[me], phase=w)
+            for c in chunks:
+                plgpu.copy_smem_to_gmem(self.sums.at[me, c], target.at[self.place(t, me, c)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.sent.at[me])
+            plgpu.wait_smem_to_gmem(0)
+            self.tell(device, self.unit(t, me))
+
+        def fetch(w, it):
+            t = tiles.tile(w)
+            pl.when(self.summed(t))(lambda: self.fetch_summands(t, me, it))
+            return it + len(chunks) * (self.size - 1)
+
+        lax.fori_loop(0, sends, send, None)
+        lax.fori_loop(sends, tiles.count(), fetch, jnp.int32(0))
+
+    def others(self):
+        """The other devices, in the order of the ranks."""
+        return [jnp.int32(d) + (self.me <= d).astype(jnp.int32) for d in range(self.size - 1)]
+
+    def fetch_summands(self, t, me, it):
+        chunks = self.plan.chunks
+        for d in self.others():
+            self.hear(d, self.unit(t, me))
+        for c in range(chunks):
+            for k, d in enumerate(self.others()):
+                step = it + (c * (self.size - 1) + k)
+                slot, phase = step % chunks, step // chunks
+
+                @pl.when(phase > 0)
+                def _(slot=slot, phase=phase):
+                    plgpu.barrier_wait(self.added.at[me * chunks + slot], phase=phase - 1)
+
+                plgpu.copy_gmem_to_smem(
+                    self.staging.at[self.half, d, self.place(t, me, c)],
+                    self.sums.at[me, slot],
+                    self.came.at[me * chunks + slot],
+                )
+
+    # ---- consumers
+
+    def consumer(self, me):
+        sends = self.sends()
+
+        def multiply(t, carry):
+            it0, w, it = carry
+            [value], _ = self.sum(me, it0)
+            own = w >= sends
+            pl.when(~own)(lambda: self.send(w, me, value))
+            pl.when(own & self.summed(t))(lambda: self.total(t, me, value, it))
+            steps = self.plan.chunks * (self.size - 1)
+            return it0 + self.plan.steps, w + 1, it + lax.select(own, steps, 0)
+
+        self.tiles().consume(multiply, (jnp.int32(0),) * 3)
+
+    def send(self, w, me, value):
         p = self.plan
-        target = self.on(self.staging, self.part(t, False)).at[self.half, self.me]
+        pl.when(w > 0)(lambda: plgpu.barrier_wait(self.sent.at[me], phase=w - 1))
         for c in range(p.chunks):
             self.sums[me, c] = value[:, c * p.chunk : (c + 1) * p.chunk]
         plgpu.commit_smem()
-        for c in range(p.chunks):
-            plgpu.copy_smem_to_gmem(self.sums.at[me, c], target.at[self.place(t, me, c)])
+        plgpu.barrier_arrive(self.filled.at[me])
 
-    def tell_sent(self, t, me):
-        """What was sent of tile t is there."""
-        plgpu.wait_smem_to_gmem(0)
-        self.tell(self.part(t, False), self.unit(t, me))
-
-    def total(self, t, me, value):
+    def total(self, t, me, value, it):
         p = self.plan
-        for step in range(1, self.size):
-            self.hear((self.me + step) % self.size, self.unit(t, me))
 
-        def summed(c):
-            own, where = value[:, c * p.chunk : (c + 1) * p.chunk], self.place(t, me, c)
+        def summand(step):
+            slot = step % p.chunks
+            plgpu.barrier_wait(self.came.at[me * p.chunks + slot], phase=step // p.chunks)
+            found = self.sums[me, slot]
+            plgpu.barrier_arrive(self.added.at[me * p.chunks + slot])
+            return found
+
+        def total_of(c):
+            own = value[:, c * p.chunk : (c + 1) * p.chunk]
+            steps = [it + (c * (self.size - 1) + k) for k in range(self.size - 1)]
             if self.size == 2:  # in any order
-                return own + self.staging[(self.half, 1 - self.me, where)]
-            total = None
-            for device in range(self.size):
-                is_own = self.me == device
-                other = lax.select(is_own, (self.me + 1) % self.size, device)
-                summand = lax.select(is_own, own, self.staging[(self.half, other, where)])
-                total = summand if total is None else total + summand
+                return own + summand(steps[0])
+            # the own summand comes after those of lower ranks
+            total = lax.select(self.me == 0, own, jnp.zeros_like(own))
+            for k, step in enumerate(steps):
+                total = total + summand(step)
+                total = lax.select(self.me == k + 1, total + own, total)
             return total
 
-        chunks = _Chunks(p.chunks, summed)
+        chunks = _Chunks(p.chunks, total_of)
         self.epilogue(me, chunks, self.results(), *self.origin(self.tile(t)))
 
 
@@ -423,13 +497,11 @@ class _EverySumBlock(_SumBlock):
     def tile(self, t):
         return jnp.minimum(self.number(t), self.plan.tiles - 1)
 
+    def summed(self, t):
+        return self.number(t) < self.plan.tiles
+
     def results(self):
         return [self.on(self.o, (self.me + s) % self.size) for s in range(self.size)]
-
-    def total(self, t, me, value):
-        pl.when(self.number(t) < self.plan.tiles)(
-            lambda: super(_EverySumBlock, self).total(t, me, value)
-        )
 
     def run(self):
         super().run()
