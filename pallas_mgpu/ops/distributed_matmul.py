@@ -37,7 +37,16 @@ from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, SMS, StaticTiles, swizzled
 from ._padding import padding
 from .distributed import Collective
-from .matmul import MatmulConfig, Product, _Block, _cycles, _KernelPlan, candidates
+from .matmul import (
+    MatmulConfig,
+    Product,
+    _Block,
+    _check_config,
+    _clusters_at_once,
+    _cycles,
+    _KernelPlan,
+    candidates,
+)
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
 _CELLS = 8  # along K, at most
@@ -53,7 +62,9 @@ class _Plan(_KernelPlan):
         # tiles of a part; where they are dealt the last ones of some are for nobody
         self.each = pl.cdiv(self.tiles, parts) if dealt else self.tiles
         self.total = self.each * parts
-        self.clusters = min(self.total, max(blocks // self.cluster, 1))
+        # all of them run at once
+        most = int(_clusters_at_once(blocks, self.cluster))
+        self.clusters = min(self.total, max(most, 1))
         self.blocks = self.clusters * self.cluster
 
     def options(self):
@@ -66,24 +77,45 @@ class _Plan(_KernelPlan):
         }
 
 
-def _config(m, n, k, blocks, tmem, sums=False):
-    """The fastest configuration for a part that does not divide K. sums: shared memory also holds a
-    tile of float32; pieces of A otherwise."""
+def _config(x, blocks, tmem, sums, given=None):
+    """The configuration, or the fastest one for a part that does not divide K. sums: shared memory
+    also holds a tile of float32; pieces of A otherwise."""
     if tmem:
         return MatmulConfig(2, 128, 4, 1, serpentine=False)
+    if given:
+        return _fitted(given, sums)
     found = []
-    for cfg in candidates(m, n, k, blocks):
+    for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
         if sums and cfg.tile_n > _SUMS:
             continue
-        if not sums:
-            cfg = cfg._replace(buffers=1)
-        used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
-        used += cfg.consumers * 64 * cfg.tile_n * 4 if sums else _PIECES * math.prod(_PIECE) * 2
-        slot = (64 * cfg.consumers + cfg.tile_n) * cfg.step * 2
-        found.append(cfg._replace(stages=min((SMEM_BYTES - used) // slot, 12)))
-    return min(found, key=lambda cfg: _cycles(m, n, k, cfg, blocks))
+        found.append(_fitted(cfg if sums else cfg._replace(buffers=1), sums))
+    return min(found, key=lambda cfg: _cycles(x.m, x.n, x.k, cfg, blocks))
+
+
+def _fitted(cfg, sums):
+    """The same with as many slots as there is room for."""
+    used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
+    used += cfg.consumers * 64 * cfg.tile_n * 4 if sums else _PIECES * math.prod(_PIECE) * 2
+    most = min((SMEM_BYTES - used) // ((64 * cfg.consumers + cfg.tile_n) * cfg.step * 2), 12)
+    return cfg._replace(stages=min(cfg.stages or most, most), serpentine=sums and cfg.serpentine)
+
+
+def _checked(config, what, m, tmem, sums):
+    """Raises an error for a configuration that there is no kernel for."""
+    if config is None:
+        return
+    if tmem:
+        raise NotImplementedError(f"{what}: config= on Blackwell; leave it out")
+    _check_config(config, m, False, False)
+    if not isinstance(config, MatmulConfig) or config.split * config.slices > 1:
+        raise ValueError(f"{what}: config must be a MatmulConfig that leaves K whole, got {config}")
+    widest = _SUMS if sums else 256
+    if config.tile_n > widest or _fitted(config, sums).stages < 2:
+        raise ValueError(
+            f"{what}: a tile_n of at most {widest}, and two slots in shared memory; got {config}"
+        )
 
 
 class _DeviceBlock(_Block):
@@ -272,12 +304,10 @@ class _GatherBlock(_DeviceBlock):
 
 
 @cached
-def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
+def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    # cells arrive in order
-    cfg = _config(m, n, k, blocks, tmem)._replace(serpentine=False)
-    plan = _GatherPlan(x, cfg, blocks, size)
+    plan = _GatherPlan(x, _config(x, blocks, tmem, False, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -289,7 +319,7 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
         body,
         "all_gather_matmul",
         [((size * m, n), out_dtype)],
-        [((2, size, m, plan.steps * cfg.step), dtype)],
+        [((2, size, m, plan.steps * plan.cfg.step), dtype)],
         plan.clusters,
         interpret,
         flags=(plan.bands * plan.slabs, 1),
@@ -356,7 +386,7 @@ class _SumBlock(_DeviceBlock):
 
     def summed(self, t):
         """Is tile t of the own part one of the result?"""
-        return True
+        return t >= 0
 
     def results(self):
         return [self.o]
@@ -398,17 +428,28 @@ class _SumBlock(_DeviceBlock):
             for c in chunks:
                 plgpu.copy_smem_to_gmem(self.sums.at[me, c], target.at[self.place(t, me, c)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.sent.at[me])
+            pl.when(w + 1 < sends)(lambda: plgpu.barrier_arrive(self.sent.at[me]))
             plgpu.wait_smem_to_gmem(0)
             self.tell(device, self.unit(t, me))
 
         def fetch(w, it):
             t = tiles.tile(w)
             pl.when(self.summed(t))(lambda: self.fetch_summands(t, me, it))
-            return it + len(chunks) * (self.size - 1)
+            return it + lax.select(self.summed(t), self.steps, 0)
 
         lax.fori_loop(0, sends, send, None)
-        lax.fori_loop(sends, tiles.count(), fetch, jnp.int32(0))
+        steps = lax.fori_loop(sends, tiles.count(), fetch, jnp.int32(0))
+        for c in chunks:  # the last ones are added
+            last = (steps - c - 1) // len(chunks)
+            pl.when(steps > c)(lambda c=c, last=last: self.await_added(me, c, last))
+
+    @property
+    def steps(self):
+        """Chunks of summands of others that a consumer adds to its share of a tile."""
+        return self.plan.chunks * (self.size - 1)
+
+    def await_added(self, me, slot, phase):
+        plgpu.barrier_wait(self.added.at[me * self.plan.chunks + slot], phase=phase)
 
     def others(self):
         """The other devices, in the order of the ranks."""
@@ -425,7 +466,7 @@ class _SumBlock(_DeviceBlock):
 
                 @pl.when(phase > 0)
                 def _(slot=slot, phase=phase):
-                    plgpu.barrier_wait(self.added.at[me * chunks + slot], phase=phase - 1)
+                    self.await_added(me, slot, phase - 1)
 
                 plgpu.copy_gmem_to_smem(
                     self.staging.at[self.half, d, self.place(t, me, c)],
@@ -444,8 +485,7 @@ class _SumBlock(_DeviceBlock):
             own = w >= sends
             pl.when(~own)(lambda: self.send(w, me, value))
             pl.when(own & self.summed(t))(lambda: self.total(t, me, value, it))
-            steps = self.plan.chunks * (self.size - 1)
-            return it0 + self.plan.steps, w + 1, it + lax.select(own, steps, 0)
+            return it0 + self.plan.steps, w + 1, it + lax.select(own, self.steps, 0)
 
         self.tiles().consume(multiply, (jnp.int32(0),) * 3)
 
@@ -516,11 +556,11 @@ class _EverySumBlock(_SumBlock):
 
 
 @cached
-def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
+def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(m, n, k, blocks, tmem, True), blocks, size)
+    plan = _SumPlan(x, _config(x, blocks, tmem, True, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -532,10 +572,10 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
 
 
 @cached
-def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False):
+def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(m, n, k, blocks, tmem, True), blocks, size, dealt=True)
+    plan = _SumPlan(x, _config(x, blocks, tmem, True, config), blocks, size, dealt=True)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -598,30 +638,52 @@ def _aligned(x, mesh, interpret):
 
 
 def all_gather_matmul(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+    a,
+    b,
+    mesh,
+    axis_name=None,
+    *,
+    out_dtype=None,
+    blocks=SMS,
+    config=None,
+    interpret=None,
+    out=None,
 ):
     """The product of all devices' rows of A with each device's own B, while the rows travel.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (devices * m, n), in
     ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays as for
-    :func:`all_gather`. ``blocks``: SMs of each device, at most as many as it has."""
+    :func:`all_gather`. ``blocks``: SMs of each device, at most as many as it has. ``config``: on
+    Hopper, a :class:`MatmulConfig` without ``split`` and ``slices`` for the product of (m, k) and
+    (k, n); chosen from the shape by default."""
     what = "all_gather_matmul"
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh)
+    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
+    _checked(config, what, m, how[2], False)
     f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
 
 
 def matmul_reduce_scatter(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+    a,
+    b,
+    mesh,
+    axis_name=None,
+    *,
+    out_dtype=None,
+    blocks=SMS,
+    config=None,
+    interpret=None,
+    out=None,
 ):
     """The sum over the devices of A @ B, of which each gets its rows, while the summands travel.
 
     a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
-    the rows have no equal parts. Else as :func:`all_gather_matmul`."""
+    the rows have no equal parts. ``config``: with a ``tile_n`` of at most 128. Else as
+    :func:`all_gather_matmul`."""
     what = "matmul_reduce_scatter"
     (rows, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
@@ -629,23 +691,34 @@ def matmul_reduce_scatter(
         raise ValueError(f"{what}: {rows} rows have no {size} equal parts")
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     m = rows // size
-    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh)
+    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
+    _checked(config, what, m, how[2], True)
     f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
 
 
 def matmul_all_reduce(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+    a,
+    b,
+    mesh,
+    axis_name=None,
+    *,
+    out_dtype=None,
+    blocks=SMS,
+    config=None,
+    interpret=None,
+    out=None,
 ):
     """The sum over the devices of A @ B, on all of them, while the summands travel.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
     devices. Summands are float32, added in the order of the devices. Else as
-    :func:`all_gather_matmul`."""
+    :func:`matmul_reduce_scatter`."""
     what = "matmul_all_reduce"
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh)
+    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
+    _checked(config, what, m, how[2], True)
     f = _reduced(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)

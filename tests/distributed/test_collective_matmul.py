@@ -7,6 +7,7 @@ from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import distributed_matmul as ops
+from pallas_mgpu.ops.matmul import FewRowsConfig, MatmulConfig
 
 
 @pytest.fixture(params=["interpret", pytest.param("cuda", marks=on_gpus)])
@@ -30,6 +31,7 @@ def operands(rng, n, shape, dtype):
 # what TMA cannot address is copied by lanes, with a warning
 pytestmark = pytest.mark.filterwarnings("ignore:.*loads and stores of all lanes")
 
+FUNCTIONS = [ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce]
 SHAPES = [(128, 64, 128), (130, 96, 264), (7, 200, 33), (257, 130, 129)]
 
 
@@ -79,9 +81,7 @@ def test_matmul_reduce_scatter(way, rng, shape, dtype):
         np.testing.assert_allclose(np.asarray(got[d]), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "f", [ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce]
-)
+@pytest.mark.parametrize("f", FUNCTIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_four_devices(rng, f, seed):
     """Equal bits under all schedules; several calls follow each other."""
@@ -94,6 +94,37 @@ def test_four_devices(rng, f, seed):
         got = f(a, b, mesh, blocks=2, interpret=params(seed + 1))
     for x, y in zip(first, got, strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+CONFIGS = [
+    MatmulConfig(2, 128, cluster=2, group=1, buffers=1),  # many bands of rows
+    MatmulConfig(1, 64, cluster=1, cluster_n=2, group=2, stages=3),
+    MatmulConfig(1, 32, cluster=2, group=8, lag=0, step=128),
+    MatmulConfig(2, 256, cluster=2, buffers=1),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_configs(rng, f, config):
+    """Clusters of blocks, bands and cells, under several schedules."""
+    n, (m, k, cols) = (3 if config is CONFIGS[0] else 2), (290, 700, 272)
+    if f is not ops.all_gather_matmul and config.tile_n > 128:
+        pytest.skip("tiles of summands are narrower")
+    rows = n * m if f is ops.matmul_reduce_scatter else m
+    a = [rng.integers(-3, 4, (rows, k)).astype(np.float16) for _ in range(n)]
+    b = [rng.integers(-3, 4, (k, cols)).astype(np.float16) for _ in range(n)]
+    x, y = ([z.astype(np.float32) for z in arrays] for arrays in (a, b))
+    if f is ops.all_gather_matmul:
+        wants = [np.concatenate(x) @ one for one in y]
+    else:
+        total = sum(p @ q for p, q in zip(x, y, strict=True))
+        wants = np.split(total, n) if f is ops.matmul_reduce_scatter else [total] * n
+    mesh, how = plgpu.DeviceMesh(n, "x"), {"config": config, "blocks": 6, "out_dtype": np.float32}
+    for seed in (4, 5):
+        got = f(a, b, mesh, interpret=params(seed), **how)
+        for one, want in zip(got, wants, strict=True):
+            np.testing.assert_array_equal(one, want)
 
 
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
@@ -115,5 +146,12 @@ def test_wrong_arguments(rng):
         ops.matmul_reduce_scatter(a, b, mesh)
     with pytest.raises(ValueError, match=r"a must be \(m, k\)"):
         ops.all_gather_matmul(a, a, mesh)
+    wide = MatmulConfig(2, 256)
+    for f in (ops.matmul_reduce_scatter, ops.matmul_all_reduce):
+        with pytest.raises(ValueError, match="tile_n of at most 128"):
+            f([np.zeros((4, 8), np.float16)] * 2, b, mesh, config=wide)
+    for config in (MatmulConfig(split=2), MatmulConfig(slices=2), FewRowsConfig()):
+        with pytest.raises(ValueError, match="a MatmulConfig"):
+            ops.all_gather_matmul(a, b, mesh, config=config)
     with pytest.raises(NotImplementedError, match="float16"):
         ops.all_gather_matmul([x.astype(np.float32) for x in a], b, mesh)
