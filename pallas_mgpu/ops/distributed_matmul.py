@@ -99,7 +99,7 @@ def _fitted(cfg, sums):
     used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
     used += cfg.consumers * 64 * cfg.tile_n * 4 if sums else _PIECES * math.prod(_PIECE) * 2
     most = min((SMEM_BYTES - used) // ((64 * cfg.consumers + cfg.tile_n) * cfg.step * 2), 12)
-    return cfg._replace(stages=min(cfg.stages or most, most), serpentine=sums and cfg.serpentine)
+    return cfg._replace(stages=min(cfg.stages or most, most))
 
 
 def _checked(config, what, m, tmem, sums):
@@ -246,7 +246,7 @@ class _GatherBlock(_DeviceBlock):
                 self.hear(shard, cell, p.pieces_of(band))
 
         sources = [(own, self.a), (~own, self.staging.at[self.half, shard])]
-        return self.fetch_steps(it0, row, col, 0, sources, arrived)
+        return self.fetch_steps(it0, row, col, 0, sources, own, arrived)
 
     def courier(self):
         """The pieces of this block, to the device before this one first: it needs them next."""
@@ -263,6 +263,8 @@ class _GatherBlock(_DeviceBlock):
             slab, i = inside // pieces, inside % pieces
             row = band * p.band + i // p.across * _PIECE[0]
             col = slab * (p.slab * p.cfg.step) + i % p.across * _PIECE[1]
+            # not before the array, which the compiler cannot tell
+            row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
             return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
         def load(j, at):

@@ -6,6 +6,7 @@ from distributed.meshes import gpus, on_gpus, params
 from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
+from pallas_mgpu.machine import run as host
 from pallas_mgpu.ops import distributed_matmul as ops
 from pallas_mgpu.ops.matmul import FewRowsConfig, MatmulConfig
 
@@ -128,15 +129,43 @@ def test_configs(rng, f, config):
 
 
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
-def test_programs(make):
-    """For sm_90a, without spills, and no wait that serialises products."""
-    mesh, bf = plgpu.DeviceMesh(2, "x"), np.dtype(bfloat16)
-    f = make(mesh, "x", 1024, 4096, 2048, bf, bf, 132, None)
-    rows = 2048 if make is ops._scattered else 1024
+def test_on_the_emulated_machine(rng, make):
+    """Calls in a row, with the flags and the staging memory of the last."""
+    n, (m, k, cols), f16 = 2, (140, 200, 136), np.dtype(np.float16)
+    rows = n * m if make is ops._scattered else m
+    a = [rng.integers(-3, 4, (rows, k)).astype(f16) for _ in range(n)]
+    b = [rng.integers(-3, 4, (k, cols)).astype(f16) for _ in range(n)]
+    if make is ops._gathered:
+        wants = [np.concatenate(a).astype("f4") @ y.astype("f4") for y in b]
+    else:
+        total = sum(x.astype("f4") @ y.astype("f4") for x, y in zip(a, b, strict=True))
+        wants = np.split(total, n) if make is ops._scattered else [total] * n
+    config = MatmulConfig(1, 64, cluster=2, group=1, stages=3)
+    f32, mesh = np.dtype(np.float32), plgpu.DeviceMesh(n, "x")
+    f = make(mesh, "x", m, k, cols, f16, f32, 4, None, config=config)
+    lasting = [[np.zeros(x.shape, x.dtype) for x in row] for row in zip(*f.lasting, strict=True)]
+    low = f.lower(a[0], b[0])
+    for seed in range(2):
+        outs = [[np.zeros(w.shape, f32), *row] for w, row in zip(wants, lasting, strict=True)]
+        args = [list(x) for x in zip(a, b, strict=True)]
+        host.run_mesh(low, args, outs, seed, written=True)
+        for got, want in zip(outs, wants, strict=True):
+            np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096, 2048), (4096, 8192, 4096), (1500, 520, 2056)])
+@pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
+def test_programs(make, shape):
+    """For sm_90a, without spills, no wait that serialises products, and no copy by lanes."""
+    mesh, bf, (m, k, cols) = plgpu.DeviceMesh(2, "x"), np.dtype(bfloat16), shape
+    f = make(mesh, "x", m, k, cols, bf, bf, 132, None)
+    rows = 2 * m if make is ops._scattered else m
     struct = plgpu.ShapeDtypeStruct
-    used = f.lower(struct((rows, 4096), bf), struct((4096, 2048), bf)).resources()
+    low = f.lower(struct((rows, k), bf), struct((k, cols), bf))
+    used = low.resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
     assert "C75" not in used["remarks"], used
+    assert "by all lanes" not in low.as_text("cuda")
 
 
 def test_wrong_arguments(rng):
