@@ -36,6 +36,7 @@ from pallas_mgpu.ops import (
     distributed_norms,
     distributed_ragged,
 )
+from pallas_mgpu.ops.matmul import MatmulConfig
 
 CALLS = 100  # of a graph
 FEW = 20  # of one with more than 32 MiB a call
@@ -509,6 +510,41 @@ def product(w, kind, m, k, cols, dtype):
     return row
 
 
+def configs(w, dtype="float16"):
+    """Products of other tiles than they choose."""
+    one = MatmulConfig(2, 128, cluster=1)
+    summed = one, one._replace(cluster=2), one._replace(cluster=2, group=16), one._replace(lag=0)
+    wide = one._replace(tile_n=256, buffers=1)
+    gathered = (
+        one._replace(buffers=1),
+        one._replace(cluster=2),
+        wide,
+        wide._replace(cluster=2),
+        wide._replace(cluster=2, stages=3, buffers=2),
+    )
+    for shape in [(130, 72, 66)] if w.dry else PRODUCTS[:3]:
+        for config in (None, *gathered):
+            yield partial(configured, w, "all_gather_matmul", *shape, dtype, config)
+        for config in (None, *summed):
+            yield partial(configured, w, "matmul_reduce_scatter", *shape, dtype, config)
+
+
+def configured(w, kind, m, k, cols, dtype, config):
+    w.say("arrays")
+    scatters = kind == "matmul_reduce_scatter"
+    a, b = w.data((w.n * m if scatters else m, k), dtype, 2), w.data((k, cols), dtype, 3)
+    out = w.empty((m if scatters else w.n * m, cols), dtype)
+    options = {"config": config, "out": out} | ({"blocks": 2} if w.dry else {})
+
+    def ours():
+        return getattr(distributed_matmul, kind)(a, b, w.mesh, **options)
+
+    names = ("tile_n", "cluster", "stages", "buffers", "group", "lag")
+    how = ", ".join(f"{n} {getattr(config, n)}" for n in names) if config else "chosen"
+    took = w.time("ours", ours, FEW)
+    return {"what": kind, "size": f"{m} x {k} x {cols}", "ours": took, "note": how}
+
+
 def fused(w, dtype="bfloat16"):
     for rows in [3] if w.dry else [1, 16, 128, 4096]:
         yield partial(normed, w, rows, 256 if w.dry else 8192, dtype)
@@ -607,6 +643,7 @@ SECTIONS = {  # functions, and shares of the time
     "ragged": (ragged, 1),
     "many_launches": (many_launches, 1.5),
     "settings": (settings, 1.5),
+    "configs": (configs, 2),
     "bfloat16 products": (lambda w: products(w, "bfloat16"), 1),
 }
 
