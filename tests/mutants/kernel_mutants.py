@@ -3,8 +3,8 @@
 `python tests/mutants/kernel_mutants.py [--only TEXT ...] [--jobs N] [--list]`
 
 The kernels are those of `pallas_mgpu.ops`, called with small arrays and configurations that go
-through every ring more than once, those of `ops.distributed` on a mesh, and the examples. A mutant is the graph of a call, as traced, in
-which one op is changed that a run of the kernel comes to:
+through every ring more than once, those of `ops.distributed` on a mesh, and the examples. A mutant
+is the graph of a call, as traced, in which one op is changed that a run of the kernel comes to:
 
     drop       a wait, an arrival, a commit, a fence or a section's end is left out
     weaken     a wait leaves one operation more in flight, or waits for the source alone, or for the
