@@ -128,7 +128,7 @@ def all_reduce_rms_norm(
     axis_name=None,
     *,
     eps=1e-6,
-    blocks=16,
+    blocks=None,
     one_shot=None,
     interpret=None,
     out=None,
@@ -160,6 +160,6 @@ def all_reduce_rms_norm(
         one_shot = math.prod(shape) * dtype.itemsize <= _SMALL
     f = _normed(
         mesh, axis_name, shape, np.dtype(dtype), float(eps), bool(one_shot),
-        distributed._blocks(blocks, what), interpret,
+        distributed._blocks(blocks, what, shape, dtype), interpret,
     )  # fmt: skip
     return tuple(f(x, residual, weight, out=out))

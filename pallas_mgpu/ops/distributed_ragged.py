@@ -99,7 +99,8 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
         w.meet(ENTRY)
         places = _Places(w, table, rows, capacity)
         ring = _bulk.Ring(**scratch) if scratch else None
-        for d in w.everyone():
+        for j in range(w.size):  # half of the workers of two devices begin with the own rows
+            d = (w.me + 1 + (w.number + j) % w.size) % w.size
             first, there, count = places.to(d)
             for k, (x, out, width, (_, dtype)) in enumerate(zip(arrays, outs, widths, kinds)):
                 target = w.on(out, d)
@@ -144,7 +145,7 @@ def ragged_all_to_all(
     *,
     capacity=None,
     scales=None,
-    blocks=16,
+    blocks=None,
     interpret=None,
     out=None,
 ):
@@ -179,9 +180,8 @@ def ragged_all_to_all(
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"{what}: capacity must be a positive int, got {capacity!r}")
     kinds = tuple((s[1:], distributed._dtype(a, what)) for s, a in zip(shapes, ones))
-    f = _ragged(
-        mesh, axis_name, rows, capacity, kinds, distributed._blocks(blocks, what), interpret
-    )
+    blocks = distributed._blocks(blocks, what, (capacity, *kinds[0][0]), kinds[0][1])
+    f = _ragged(mesh, axis_name, rows, capacity, kinds, blocks, interpret)
     given = None if out is None else (out[1], out[0], *out[2:])
     received, moved, *others = f(sizes, *arrays, out=given)
     return (moved, received, *others)
