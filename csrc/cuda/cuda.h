@@ -68,6 +68,7 @@ typedef struct pm_program {
   uint32_t smem_bytes;   /* dynamic */
   bool pdl;
   const pm_target *target;
+  const pm_target *machine; /* whose instructions it has: that of target, or of its stand-in */
   uint32_t n_counters;
   bool meets_blocks; /* blocks of the launch wait for each other */
   uint32_t n_sizes;  /* values that a launch takes, with number 0; 0: none */
@@ -94,8 +95,11 @@ typedef struct pm_cuda_options {
   bool line_directives;            /* #line to the user's Python */
   bool check_indices, check_waits; /* sanitize.c */
   bool entry_only;                 /* without the device functions: for another catalogue */
+  bool stand_in;                   /* tests: tcgen05 on Hopper (stand_in.c) */
 } pm_cuda_options;
 
+/* Does the environment ask for the stand-in, and is the graph lowered for what it stands in for? */
+bool pm_stand_in_is_on(const pm_graph *g);
 /* All memory in g->arena. */
 pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program *out, pm_err *err);
 

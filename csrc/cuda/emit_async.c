@@ -218,7 +218,9 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
     pm_putf(&t, "tma_prefetch_%dd(%s", p->map.rank, map);
   } else if (bar) {
     const char *fn = pm_str(e, "tma_%s_%dd", share ? "multicast" : "load", p->map.rank);
-    if (*pm_attr(e->g, op, PM_ATTR_LEADER)) fn = pm_ptx_tma_pair(e, p->map.rank, share);
+    if (*pm_attr(e->g, op, PM_ATTR_LEADER)) {
+      fn = pm_stand_in_pair_copy(e, pm_ptx_tma_pair(e, p->map.rank, share), &p->map);
+    }
     pm_putf(&t, "%s(%s, %s, %s", fn, smem, map, bar);
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {

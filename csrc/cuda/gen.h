@@ -268,6 +268,17 @@ void pm_print_tmem_alloc(pm_gen *e, uint32_t slot); /* slot: in shared memory, 4
 void pm_print_tmem_address(pm_gen *e, uint32_t slot);
 void pm_print_tmem_dealloc(pm_gen *e);
 
+/* ---- tcgen05 on Hopper (stand_in.c) -------------------------------------------------------- */
+
+enum { PM_STAND_IN_LANES = 128 }; /* of each block, in addition to its threads */
+/* Does the program have an engine in place of the tensor cores? */
+bool pm_stands_in(const pm_gen *e);
+pm_code pm_stand_in_check(pm_gen *e);                      /* fails for what it cannot do */
+void pm_stand_in_constants(const pm_gen *e, pm_text *out); /* that its device functions use */
+void pm_stand_in_begin(const pm_gen *e, pm_text *out);     /* before all else of the entry */
+/* The function for a copy whose bytes count in the first block of a pair. */
+const char *pm_stand_in_pair_copy(pm_gen *e, const char *fn, const pm_tensor_map *map);
+
 /* ---- other devices (remote.c) -------------------------------------------------------------- */
 
 /* Is the memory of the view another device's, or that of all? */

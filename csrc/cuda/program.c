@@ -22,13 +22,14 @@ enum { MOST_TILES = INT32_MAX - (1 << 24) }; /* so that no counter of them overf
 typedef struct entry {
   const char *name, *text;
   uint32_t name_size, size;
-  bool done;
+  bool of_stand_in, done;
 } entry;
 
 typedef struct catalogue {
   pm_arena *arena;
   const pm_target *target;
   pm_text *out;
+  const pm_gen *e;
   PM_VEC(entry) entries; /* sorted by name */
   uint32_t first[257];   /* number of the first entry whose name begins with this byte or more */
 } catalogue;
@@ -40,7 +41,27 @@ static int compare_names(const char *a, uint32_t n, const char *b, uint32_t m) {
 
 static int compare_entries(const void *a, const void *b) {
   const entry *x = a, *y = b;
-  return compare_names(x->name, x->name_size, y->name, y->name_size);
+  const int c = compare_names(x->name, x->name_size, y->name, y->name_size);
+  return c ? c : y->of_stand_in - x->of_stand_in;
+}
+
+/* Files that stand_in begins the names of are for it alone. Another catalogue replaces all files
+ * but stand_in.cuh, which is C++ without PTX. */
+static bool is_wanted(const pm_gen *e, const char *file) {
+  const bool of_stand_in = !strncmp(file, "stand_in", 8);
+  if (e->options->entry_only) return pm_stands_in(e) && !strcmp(file, "stand_in.cuh");
+  return !of_stand_in || pm_stands_in(e);
+}
+
+/* Of entries with the same name the first stays: that of the stand-in. */
+static void drop_replaced(catalogue *c) {
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < c->entries.n; k++) {
+    const entry *x = &c->entries.at[k], *last = n ? &c->entries.at[n - 1] : NULL;
+    if (last && !compare_names(last->name, last->name_size, x->name, x->name_size)) continue;
+    c->entries.at[n++] = *x;
+  }
+  c->entries.n = n;
 }
 
 /* Is the feature, whose name ends with the line, one of the target's? */
@@ -79,9 +100,9 @@ static void resolve(catalogue *c, entry *e) {
 static void read_catalogue(catalogue *c) {
   static const char mark[] = "\n//! ";
   for (unsigned k = 0; k < pm_device_file_count; k++) {
-    const char *at = strstr(pm_device_files[k].text, mark);
-    while (at) {
-      entry e = {.name = at + sizeof mark - 1};
+    const char *file = pm_device_files[k].name, *at = strstr(pm_device_files[k].text, mark);
+    while (at && is_wanted(c->e, file)) {
+      entry e = {.name = at + sizeof mark - 1, .of_stand_in = !strncmp(file, "stand_in", 8)};
       const char *line = strchr(e.name, '\n');
       if (!line) break;
       at = strstr(line, mark);
@@ -93,6 +114,7 @@ static void read_catalogue(catalogue *c) {
     }
   }
   if (c->entries.n) qsort(c->entries.at, c->entries.n, sizeof(entry), compare_entries);
+  drop_replaced(c);
   for (uint32_t k = 0, byte = 0; byte < PM_COUNT(c->first); byte++) {
     while (k < c->entries.n && (uint8_t)*c->entries.at[k].name < byte) k++;
     c->first[byte] = k;
@@ -202,7 +224,7 @@ static pm_code set_geometry(pm_gen *e) {
   }
   PM_TRY(set_grid(e));
   p->n_sizes = g->sizes.n;
-  p->block = 128 * g->n_threads;
+  p->block = 128 * g->n_threads + (pm_stands_in(e) ? PM_STAND_IN_LANES : 0);
   p->smem_bytes = (uint32_t)g->smem_bytes;
   if (pm_has_tmem(e)) {
     e->tmem_slot = (uint32_t)pm_round_up(p->smem_bytes, 16);
@@ -215,6 +237,8 @@ static pm_code set_geometry(pm_gen *e) {
     }
   }
   p->target = e->target;
+  p->machine = e->options->stand_in ? &pm_targets[PM_TARGET_SM_90A] : e->target;
+  PM_TRY(pm_stand_in_check(e));
   p->n_devices = (uint32_t)pm_n_devices(g);
   p->meets_blocks = p->n_devices > 1;
   p->n_params = g->n_operands + g->n_outputs;
@@ -578,6 +602,7 @@ static void print_entry(pm_gen *e, pm_text *out) {
   pm_putf(out, "\n%s(", p->entry);
   print_parameters(e, out);
   pm_put(out, ") {\n");
+  pm_stand_in_begin(e, out);
   if (is_used(e, "smem")) pm_put(out, "  const u32 smem = shared_base();\n");
   const bool wg = is_used(e, "wg");
   if (wg) {
@@ -665,7 +690,7 @@ static void assemble(pm_gen *e) {
   pm_put(&ptx, "");
   pm_text_init(&text, e->arena);
   print_entry(e, &head);
-  catalogue c = {.arena = e->arena, .target = e->target, .out = &text};
+  catalogue c = {.arena = e->arena, .target = p->machine, .out = &text, .e = e};
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
           p->entry, p->grid[0], p->grid[1], p->grid[2], p->block, p->smem_bytes);
   print_ptx(e, &ptx);
@@ -673,7 +698,8 @@ static void assemble(pm_gen *e) {
   pm_putn(&own, head.at, head.n);
   if (e->out.n) pm_putn(&own, e->out.at, e->out.n);
   pm_put(&own, "}\n");
-  if (!e->options->entry_only) print_functions(&c, &ptx, &own);
+  pm_stand_in_constants(e, &text);
+  print_functions(&c, &ptx, &own);
   pm_print_names(e, &text, &ptx, &own);
   p->text = text.at;
   p->size = text.n;
@@ -722,6 +748,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program
   pm_find_words(&e);
   pm_find_expects(&e);
   PM_TRY(print_body(&e));
+  out->pdl = out->pdl && !pm_stands_in(&e);
   assemble(&e);
   return PM_OK;
 }

@@ -567,6 +567,11 @@ const char *pm_ptx_multimem(pm_gen *e, const pm_view *v, int64_t n, bool store) 
 
 /* ---- products in tensor memory ------------------------------------------------------------ */
 
+/* A stand-in has functions of its own under the same names. */
+static const char *add_tcgen05(pm_gen *e, const char *name, const char *text) {
+  return pm_stands_in(e) ? kept(e, name, NULL) : once(e, name, text);
+}
+
 /* "mxf4nvf4.block_scale.scale_vec::4X": mxf4nvf4_4x */
 static const char *kind_name(pm_gen *e, const char *kind) {
   const size_t n = strlen(kind);
@@ -611,7 +616,7 @@ const char *pm_ptx_tcgen05(pm_gen *e, const pm_tcgen05_product *p) {
   pm_putf(&t, "%%%d, ", instruction);
   if (p->block) pm_putf(&t, "[%%%d], [%%%d], ", scales, scales + 1);
   pm_putf(&t, "p; }\"\n    :: %s\"r\"((u32)adds) : \"memory\");\n}\n", operands.at);
-  return once(e, name, t.at);
+  return add_tcgen05(e, name, t.at);
 }
 
 const char *pm_ptx_tcgen05_copy(pm_gen *e, const char *shape, bool pair) {
@@ -650,7 +655,7 @@ const char *pm_ptx_tma_pair(pm_gen *e, int rank, bool multicast) {
           multicast ? ", %3" : "", multicast ? ", \"h\"((u16)mask)" : "");
   for (int k = 0; k < rank; k++) pm_putf(&t, ", \"r\"(c%d)", k);
   pm_put(&t, " : \"memory\");\n}\n");
-  return once(e, name, t.at);
+  return add_tcgen05(e, name, t.at);
 }
 
 /* ---- between registers and tensor memory -------------------------------------------------- */
@@ -692,14 +697,15 @@ static void put_words(pm_text *t, const struct pm_tcgen05_part *p, const char *b
   }
 }
 
-/* A host catalogue has functions of the registers' addresses. */
-static void put_host_move(pm_text *t, const pm_tcgen05_move *m, uint32_t k, bool store) {
+/* Other catalogues have functions of the registers' addresses. */
+static void put_move(pm_text *t, const pm_tcgen05_move *m, uint32_t k, bool store,
+                     const char *line) {
   const struct pm_tcgen05_part *p = &m->part[k];
   const char *shape = pm_tcgen05_shape_text(t->arena, m, k);
   pm_put(t, "  u32* const r[] = {");
   put_words(t, p, "(u32*)&", "");
-  pm_putf(t, "};\n  tmem_%s_%.*s<%u, %s>(r, a, line);\n}\n", store ? "store" : "load",
-          (int)strcspn(shape, "."), shape, p->times, m->halves ? "true" : "false");
+  pm_putf(t, "};\n  tmem_%s_%.*s<%u, %s>(r, a%s);\n}\n", store ? "store" : "load",
+          (int)strcspn(shape, "."), shape, p->times, m->halves ? "true" : "false", line);
 }
 
 /* {%0, %1, ...} */
@@ -715,13 +721,13 @@ const char *pm_ptx_tmem_move(pm_gen *e, const pm_tcgen05_move *m, uint32_t k, bo
   const struct pm_tcgen05_part *p = &m->part[k];
   const char *name = pm_str(e, "tmem_%s_%s%s%s", store ? "store" : "load", shape_name(e, m, k),
                             m->halves ? "_halves" : "", pattern_name(e, p));
-  const bool calls = e->options->entry_only;
+  const bool lines = e->options->entry_only && !pm_stands_in(e);
   pm_text t;
   pm_text_init(&t, e->arena);
   pm_putf(&t, "// %u registers %s tensor memory at a\nFN void %s(%su32* d, u32 a%s) {\n", p->words,
-          store ? "to" : "from", name, store ? "const " : "", calls ? ", LINE" : "");
-  if (calls) {
-    put_host_move(&t, m, k, store);
+          store ? "to" : "from", name, store ? "const " : "", lines ? ", LINE" : "");
+  if (lines || pm_stands_in(e)) {
+    put_move(&t, m, k, store, lines ? ", line" : "");
     return kept(e, name, t.at);
   }
   const char *shape = pm_tcgen05_shape_text(e->arena, m, k);

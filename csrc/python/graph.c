@@ -312,6 +312,7 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
                              .check_indices = indices,
                              .check_waits = waits,
                              .entry_only = !catalogue}};
+  if (j.g) j.options.stand_in = pm_stand_in_is_on(j.g);
   pm_err err;
   if (!j.g) return NULL;
   clear_err(&err);

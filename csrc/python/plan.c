@@ -55,8 +55,10 @@ static pm_code print(void *ctx, pm_err *err) {
 static pm_code generate(void *ctx, pm_err *err) {
   pmpy_plan *p = ((step *)ctx)->p;
   const bool checks = pm_env_is_on(PM_ENV_SANITIZE);
-  pm_cuda_options options = {
-      .line_directives = true, .check_indices = checks, .check_waits = checks};
+  pm_cuda_options options = {.line_directives = true,
+                             .check_indices = checks,
+                             .check_waits = checks,
+                             .stand_in = pm_stand_in_is_on(p->graph->g)};
   if (p->has_program) return PM_OK;
   pm_code code = pm_generate_cuda(p->graph->g, &options, &p->program, err);
   p->has_program = !code;
@@ -77,12 +79,12 @@ static pm_code compile(void *ctx, pm_err *err) {
 }
 
 /* Machine code is of GPUs of one major version; on later ones the driver compiles the PTX. */
-static pm_code load_for(step *s, const pm_target *t, pm_kernel **out, pm_err *err) {
+static pm_code load_for(step *s, pm_kernel **out, pm_err *err) {
   pm_cubin code = s->p->cubin;
   pm_device_info device;
   char *ptx = NULL;
   if (pm_device_get(s->device, &device, err)) return err->code;
-  if (device.capability / 10 != t->capability / 10) {
+  if (device.capability / 10 != s->p->program.machine->capability / 10) {
     if (pm_compile_ptx(&s->p->program, pm_env_is_on(PM_ENV_LINEINFO), &ptx, &code.size, err))
       return err->code;
     code.image = ptx;
@@ -105,7 +107,7 @@ static pm_code load(void *ctx, pm_err *err) {
                    s->device, t->text, compiled->text);
   if (compile(ctx, err)) return err->code;
   pm_kernel *k;
-  if (load_for(s, t, &k, err)) return err->code;
+  if (load_for(s, &k, err)) return err->code;
   __atomic_store_n(&s->p->kernels[s->device], k, __ATOMIC_RELEASE);
   return PM_OK;
 }

@@ -176,7 +176,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
   const char *dump = o->dump_dir && *o->dump_dir ? o->dump_dir : NULL;
   const char *name = o->dump_name ? o->dump_name : p->entry;
   *out = (pm_cubin){0};
-  if (pm_env_check(err) || make_options(&options, "sm", p->target, o->lineinfo, err))
+  if (pm_env_check(err) || make_options(&options, "sm", p->machine, o->lineinfo, err))
     return err->code;
   if (o->use_disk_cache) {
     if (make_key(p, &options, o->lineinfo, key, err)) return err->code;
@@ -207,7 +207,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
 pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err) {
   pm_options options;
   pm_nvrtc_result r;
-  if (make_options(&options, "compute", p->target, lineinfo, err)) return err->code;
+  if (make_options(&options, "compute", p->machine, lineinfo, err)) return err->code;
   if (pm_nvrtc_run(p->text, p->entry, &options, false, true, &r, err)) return err->code;
   *ptx = r.ptx;
   *size = r.ptx_size;

@@ -144,6 +144,9 @@ static pm_code choose_target(pm_device_info *info, pm_err *err) {
   if (pm_asked_target(&asked, err) || !asked) return err->code;
   info->target = asked;
   if (pm_target_runs_on(asked, info->capability)) return PM_OK;
+  if (pm_env_is_on(PM_ENV_STAND_IN) && asked == &pm_targets[PM_TARGET_SM_100A] &&
+      pm_target_runs_on(&pm_targets[PM_TARGET_SM_90A], info->capability))
+    return PM_OK;
   return pm_fail(err, PM_E_VALUE,
                  "the environment variable %s is %s, which CUDA device %d (%s, compute capability "
                  "%d.%d) does not run",

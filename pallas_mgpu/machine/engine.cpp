@@ -250,6 +250,22 @@ extern "C" u32 host_semaphore_read(void *p, u32 a, int line) {
   return r;
 }
 
+/* Variables of the program itself, by which its threads synchronise: p is the address of one. What
+ * they hold is plain memory. */
+extern "C" void host_variable_released(void *p, int line) {
+  Semaphore &s = m.semaphores[(u32 *)p];
+  m.self->line = line;
+  if (s.released.seen.empty()) s.released = m.self->clock;
+  s.released.join(m.self->clock);
+  host_release(m.self);
+}
+
+extern "C" void host_variable_acquired(void *p, int line) {
+  const Semaphore &s = m.semaphores[(u32 *)p];
+  m.self->line = line;
+  if (!s.released.seen.empty()) m.self->clock.join(s.released);
+}
+
 static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
   Mbarrier &x = b.mbarriers.at(at);
   x.tx -= bytes;
@@ -519,10 +535,10 @@ static void send(u32 a, const void *s, u32 bytes, u32 b, HostCombine how, HostTy
   Block &to = block_at(a, "st.async", line);
   if (a >> 24 != b >> 24) host_fail(line, "st.async whose mbarrier is in another block");
   if (!to.alive) host_fail(line, "st.async: the other block has ended");
-  mbarrier_of(to, (b & 0xffffff) - to.shared.base + t->block->shared.base, "st.async", line,
+  mbarrier_of(to, host_in_block(to, b) - to.shared.base + t->block->shared.base, "st.async", line,
               &w->barrier)
       .shared = true;
-  w->at = (u32)shared_offset(to, a & 0xffffff, bytes, bytes, "st.async", line);
+  w->at = (u32)shared_offset(to, host_in_block(to, a), bytes, bytes, "st.async", line);
   memcpy(w->word, s, bytes);
   w->bytes = bytes;
   w->how = how;
@@ -547,7 +563,7 @@ extern "C" void host_red_async(u32 a, u32 x, u32 b, HostCombine how, HostType ty
 extern "C" void host_mbarrier_arrive_tx_cluster(u32 a, u32 bytes, int line) {
   u32 at;
   Block &to = block_at(a, "mbarrier.arrive.expect_tx", line);
-  const u32 own = (a & 0xffffff) - to.shared.base + m.self->block->shared.base;
+  const u32 own = host_in_block(to, a) - to.shared.base + m.self->block->shared.base;
   Mbarrier &x = mbarrier_of(to, own, "mbarrier.arrive.expect_tx", line, &at);
   x.shared = x.has_bytes = true;
   x.tx += bytes;
@@ -586,7 +602,7 @@ static Block &pair_barrier(u32 a, u32 *at, int line) {
   Block &to = block_at(a, "cp.async.bulk.tensor.cta_group::2", line);
   if (host_rank_of(to) / 2 != host_rank_of(*t->block) / 2)
     host_fail(line, "the mbarrier is in a block of another pair");
-  mbarrier_of(to, (a & 0xffffff) - to.shared.base + t->block->shared.base, "a load", line, at)
+  mbarrier_of(to, host_in_block(to, a) - to.shared.base + t->block->shared.base, "a load", line, at)
       .shared = true;
   return to;
 }

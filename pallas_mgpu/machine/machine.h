@@ -402,6 +402,11 @@ struct Cluster {
   Block &operator[](size_t rank) const { return first[rank]; }
   size_t size() const { return m.cluster_blocks; }
 };
+/* The address in block b of what `a`, in the window of the cluster, names there. */
+static inline u32 host_in_block(const Block &b, u32 a) {
+  return (a & 0xffffff) + (b.shared.base & ~0xffffffu);
+}
+
 static inline u32 host_rank_of(const Block &b) {
   return (u32)(&b - &m.blocks[0]) % m.cluster_blocks;
 }

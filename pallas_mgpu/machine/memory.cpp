@@ -584,7 +584,7 @@ extern "C" u32 host_peer_offset(u32 rank, int line) {
   const Cluster cluster = host_cluster_of(*m.self->block);
   if (rank >= cluster.size())
     host_fail(line, "mapa: block %u of a cluster of %zu", rank, cluster.size());
-  return cluster[rank].shared.base + ((rank + 1) << 24) - m.self->block->shared.base;
+  return (cluster[rank].shared.base & 0xffffff) + ((rank + 1) << 24) - m.self->block->shared.base;
 }
 
 static Block &peer(u32 a, const char *what, int line) {
@@ -597,7 +597,7 @@ static Block &peer(u32 a, const char *what, int line) {
 
 extern "C" void host_load_cluster(void *d, u32 a, u32 bytes, int line) {
   Block &b = peer(a, "ld.shared::cluster", line);
-  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "ld.shared::cluster", line);
+  const size_t at = shared_offset(b, host_in_block(b, a), bytes, bytes, "ld.shared::cluster", line);
   m.self->line = line;
   thread_reads(b.shared, at, bytes, line);
   memcpy(d, b.shared.bytes + at, bytes);
@@ -605,7 +605,7 @@ extern "C" void host_load_cluster(void *d, u32 a, u32 bytes, int line) {
 
 extern "C" void host_store_cluster(u32 a, const void *s, u32 bytes, int line) {
   Block &b = peer(a, "st.shared::cluster", line);
-  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "st.shared::cluster", line);
+  const size_t at = shared_offset(b, host_in_block(b, a), bytes, bytes, "st.shared::cluster", line);
   m.self->line = line;
   thread_writes(b.shared, at, s, bytes, line);
 }
@@ -657,7 +657,8 @@ extern "C" void *host_atomic_shared(u32 a, u32 bytes, int line) {
 
 extern "C" void *host_atomic_cluster(u32 a, u32 bytes, int line) {
   Block &b = peer(a, "atom.shared::cluster", line);
-  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "atom.shared::cluster", line);
+  const size_t at =
+      shared_offset(b, host_in_block(b, a), bytes, bytes, "atom.shared::cluster", line);
   m.self->line = line;
   thread_updates(b.shared, at, bytes, line);
   return b.shared.bytes + at;

@@ -9,7 +9,11 @@ from .attention import (
     TensorMemoryAttentionConfig,
     attention,
 )
-from .attention_backward import AttentionBackwardConfig, attention_backward
+from .attention_backward import (
+    AttentionBackwardConfig,
+    TensorMemoryBackwardConfig,
+    attention_backward,
+)
 from .attention_decode import attention_decode
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
@@ -40,6 +44,7 @@ __all__ = [
     "NormConfig",
     "RaggedConfig",
     "TensorMemoryAttentionConfig",
+    "TensorMemoryBackwardConfig",
     "TensorMemoryConfig",
     "TensorMemoryMixedConfig",
     "activation_backward",

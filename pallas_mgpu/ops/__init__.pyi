@@ -57,6 +57,9 @@ class AttentionBackwardConfig(NamedTuple):
     stages: int = 0
     rotate: bool = True
 
+class TensorMemoryBackwardConfig(NamedTuple):
+    rotate: bool = True
+
 class MmaAttentionConfig(NamedTuple):
     rows: int = 64
     block: int = 64
@@ -726,7 +729,7 @@ def attention_backward(
     dropout: float = 0.0,
     scale: float | None = None,
     bias_gradient: Literal[False] = False,
-    config: AttentionBackwardConfig | None = None,
+    config: AttentionBackwardConfig | TensorMemoryBackwardConfig | None = None,
     deterministic: bool = False,
     interpret: Interpret = None,
     out: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
@@ -752,7 +755,7 @@ def attention_backward(
     dropout: float = 0.0,
     scale: float | None = None,
     bias_gradient: Literal[True],
-    config: AttentionBackwardConfig | None = None,
+    config: AttentionBackwardConfig | TensorMemoryBackwardConfig | None = None,
     deterministic: bool = False,
     interpret: Interpret = None,
     out: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None,
@@ -778,7 +781,7 @@ def attention_backward(
     dropout: float = 0.0,
     scale: float | None = None,
     bias_gradient: Literal[False] = False,
-    config: AttentionBackwardConfig | None = None,
+    config: AttentionBackwardConfig | TensorMemoryBackwardConfig | None = None,
     deterministic: bool = False,
     interpret: Interpret = None,
     out: tuple[A, A, A] | None = None,
@@ -804,7 +807,7 @@ def attention_backward(
     dropout: float = 0.0,
     scale: float | None = None,
     bias_gradient: Literal[True],
-    config: AttentionBackwardConfig | None = None,
+    config: AttentionBackwardConfig | TensorMemoryBackwardConfig | None = None,
     deterministic: bool = False,
     interpret: Interpret = None,
     out: tuple[A, A, A, A] | None = None,

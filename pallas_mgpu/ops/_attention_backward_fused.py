@@ -199,12 +199,13 @@ def _converted(x, interpret):
 
 
 class FusedKernels:
-    """(dQ, dK, dV) from the arguments of the kernels, and from o and lse."""
+    """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. fused: the kernel that
+    gives dK and dV and adds to dQ."""
 
-    def __init__(self, x, stages, rotate, interpret):
+    def __init__(self, x, fused, interpret):
         self.statistics = statistics(x, interpret, _sums(x))
         self.allocating = statistics(x, interpret, _sums(x), *_pair(x))
-        self.fused = kernel(x, stages, rotate, interpret)
+        self.fused = fused
         self.convert = _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, out=None, stream=None):

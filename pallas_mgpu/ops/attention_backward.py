@@ -1,4 +1,4 @@
-"""Gradients of attention on Hopper's tensor cores.
+"""Gradients of attention.
 
 With the scores S = scale Q K^T, the probabilities P = exp(S - lse) and delta = sum(dO * O) of each
 query,
@@ -11,20 +11,27 @@ atomics, and results repeat bit for bit.
 
 Registers do not hold dK and dV of rows of 256 elements, so that the second kernel runs once for
 each of them. With five products instead (:class:`AttentionBackwardConfig`) the second kernel also
-multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`). The gradient of a
-bias is that of the scores, summed along the dims that the bias lacks: a kernel of its own
-(`_attention_backward_bias.py`)."""
+multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`; on Blackwell
+`_attention_backward_tensor_memory.py`). The gradient of a bias is that of the scores, summed along
+the dims that the bias lacks: a kernel of its own (`_attention_backward_bias.py`)."""
 
 import typing
 
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core
 
-from . import _attention_backward_bias, _attention_scores, _tensor_memory, _warp_mma
+from . import (
+    _attention_backward_bias,
+    _attention_backward_fused,
+    _attention_backward_tensor_memory,
+    _attention_scores,
+    _tensor_memory,
+    _warp_mma,
+)
 from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import kernel, statistics
+from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from .attention import _check
 
 _F32 = np.float32
@@ -59,9 +66,15 @@ class Gradients:
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
     def __init__(self, x, config, bias_dtype, interpret):
-        self.fused = None
-        if config.products == 5:
-            self.fused = FusedKernels(x, config.stages, bool(config.rotate), interpret)
+        self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
+        if self.on_blackwell:
+            fused = _attention_backward_tensor_memory.kernel(x, config, interpret)
+            self.fused = FusedKernels(x, fused, interpret)
+        elif config.products == 5:
+            fused = _attention_backward_fused.kernel(
+                x, config.stages, bool(config.rotate), interpret
+            )
+            self.fused = FusedKernels(x, fused, interpret)
         else:
             self.statistics = statistics(x, interpret)
             self.by_keys = _Keys(x, interpret) if x.dim == 256 else kernel(x, True, interpret)
@@ -85,8 +98,9 @@ class Gradients:
             of_queries = self.ranges[1](cu_q, cu_k, stream=stream)
         if self.fused:
             three = None if out is None else (dq, dk, dv)
+            ranges = (*of_keys, *of_queries) if self.on_blackwell else of_keys
             *found, lse, delta = self.fused(
-                grad, q, k, v, o, lse, (*rest, *of_keys), out=three, stream=stream
+                grad, q, k, v, o, lse, (*rest, *ranges), out=three, stream=stream
             )
             operands = grad, q, k, v, lse, delta
         else:
@@ -144,14 +158,15 @@ def attention_backward(
     interpret=None,
 ):
     """The gradients of :func:`attention` with respect to ``q``, ``k`` and ``v``, accumulated in
-    float32 (Hopper).
+    float32 (Hopper, Blackwell).
 
     grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
     ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, causal, window, bottom_right,
     softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256; any
     lengths and numbers of heads. bias_gradient: also return the gradient of ``bias``, summed along
-    the dims in which it has size 1. config: an :class:`AttentionBackwardConfig`. deterministic:
-    results repeat bit for bit, as without a config. out: a tuple of results.
+    the dims in which it has size 1. config: an :class:`AttentionBackwardConfig`, on Blackwell a
+    :class:`TensorMemoryBackwardConfig` (head_dim 64 or 128, no bias_gradient). deterministic:
+    results repeat bit for bit, as without a config on Hopper. out: a tuple of results.
 
     Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,
     NotImplementedError for other head_dims.
@@ -173,12 +188,8 @@ def attention_backward(
     _warp_mma.refuse(
         name, q.device, "differentiate products and softmax (ops.matmul, ops.softmax_backward)"
     )
-    if _tensor_memory.runs_here(q.device):
-        raise NotImplementedError(
-            f"{name}: needs wgmma, which {_core.target(q.device)['name']} lacks; write a kernel"
-            " with plgpu.tcgen05_mma, or differentiate products and softmax (ops.matmul,"
-            " ops.softmax_backward)"
-        )
+    if config is None and _tensor_memory.runs_here(q.device):
+        config = TensorMemoryBackwardConfig()
     if bias_gradient and bias is None:
         raise ValueError(f"{name}: bias_gradient needs the bias")
     scale = float(dim**-0.5 if scale is None else scale)
@@ -187,5 +198,9 @@ def attention_backward(
     scores = _attention_scores.options(name, q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
     x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)
-    config = _check_config(config or AttentionBackwardConfig(), dim, scores.adjusted, deterministic)
+    if isinstance(config, TensorMemoryBackwardConfig):
+        _attention_backward_tensor_memory.check(x, deterministic, bias_gradient)
+    else:
+        config = config or AttentionBackwardConfig()
+        config = _check_config(config, dim, scores.adjusted, deterministic)
     return Gradients(x, config, bias.dtype if bias_gradient else None, interpret)

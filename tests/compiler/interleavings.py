@@ -80,7 +80,28 @@ class Memory:
         for e in events:
             if e.name.startswith(("tma_load", "tma_multicast", "bulk_load")):
                 cuts.add(address(e.args[0]) % PEER)
-        self.cuts = sorted(cuts)
+        self.cuts, self.halves = sorted(cuts), {}
+
+    def find_halves(self, events):
+        """Cuts buffers of which one warpgroup stores all bytes before, and one after, a place."""
+        stored = {}
+        for (_, tid), found in events.items():
+            for e in found:
+                if e.name.startswith(("st_shared", "stmatrix")):
+                    at = address(e.args[0]) % PEER
+                    start = max(s for s in self.slots if s <= at)
+                    stored.setdefault(start, {}).setdefault(tid // 128, set()).add(at)
+        for start, by in stored.items():
+            parts = sorted((min(x), max(x)) for x in by.values())
+            if len(parts) == 2 and parts[0][1] < parts[1][0]:
+                self.halves[start] = parts[1][0] & ~1023
+        self.cuts = sorted({*self.cuts, *self.halves.values()})
+
+    def stored(self, block, at):
+        """The places of a store to byte `at`."""
+        start = max(s for s in self.slots if s <= at)
+        half = self.halves.get(start, start)
+        return tuple(p for p in self.slot(block, at) if (p[2] < half) == (at < half))
 
     def find_lanes(self, events):
         """A lane's like is that of the same number in another warpgroup."""
@@ -285,7 +306,9 @@ class Reader:
     # ---- shared memory, cluster launch control
 
     def shared_store(self, e):
-        self.put("access", writes=self.smem(e.args[0]), lanes=True)
+        at = address(e.args[0])
+        writes = self.memory.stored(self.block + at // PEER, at % PEER)
+        self.put("access", writes=writes, lanes=True)
 
     def shared_load(self, e):
         places = self.smem(e.args[1])
@@ -314,7 +337,7 @@ HANDLERS = [
     (r"tma_load", R.load),
     (r"tma_multicast", R.multicast),
     (r"bulk_load", R.bulk_load),
-    (r"tma_store|bulk_store", R.store),
+    (r"tma_store|tma_add|bulk_store", R.store),
     (r"bulk_group_commit", R.bulk_commit),
     (r"bulk_group_wait", R.bulk_wait),
     (r"tcgen05_mma", R.mma),
@@ -394,6 +417,7 @@ def lanes_alike(text, blocks, responses, choose, known):
         for tid in range(threads)
     }
     memory = Memory(text, [e for lane in events.values() for e in lane])
+    memory.find_halves(events)
     memory.find_lanes(events)
     same = {}
     for (block, tid), found in events.items():

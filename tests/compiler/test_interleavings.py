@@ -12,9 +12,11 @@ from interleavings import Wrong, explore
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import (
     TensorMemoryAttentionConfig,
+    TensorMemoryBackwardConfig,
     TensorMemoryConfig,
     TensorMemoryMixedConfig,
     attention,
+    attention_backward,
     gated_matmul,
     matmul,
     mixed_matmul,
@@ -79,6 +81,16 @@ def softmax(keys, causal=False, dim=64):
 
 
 @functools.cache
+def gradients(queries, dim=64):
+    """One block of keys; 64 and 128 elements differ in the slots of the ring."""
+    q, k = (np.zeros((1, n, 1, dim), np.float16) for n in (queries, 128))
+    lse = np.zeros((1, 1, queries), np.float32)
+    config = TensorMemoryBackwardConfig()
+    f = attention_backward.kernel(q, q, k, k, q, lse, config=config).fused.fused
+    return f.lower(q, q, k, k, lse, lse, target="sm_100a").as_text("cuda")
+
+
+@functools.cache
 def mixed(groups, steps, tiles=1):
     """Tiles of one block, with so many groups of scales (0: none) of so many steps."""
     k, n = 64 * steps * max(groups, 1), 128 * tiles
@@ -113,6 +125,9 @@ PROGRAMS = {  # text, blocks, options
     "attention, 256": lambda: (softmax(192, dim=256), 1, {"followers": ()}),
     "mixed": lambda: (mixed(0, 2, 3), 1, {"followers": ()}),
     "mixed, groups": lambda: (mixed(3, 2), 1, {"followers": ()}),
+    "gradients": lambda: (gradients(256), 1, {"followers": ()}),
+    "gradients, one slot": lambda: (gradients(256, 128), 1, {"followers": ()}),
+    "gradients, ring": lambda: (gradients(384), 1, {"followers": ()}),
     "attention": lambda: (softmax(128), 1, {"followers": ()}),
     "attention, ring": lambda: (softmax(256), 1, {"followers": ()}),
     "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False, "followers": ()}),
@@ -149,6 +164,9 @@ PLANTED = [
     *(("attention", "mbarrier_wait", k) for k in range(6)),
     *(("attention", "tcgen05_commit", k) for k in range(6)),
     *(("attention", "mbarrier_arrive_expect_tx", k) for k in range(4)),
+    *(("gradients", "mbarrier_wait", k) for k in range(9)),
+    *(("gradients", "tcgen05_commit", k) for k in range(4)),
+    *(("gradients", "mbarrier_arrive", k) for k in range(5)),
     *(("gated, 3 tiles", "mbarrier_wait", k) for k in range(5)),
     *(("gated, 3 tiles", "tcgen05_commit", k) for k in range(4)),
     ("gated, 3 tiles", "mbarrier_arrive", 0),

@@ -137,7 +137,6 @@ def test_refused(name, calls):
 
 
 BY_NAME = {  # what an op says on such a GPU before any kernel is made
-    "attention_backward": HOPPER["attention_backward"],
     "attention_decode": HOPPER["attention_decode"],
 }
 

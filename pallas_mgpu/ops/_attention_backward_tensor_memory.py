@@ -1,0 +1,353 @@
+"""Gradients of attention on Blackwell's tensor cores, by five products: dK, dV and dQ in one kernel
+(attention_backward.py has the formulas).
+
+A block has 128 keys of a head and goes over blocks of 128 queries. Two *gradient* threads, one
+*reduction* thread, and of a fourth thread one warp, the *multiplier*, which issues all products,
+and one, the *producer*, which fetches K, V, and Q, dO and the statistics of the queries through a
+ring.
+
+For each block of queries the multiplier computes S = Q K^T and dP = dO V^T, in tensor memory, where
+a lane has a query. A gradient thread has half of the keys: it loads both in parts, and stores P and
+dS in shared memory. With these the multiplier computes dQ = dS K and adds P^T dO to dV and dS^T Q
+to dK, which stay in tensor memory. dQ takes the place of S; the reduction thread takes it to shared
+memory, from where TMA adds it to float32 sums in global memory. Meanwhile the products for dV and
+dK run.
+
+Gradient threads wait for the statistics themselves, and release their slot as the products do: a
+commit tells of products, not of what its issuer has seen.
+
+A commit covers all products before it. So whoever knows that S of a block is there may overwrite
+what the products of the block before read: P and dS.
+
+The blocks of all keys add to dQ in the order of their progress: it differs from call to call by
+rounding. The blocks of a head begin at different queries, so that they do not all add to the same
+rows at once."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._attention_scores import Problem, Ranges, Tile
+from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, warp_specialized
+
+_F32 = np.float32
+_ROWS = 128  # keys of a block, and queries that are worked on together
+_WORKERS = 2  # gradient threads
+_HALF = _ROWS // _WORKERS  # keys of each
+_CHUNK = 32  # columns of dQ that are stored at a time
+_REGISTERS = 184, 72  # of a lane: of a gradient thread, of the others
+_STAGES = {64: 2, 128: 1}  # slots of the ring
+
+
+class TensorMemoryBackwardConfig(NamedTuple):
+    """How the gradients of attention are computed on Blackwell. ``rotate``: blocks of a head begin
+    at different queries, so that they do not all add to the same rows of dQ at once."""
+
+    rotate: bool = True
+
+
+class _Plan:
+    """What follows from a problem and a configuration."""
+
+    consumers = _WORKERS + 1  # threads besides the one that issues
+    axes: dict = {}
+
+    def __init__(self, x, cfg):
+        self.x, self.rotate = x, bool(cfg.rotate)
+        self.tiles = pl.cdiv(x.keys, _ROWS)
+        self.clusters = self.tiles * x.kv_heads * x.batch
+        self.stages = _STAGES[x.dim]
+        # keys that are worked on at a time; ptxas has no registers for more
+        self.part = 4 if x.scores.dropout else 8 if x.scores.adjusted else 16
+        self.c = x.scores.factor(x.scale)
+
+    def scratch(self):
+        x, shape = self.x, (_ROWS, self.x.dim)
+
+        def smem(*dims):
+            return plgpu.SMEM(dims, x.dtype, transforms=swizzled(64, x.dtype))
+
+        def orders(n=1, **more):
+            return plgpu.Barrier(num_arrivals=n, orders_tensor_core=True, **more)
+
+        scores = plgpu.TMEM((_ROWS, _ROWS), jnp.float32)
+        return {
+            "k_smem": smem(*shape),
+            "v_smem": smem(*shape),
+            "q_smem": smem(self.stages, *shape),
+            "grad_smem": smem(self.stages, *shape),
+            "p_smem": smem(_ROWS, _ROWS),
+            "ds_smem": smem(_ROWS, _ROWS),
+            "dq_smem": plgpu.SMEM(
+                (2, _ROWS, _CHUNK), _F32, transforms=swizzled(_CHUNK, np.dtype(_F32))
+            ),
+            "lse_smem": plgpu.SMEM((self.stages, _ROWS), _F32),
+            "delta_smem": plgpu.SMEM((self.stages, _ROWS), _F32),
+            "s_dq": plgpu.RefUnion([scores], [plgpu.TMEM(shape, jnp.float32)]),
+            "dp_acc": plgpu.TMEM((_ROWS, _ROWS), jnp.float32),
+            "dv_acc": plgpu.TMEM(shape, jnp.float32),
+            "dk_acc": plgpu.TMEM(shape, jnp.float32),
+            "own_full": plgpu.Barrier(num_arrivals=2),
+            "full": plgpu.Barrier(num_arrivals=4, num_barriers=self.stages),
+            "empty": orders(_WORKERS + 1, num_barriers=self.stages),
+            "s_ready": orders(),
+            "p_ready": orders(_WORKERS),  # P and dS are stored
+            "dq_ready": orders(),
+            "dq_read": orders(),
+            "sums_ready": orders(),
+        }
+
+
+class _Block(WarpSpecialized):
+    """One block of the kernel, while it is traced."""
+
+    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        x = self.x = plan.x
+        self.refs = refs
+        (self.s_acc,), (self.dq_acc,) = self.s_dq
+        self.ring = Ring(plan.stages, self.full, self.empty)
+        of_queries = refs.get("low_q"), refs.get("high_q")
+        self.ranges = Ranges(x, False, *of_queries, layout=self.layout)
+
+    def locate(self):
+        """Finds the place of this block, in each role by itself."""
+        x, plan, t = self.x, self.plan, lax.axis_index("cluster")
+        tile, rest = lax.rem(t, plan.tiles), lax.div(t, plan.tiles)
+        self.head, self.b = lax.rem(rest, x.kv_heads), lax.div(rest, x.kv_heads)
+        self.row = tile * _ROWS
+        last = pl.cdiv(x.queries, _ROWS) - 1
+        of_keys = Ranges(x, True, self.refs.get("low_k"), self.refs.get("high_k"))
+        first, count = of_keys.blocks(self.row, _ROWS, _ROWS)
+        # keys that no query sees have one block, in which all pairs are hidden
+        self.first, self.count = jnp.minimum(first, last), jnp.maximum(count, 1)
+        self.start = tile * self.count // plan.tiles if plan.rotate else jnp.int32(0)
+
+    @property
+    def steps(self):
+        return self.count * self.x.group
+
+    def place(self, it):
+        """Head and first query of step `it`."""
+        block = self.first + lax.rem(lax.rem(it, self.count) + self.start, self.count)
+        block = jnp.maximum(block, 0)  # for the compiler to know
+        head = self.head * self.x.group + lax.div(it, self.count)
+        return head, pl.multiple_of(block * _ROWS, _ROWS)
+
+    def run(self):
+        me = lax.axis_index("wg")
+
+        for worker in range(_WORKERS):  # slices of tiled memory are known
+
+            @pl.when(me == worker)
+            def _(worker=worker):
+                plgpu.set_max_registers(_REGISTERS[0], action="increase")
+                self.locate()
+                self.gradients(worker)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me == _WORKERS)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            self.locate()
+            self.reduce()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me > _WORKERS)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
+
+    def issue(self):
+        warp = lax.axis_index("warp")
+        self.locate()
+        pl.when(warp == 0)(self.producer)
+        pl.when(warp == 1)(self.multiply)
+
+    # ---- producer and multiplier
+
+    def producer(self):
+        keys = self.b, pl.ds(self.row, _ROWS), self.head
+        plgpu.copy_gmem_to_smem(self.k.at[keys], self.k_smem, self.own_full)
+        plgpu.copy_gmem_to_smem(self.v.at[keys], self.v_smem, self.own_full)
+
+        def fetch(it, _):
+            head, query = self.place(it)
+            self.ring.acquire(it)
+            slot, rows = self.ring.slot(it), pl.ds(query, _ROWS)
+            full = self.full.at[slot]
+            for ref, at, buffer in (
+                (self.q, (self.b, rows, head), self.q_smem),
+                (self.grad, (self.b, rows, head), self.grad_smem),
+                (self.lse, (self.b, head, rows), self.lse_smem),
+                (self.delta, (self.b, head, rows), self.delta_smem),
+            ):
+                plgpu.copy_gmem_to_smem(ref.at[at], buffer.at[slot], full)
+
+        lax.fori_loop(0, self.steps, fetch, None)
+        self.ring.drain(self.steps)
+
+    def multiply(self):
+        plgpu.barrier_wait(self.own_full)
+
+        def step(it, _):
+            slot = self.ring.slot(it)
+            q, grad = self.q_smem.at[slot], self.grad_smem.at[slot]
+            self.ring.wait(it)
+            # dQ of the block before is where S will be
+            pl.when(it > 0)(lambda: plgpu.barrier_wait(self.dq_read, phase=it - 1))
+            plgpu.tcgen05_mma(self.s_acc, q, self.k_smem.T, accumulate=False)
+            plgpu.tcgen05_mma(self.dp_acc, grad, self.v_smem.T, self.s_ready, accumulate=False)
+            plgpu.barrier_wait(self.p_ready, phase=it)
+            plgpu.tcgen05_mma(
+                self.dq_acc, self.ds_smem, self.k_smem, self.dq_ready, accumulate=False
+            )
+            plgpu.tcgen05_mma(self.dv_acc, self.p_smem.T, grad, accumulate=it > 0)
+            plgpu.tcgen05_mma(
+                self.dk_acc, self.ds_smem.T, q, self.empty.at[slot], accumulate=it > 0
+            )
+
+        lax.fori_loop(0, self.steps, step, None)
+        plgpu.tcgen05_commit_arrive(self.sums_ready)
+        plgpu.barrier_wait(self.dq_read, phase=self.steps - 1)
+
+    # ---- gradients of scores
+
+    def gradients(self, me):
+        row_layout = self.layout.reduce(1)
+        column = me * _HALF
+
+        def step(it, _):
+            head, query = self.place(it)
+            slot = self.ring.slot(it)
+            self.ring.wait(it)
+            lse = plgpu.load(self.lse_smem.at[slot], layout=row_layout)
+            delta = plgpu.load(self.delta_smem.at[slot], layout=row_layout)
+            self.ring.release(it)
+            plgpu.barrier_wait(self.s_ready, phase=it)
+            low, high = self.ranges.of_all(query, _ROWS)
+            key = self.row + column
+            hides = (key < low) | (key + _HALF > high)
+            parts = [
+                self.probabilities(column + c, head, query, key + c, lse, delta, hides)
+                for c in range(0, _HALF, self.plan.part)
+            ]
+            plgpu.wait_load_tmem()
+            at = slice(column, column + _HALF)
+            for buffer, values in zip((self.p_smem, self.ds_smem), zip(*parts)):
+                buffer[:, at] = jnp.concatenate(values, axis=1)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.p_ready)
+
+        lax.fori_loop(0, self.steps, step, None)
+        plgpu.barrier_wait(self.sums_ready)
+        if me == 0:
+            self.store_sums(self.dv_acc, self.v_smem, self.dv, 1)
+        else:
+            self.store_sums(self.dk_acc, self.k_smem, self.dk, self.x.scale)
+
+    def probabilities(self, column, head, query, key, lse, delta, hides):
+        """P and dS of some keys, from this column of tensor memory on."""
+        x, n = self.x, self.plan.part
+        shape, at = (_ROWS, n), slice(column, column + n)
+        tile = Tile(
+            x, self.refs, self.b, head, query, key, shape, by_keys=False, layout=self.layout
+        )
+        s = plgpu.async_load_tmem(self.s_acc.at[:, at], layout=self.layout)
+        s, slope = tile.adjust(s)
+        p = jnp.exp2(s * self.plan.c - _along_rows(lse, shape))
+        p = lax.cond(
+            hides,
+            lambda v: jnp.where(self.ranges.keep(query, key, shape), v, _F32(0)),
+            lambda v: v,
+            p,
+        )
+        dp = tile.drop(plgpu.async_load_tmem(self.dp_acc.at[:, at], layout=self.layout))
+        ds = p * (dp - _along_rows(delta, shape))
+        ds = ds if slope is None else ds * slope
+        # one part after the other: there are no registers for the scores of several
+        return lax.optimization_barrier((tile.drop(p).astype(x.dtype), ds.astype(x.dtype)))
+
+    def store_sums(self, acc, buffer, target, scale):
+        """The keys and values are no longer needed: their buffers hold the results."""
+        for c in range(0, self.x.dim, 64):
+            value = plgpu.async_load_tmem(acc.at[:, c : c + 64], layout=self.layout)
+            buffer[:, c : c + 64] = (value * _F32(scale)).astype(self.x.dtype)
+        plgpu.wait_load_tmem()
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, target.at[self.b, pl.ds(self.row, _ROWS), self.head])
+
+    # ---- dQ
+
+    def reduce(self):
+        chunks = self.x.dim // _CHUNK
+
+        def step(it, _):
+            head, query = self.place(it)
+            plgpu.barrier_wait(self.dq_ready, phase=it)
+            for c in range(chunks):
+                columns = pl.ds(c * _CHUNK, _CHUNK)
+                value = plgpu.async_load_tmem(self.dq_acc.at[:, columns], layout=self.layout)
+                if c == chunks - 1:
+                    plgpu.wait_load_tmem()
+                    plgpu.barrier_arrive(self.dq_read)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                there = self.dq.at[self.b, head, pl.ds(query, _ROWS), columns]
+                store(self.dq_smem.at[c % 2], value, there, reduction_op="add")
+
+        lax.fori_loop(0, self.steps, step, None)
+
+
+def _along_rows(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def check(x: Problem, deterministic, bias_gradient):
+    """NotImplementedError for what there is no kernel for."""
+    if bias_gradient:
+        raise NotImplementedError(
+            "attention_backward: bias_gradient on Blackwell; differentiate products and softmax"
+            " (ops.matmul, ops.softmax_backward)"
+        )
+    if deterministic:
+        raise NotImplementedError(
+            "attention_backward: deterministic gradients on Blackwell, where dQ is added up by"
+            " atomic copies; leave it out"
+        )
+    if x.dim not in _STAGES:
+        raise NotImplementedError(
+            f"attention_backward: head_dim {x.dim} on Blackwell; head_dims 64 and 128, or"
+            " differentiate products and softmax (ops.matmul, ops.softmax_backward)"
+        )
+
+
+@cached
+def kernel(x, cfg, interpret):
+    """Its results are dk, dv, and float32 sums for dq, which it adds to. x: a Problem."""
+    plan = _Plan(x, cfg)
+    names = ["bias"] * bool(x.scores.bias) + ["seed"] * bool(x.scores.dropout)
+    names += ["low_k", "high_k", "low_q", "high_q"] * bool(x.scores.sequences)
+
+    def body(grad, q, k, v, lse, delta, *others, **scratch):
+        refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
+        refs |= dict(zip((*names, "dk", "dv", "dq"), others, strict=True))
+        overlap_launches()
+        _Block(plan, refs).run()
+
+    one = plgpu.ShapeDtypeStruct((x.batch, x.keys, x.kv_heads, x.dim), x.dtype)
+    sums = plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded, x.dim), _F32)
+    return warp_specialized(
+        body,
+        plan,
+        (one, one, sums),
+        kernel_name="attention_backward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
