@@ -253,17 +253,17 @@ extern "C" u32 host_semaphore_read(void *p, u32 a, int line) {
 /* Variables of the program itself, by which its threads synchronise: p is the address of one. What
  * they hold is plain memory. */
 extern "C" void host_variable_released(void *p, int line) {
-  Semaphore &s = m.semaphores[(u32 *)p];
+  Clock &released = m.variables[p];
   m.self->line = line;
-  if (s.released.seen.empty()) s.released = m.self->clock;
-  s.released.join(m.self->clock);
+  if (released.seen.empty()) released = m.self->clock;
+  released.join(m.self->clock);
   host_release(m.self);
 }
 
 extern "C" void host_variable_acquired(void *p, int line) {
-  const Semaphore &s = m.semaphores[(u32 *)p];
+  const Clock &released = m.variables[p];
   m.self->line = line;
-  if (!s.released.seen.empty()) m.self->clock.join(s.released);
+  if (!released.seen.empty()) m.self->clock.join(released);
 }
 
 static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {

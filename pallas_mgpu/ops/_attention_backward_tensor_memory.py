@@ -32,6 +32,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_backward_seven import padded
 from ._attention_scores import Problem, Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, warp_specialized
 
@@ -342,7 +343,7 @@ def kernel(x, cfg, interpret):
         _Block(plan, refs).run()
 
     one = plgpu.ShapeDtypeStruct((x.batch, x.keys, x.kv_heads, x.dim), x.dtype)
-    sums = plgpu.ShapeDtypeStruct((x.batch, x.heads, x.padded, x.dim), _F32)
+    sums = plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), x.dim), _F32)
     return warp_specialized(
         body,
         plan,
