@@ -1,0 +1,253 @@
+"""`plgpu.estimate`: how long a kernel takes on a GPU and what bounds it, from its graph alone.
+
+1. The lowered graph becomes generators that do what the kernel's threads do but for the elements of
+   arrays (`_estimate_program`).
+2. One SM runs the blocks that it gets (`_estimate_machine`), with its share of the bandwidths. It
+   does so twice: the first time says how many bytes of each argument all SMs ask for, hence which
+   part must come from memory.
+3. Cycles become seconds by the clock, which sinks where products and bytes need more power than
+   there is; a launch is added."""
+
+import dataclasses
+import itertools
+import math
+
+from . import _estimate_machine as machine
+from ._estimate_program import bits_of, compile_kernel, read
+
+_WAVES = 12  # of blocks on an SM that are simulated; more go on as the last half of these
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What :func:`estimate` returns.
+
+    ``seconds``: of one call among others in a stream. ``bound``: what limits it: one of the keys of
+    ``parts``, or "latency" if nothing is busy for half of the time. ``parts``: seconds that the
+    kernel would take if each resource alone limited it: "tensor cores", "SMEM", "L2", "HBM",
+    "exponentials", "instructions", "power" and "launch". ``flops``: of matrix products.
+    ``read``, ``written``: bytes that the SMs ask for and give. ``memory``: bytes that pass between
+    L2 and memory. ``blocks``: of the launch. ``occupancy``: blocks of an SM at once. ``waves``:
+    rounds of blocks. ``gpu``: which GPU it is for. ``assumed``: lines of Python with branches and
+    waits about which the graph says nothing, and what they are taken to be.
+    """
+
+    kernel: str
+    gpu: str
+    seconds: float
+    bound: str
+    parts: dict[str, float]
+    flops: float
+    read: float
+    written: float
+    memory: float
+    blocks: int
+    occupancy: int
+    waves: int
+    assumed: tuple[str, ...]
+
+    def __str__(self):
+        lines = [
+            f"{self.kernel} on {self.gpu}: about {self.seconds * 1e6:.3g} us, bound by {self.bound}",
+            f"{self.blocks} blocks, {self.occupancy} at once on an SM, {self.waves} waves",
+        ]
+        if self.flops:
+            rate = self.flops / self.seconds / 1e12
+            lines.append(f"{self.flops:.4g} FLOP in products: {rate:.3g} TFLOP/s")
+        lines.append(
+            f"{self.read / 1e6:.4g} MB read, {self.written / 1e6:.4g} MB written by the SMs;"
+            f" {self.memory / 1e6:.4g} MB to and from memory:"
+            f" {self.memory / self.seconds / 1e12:.3g} TB/s"
+        )
+        for name, seconds in sorted(self.parts.items(), key=lambda x: -x[1]):
+            if seconds >= 0.005 * self.seconds:
+                lines.append(f"  {name:13} {seconds * 1e6:9.3g} us, {seconds / self.seconds:4.0%}")
+        return "\n".join([*lines, *(f"assumed: {x}" for x in self.assumed)])
+
+
+def _facts(gpu):
+    if isinstance(gpu, machine.Facts):
+        return gpu
+    for name, facts in machine.GPUS.items():
+        if gpu == name:
+            return facts
+    raise ValueError(f"plgpu.estimate: gpu must be one of {tuple(machine.GPUS)}, got {gpu!r}")
+
+
+def _sizes(graph, sizes):
+    """Values of the sizes that are known at run time, with number 0 in front."""
+    found, known = [0], dict(sizes)
+    forms = {
+        "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+        "floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": min, "max": max,
+    }  # fmt: skip
+    names = {name for name, how, *_ in graph.sizes if how == "extent"}
+    unknown = set(known) - names
+    if unknown:
+        raise ValueError(
+            f"plgpu.estimate: the kernel has no size {sorted(unknown)}; it has {sorted(names)}"
+        )
+    for name, how, a, b, _ in graph.sizes:
+        if how == "extent":
+            if name not in known:
+                raise ValueError(
+                    f"plgpu.estimate: pass the size {name} that the kernel takes at run time:"
+                    f" sizes={{{name!r}: ...}}"
+                )
+            found.append(int(known[name]))
+        else:
+            found.append(a if how == "number" else forms[how](found[a], found[b]))
+    return found
+
+
+def _registers(lowered):
+    """Of a lane, by the compiler; None without one."""
+    try:
+        return lowered.resources()["registers"]
+    except RuntimeError:
+        return None
+
+
+class _Launch:
+    """A kernel on a GPU: which SM gets what."""
+
+    def __init__(self, program, facts, sizes, values, registers):
+        graph = program.graph
+        self.program, self.facts, self.sizes = program, facts, sizes
+        self.values = {
+            v: values[k] for k, (v, _) in enumerate(graph.body.args) if k in values
+        }
+        open_axes = graph.grid_sizes or [0] * len(graph.grid)
+        self.grid = [sizes[k] if k else n for k, n in zip(open_axes, graph.grid)]
+        self.clusters, self.cluster = math.prod(self.grid), math.prod(graph.cluster)
+        self.blocks = self.clusters * self.cluster
+        self.occupancy = machine.occupancy(facts, 128 * graph.threads, graph.smem, registers)
+        sms = facts.sms if self.cluster <= 2 else facts.sms * 10 // 11
+        self.slots = max(sms // self.cluster, 1) * self.occupancy  # for clusters
+        self.waves = -(-self.clusters // self.slots)
+        self.resident = min(self.clusters, self.slots)
+        self.at_once = min(self.occupancy, -(-self.blocks // facts.sms))
+        self.sms = min(facts.sms, -(-self.resident * self.cluster // self.at_once))
+
+    def point(self, k):
+        """Grid coordinates of the k-th cluster."""
+        out = []
+        for n in reversed(self.grid):
+            out.append(k % n)
+            k //= n
+        return out[::-1]
+
+    def of_one_sm(self):
+        """Numbers of the clusters that the first SM gets."""
+        step = max(self.resident // self.at_once, 1)
+        mine = range(0, self.clusters, step)
+        return [k for k in mine if k < self.clusters]
+
+    def run(self, numbers, cold):
+        """(cycles, the machine) of an SM with these clusters."""
+        facts = self.facts
+        a_cycle = facts.memory / facts.clock / self.sms
+        sm = machine.Machine(facts, facts.l2 / self.sms, a_cycle, cold)
+
+        def start(k):
+            place = machine.Place(k, self.resident, self.values)
+            grid, body = self.point(k), self.program.body
+            return lambda t: [
+                body(sm, place, grid, thread, self.sizes, t)
+                for thread in range(self.program.graph.threads)
+            ]
+
+        return sm.run((start(k) for k in numbers), self.at_once), sm
+
+
+def _array_bytes(graph, sizes, k):
+    """Of an argument; of one with an open extent, for the sizes of the call."""
+    v, t = graph.body.args[k]
+    dims = list(t.shape)
+    for number, (_, how, a, d, _most) in enumerate(graph.sizes, 1):
+        if how == "extent" and a == k:
+            dims[d] = sizes[number]
+    return math.prod(dims) * bits_of(t.dtype) / 8
+
+
+def _simulate(launch, cold_of):
+    """(cycles, machine, factor from the clusters that ran to all of the launch)."""
+    mine = launch.of_one_sm()
+    most = _WAVES * launch.at_once
+    if len(mine) <= most:
+        cycles, sm = launch.run(mine, cold_of)
+        return cycles, sm, launch.clusters * launch.cluster / len(mine)
+    half, _ = launch.run(mine[: most // 2], cold_of)
+    cycles, sm = launch.run(mine[:most], cold_of)
+    rest = len(mine) - most
+    cycles += (cycles - half) * rest / (most - most // 2)
+    return cycles, sm, launch.clusters * launch.cluster / most
+
+
+def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
+    """How long a kernel takes on a GPU, and what bounds it, as an :class:`Estimate`. No GPU is
+    needed.
+
+    ``lowered``: what ``kernel.lower(...)`` returns, for Hopper. ``gpu``: "H200" or "H100".
+    ``sizes``: ints by the names of sizes that are known at run time (``plgpu.dim``). ``values``:
+    arrays by the number of the argument, for kernels whose loops depend on their elements, such as
+    lengths. ``cold``: nothing is in the L2; otherwise what fits there is left by the call before.
+
+    Only one SM is simulated, and others are taken to do the same. ValueError for other GPUs, missing
+    or unknown sizes, and loops that depend on the elements of arrays that are not given.
+    NotImplementedError for kernels of other GPUs than Hopper's.
+    """
+    facts = _facts(gpu)
+    graph = read(lowered.as_text("graph"))
+    if graph.target != "sm_90a":
+        raise NotImplementedError(
+            f"plgpu.estimate: the kernel is lowered for {graph.target}, of which nothing was"
+            ' measured; lower it with target="sm_90a"'
+        )
+
+    def products(dtype, op):
+        return (facts.tensor if op == "wgmma" else facts.mma) * 8 / bits_of(dtype)
+
+    program = compile_kernel(graph, products)
+    sizes = _sizes(graph, sizes or {})
+    launch = _Launch(program, facts, sizes, dict(values or {}), _registers(lowered))
+    held = [_array_bytes(graph, sizes, k) for k in range(len(graph.body.args))]
+    footprint = sum(held)
+    warm = 0.0 if cold else max(0.0, min(1.0, (50e6 - footprint) / (50e6 - facts.l2_bytes)))
+    first, sm, factor = _simulate(launch, 1.0 - warm)
+    number = {v: k for k, (v, _) in enumerate(graph.body.args)}
+    asked = sum(sm.read.values()) * factor
+    unique = sum(min(x * factor, held[number[v]]) for v, x in sm.read.items() if v in number)
+    written = sum(sm.written.values()) * factor
+    part = (1.0 - warm) * unique / asked if asked else 0.0
+    cycles, sm, factor = _simulate(launch, part) if asked else (first, sm, factor)
+    return _result(launch, sm, cycles, factor, asked, (1 - warm) * unique, (1 - warm) * written)
+
+
+def _result(launch, sm, cycles, factor, asked, from_memory, to_memory):
+    facts, graph = launch.facts, launch.program.graph
+    macs, taken = sm.macs * factor, sm.taken * factor
+    written = sum(sm.written.values()) * factor
+    scale = factor / launch.sms / facts.clock  # of busy cycles of this SM to seconds of all
+    parts = {name: busy * scale for name, busy in sm.busy.items()}
+    parts["L2"] = max((asked + written) / facts.l2, taken / facts.intake / launch.sms) / facts.clock
+    parts["HBM"] = (from_memory + to_memory) / facts.memory
+    bits = 16  # energy of a multiply-add goes with the width of its operands
+    parts["power"] = (macs * facts.joules * bits / 16 + taken * facts.joules_byte) / facts.watts
+    own = (cycles + facts.end) / facts.clock
+    limit = max(parts["power"], parts["HBM"])
+    seconds = (own**8 + limit**8) ** (1 / 8) + facts.launch
+    parts["launch"] = facts.launch + (facts.begin + facts.end) / facts.clock
+    bound = max(parts, key=parts.get)
+    if parts[bound] < 0.5 * seconds:
+        bound = "latency"
+    return Estimate(
+        graph.name, facts.name, seconds, bound, parts, 2 * macs, asked, written,
+        from_memory + to_memory, launch.blocks, launch.occupancy, launch.waves,
+        tuple(launch.program.assumed),
+    )  # fmt: skip
+
+
+def explain(argv):
+    """`python -m pallas_mgpu explain`"""
+    raise SystemExit(itertools.chain(argv))

@@ -1,0 +1,356 @@
+"""A multiprocessor in time, for `plgpu.estimate`: what one SM does with the blocks that it gets.
+
+Threads are generators (`_estimate_program`). Each runs until it uses an engine or waits; the one
+whose time is least goes on. Engines are the instruction slots of the four schedulers, the special
+function units, the tensor cores, shared memory, and the ways in from and out to the L2. An engine
+does one thing after another, in the order of requests. The other SMs are not simulated: they do the
+same at the same time, so each gets an equal share of the bandwidth of L2 and memory, and a counter
+of the launch that one of them asks goes on by the number of those that ask.
+
+Times are cycles of the SM."""
+
+import dataclasses
+import heapq
+import math
+
+from ._estimate_program import UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A GPU. Bytes and operations per cycle of the clock, latencies in cycles.
+
+    FITTED: by benchmarks/bench_estimate.py --fit; the others follow from the instruction set, from
+    data sheets or from measurements named in benchmarks/RESULTS.md."""
+
+    name: str
+    sms: int
+    memory: float  # bytes a second that a copy reads and writes
+    clock: float = 1.755e9  # cycles a second where power does not limit it
+    l2_bytes: float = 30e6  # what a call finds there of the operands of the call before
+    l2: float = 9670.0  # bytes that it gives to all SMs
+    intake: float = 55.0  # bytes that one SM takes in
+    outflow: float = 50.0
+    latency: float = 700.0  # of the L2
+    memory_latency: float = 1000.0
+    tensor: float = 4096.0  # wgmma: multiply-adds times bytes of an element
+    mma: float = 2048.0  # the same of mma
+    special: float = 16.0
+    shared: float = 128.0  # bytes
+    registers: int = 65536
+    threads: int = 2048
+    blocks: int = 32
+    shared_bytes: int = 233472  # of all blocks, with 1024 of each that the driver takes
+    wgmma_latency: float = 60.0
+    wgmma_gap: float = 0.0  # of the tensor cores between two products
+    issue: float = 12.0  # an asynchronous operation, an arrival
+    wake: float = 40.0  # from the end of a phase to the next instruction
+    exchange_latency: float = 200.0  # to another block of the cluster
+    exchange: float = 11.0  # bytes
+    instruction: float = 1.3  # cycles of a scheduler for one of a warp
+    begin: float = 900.0  # a block starts
+    end: float = 600.0  # its stores are seen
+    launch: float = 1.0e-6  # seconds between kernels in a stream
+    joules: float = 0.62e-12  # of a multiply-add of 16 bits
+    joules_byte: float = 20e-12  # of a byte that an SM takes in
+    watts: float = 620.0  # that are left for those
+
+
+# what is known of the GPUs
+GPUS = {
+    "H200": Facts("H200", 132, 4.15e12),
+    "H100": Facts("H100", 132, 3.0e12),
+}
+
+
+class Barrier:
+    """Phases of one mbarrier. An arrival may lie in the future: of a copy, its completion."""
+
+    __slots__ = ("needed", "count", "last", "done", "waiting")
+
+    def __init__(self, needed):
+        self.needed, self.count, self.last = needed, 0, 0.0
+        self.done, self.waiting = [], {}
+
+    def arrive(self, t):
+        self.last = max(self.last, t)
+        self.count += 1
+        if self.count == self.needed:
+            self.done.append(self.last)
+            self.count, self.last = 0, 0.0
+            for wake, since in self.waiting.pop(len(self.done) - 1, ()):
+                wake(max(since, self.done[-1]))
+
+    def until(self, t, waits, phase=None):
+        """What a thread yields that waits at time t for its next phase."""
+        if phase is None or phase is UNKNOWN:
+            phase = waits.get(self, 0)
+        waits[self] = phase + 1
+        if phase < len(self.done):
+            return max(t, self.done[phase])
+        return self, phase, t
+
+    def block(self, phase, t, wake):
+        self.waiting.setdefault(phase, []).append((wake, t))
+
+
+class Section:
+    """A ring of threads that take turns."""
+
+    def __init__(self):
+        self.turn, self.since, self.waiting = 0, 0.0, {}
+
+    def until(self, t, thread, n):
+        return max(t, self.since) if self.turn == thread % n else (self, thread % n, t)
+
+    def block(self, thread, t, wake):
+        self.waiting[thread] = (wake, t)
+
+    def leave(self, t, n):
+        self.turn, self.since = (self.turn + 1) % n, t
+        if self.turn in self.waiting:
+            wake, since = self.waiting.pop(self.turn)
+            wake(max(since, t))
+
+
+class Named(Barrier):
+    """A named barrier: of lanes, all of which join or come."""
+
+    __slots__ = ("lanes",)
+
+    def __init__(self, needed):
+        super().__init__(needed)
+        self.lanes = 0
+
+    def come(self, t, lanes, waits):
+        phase = len(self.done)
+        self.last, self.lanes = max(self.last, t), self.lanes + lanes
+        if self.lanes >= self.needed:
+            self.lanes, self.count = 0, self.needed - 1
+            self.arrive(t)
+        return phase
+
+    def join(self, t, lanes, waits):
+        phase = self.come(t, lanes, waits)
+        return self.until(t, {}, phase)
+
+
+class Place:
+    """A block: its barriers, the scalars in its shared memory, its counters."""
+
+    def __init__(self, cluster, clusters, values):
+        self.cluster, self.clusters = cluster, clusters
+        self.scalars, self.kept, self.names, self.calls = {}, {}, {}, {}
+        self.section, self.values = Section(), values
+
+    def barriers(self, value, count, arrivals):
+        """One array for all threads of the block, made anew where a scope begins again."""
+        if value not in self.kept:
+            self.kept[value] = [Barrier(arrivals) for _ in range(count)]
+        return self.kept[value]
+
+    def named(self, number, lanes):
+        key = 0 if number is UNKNOWN else number
+        if key not in self.names:
+            self.names[key] = Named(lanes)
+        return self.names[key]
+
+    def next(self, n):
+        self.calls[n] = self.calls.get(n, -1) + 1
+        return self.calls[n] * self.clusters + self.cluster
+
+    def argument(self, value, *index):
+        array = self.values.get(value)
+        if array is None or any(i is UNKNOWN for i in index):
+            return UNKNOWN
+        return array[tuple(min(max(i, 0), n - 1) for i, n in zip(index, array.shape))].item()
+
+
+class Machine:
+    """One SM. `share`: bytes a cycle of the L2 that it gets; `memory`: of memory; `cold`: the part
+    of what it takes in that comes from memory."""
+
+    def __init__(self, facts, share, memory, cold):
+        self.facts = facts
+        rate = min(facts.intake, share)
+        cost = max(1 / rate, cold / memory if memory else 0)
+        self.in_cost, self.cold = cost, cold
+        self.out_cost = max(1 / min(facts.outflow, share), 1 / memory if memory and cold else 0)
+        self.latency = facts.latency + cold * (facts.memory_latency - facts.latency)
+        self.slots = self.special = self.tensor = self.smem = self.way_in = self.way_out = 0.0
+        self.busy = dict.fromkeys(("instructions", "exponentials", "tensor cores", "SMEM"), 0.0)
+        self.read, self.written, self.macs = {}, {}, 0
+        self.taken, self.multicast, self.moved_shared = 0.0, 0.0, 0.0
+        self.ready, self.order = [], 0
+
+    # -- engines
+
+    def work(self, t, every, special):
+        begin = max(t, self.slots)
+        every *= self.facts.instruction
+        self.slots = begin + every
+        self.busy["instructions"] += every
+        if special:
+            special *= 128 / self.facts.special
+            at = max(begin, self.special)
+            self.special = at + special
+            self.busy["exponentials"] += special
+            return max(self.slots, self.special)
+        return self.slots
+
+    def shared(self, t, nbytes, latency):
+        took = nbytes / self.facts.shared
+        begin = max(t, self.smem)
+        self.smem = begin + took
+        self.busy["SMEM"] += took
+        return self.smem + latency
+
+    def exchange(self, t, nbytes, barrier):
+        t += nbytes / self.facts.exchange
+        barrier.arrive(t + self.facts.exchange_latency)
+        return t
+
+    def _take(self, t, nbytes, way):
+        begin = max(t, self.way_in)
+        self.way_in = begin + nbytes * self.in_cost
+        return self.way_in + self.latency
+
+    def load(self, t, array, nbytes):
+        """(when the lanes go on, when the elements are there)"""
+        self.read[array] = self.read.get(array, 0.0) + nbytes
+        self.taken += nbytes
+        went = t + nbytes / 512 + 4
+        return went, self._take(t, nbytes, self.way_in)
+
+    def copy_in(self, t, array, nbytes, blocks, barrier):
+        self.read[array] = self.read.get(array, 0.0) + nbytes / blocks
+        self.taken += nbytes
+        barrier.arrive(self._take(t, nbytes, self.way_in))
+
+    def _give(self, t, array, nbytes):
+        self.written[array] = self.written.get(array, 0.0) + nbytes
+        begin = max(t, self.way_out)
+        self.way_out = begin + nbytes * self.out_cost
+        return self.way_out
+
+    def store(self, t, array, nbytes):
+        left = self._give(t, array, nbytes)
+        return max(t + nbytes / 512 + 4, left - 2000)  # what the ways can hold
+
+    def copy_out(self, t, array, nbytes, stores):
+        left = self._give(t, array, nbytes)
+        stores.append((left + 300, left + self.facts.latency))
+
+    def await_stores(self, t, stores, n, read_only):
+        k = len(stores) - n
+        if k > 0:
+            t = max(t, max(s[not read_only] for s in stores[:k]))
+            if not read_only:
+                del stores[:k]
+        return t
+
+    def wgmma(self, t, macs, cycles, read, products):
+        shared = read / self.facts.shared
+        took = max(cycles, shared) + self.facts.wgmma_gap
+        begin = max(t, self.tensor)
+        self.tensor = begin + took
+        self.macs += macs
+        self.busy["tensor cores"] += cycles
+        self.busy["SMEM"] += shared
+        products.append(self.tensor + self.facts.wgmma_latency)
+        return t
+
+    def mma(self, t, macs, cycles):
+        begin = max(t, self.tensor)
+        self.tensor = begin + cycles
+        self.macs += macs
+        self.busy["tensor cores"] += cycles
+        return self.tensor + 20
+
+    def await_products(self, t, products, n):
+        k = len(products) - n
+        if k > 0:
+            t = max(t, products[k - 1])
+            del products[:k]
+        return t
+
+    def finish(self, t, stores, products):
+        return max([t, *(s[1] for s in stores), *products])
+
+    # -- threads
+
+    def run(self, blocks, slots):
+        """The time at which the last of `blocks` ends, `slots` of them at once. blocks: an iterator
+        of functions of a begin that give the generators of a block's threads."""
+        self.end, self.blocks = 0.0, iter(blocks)
+        for _ in range(slots):
+            self._start(0.0)
+        while self.ready:
+            t, _, thread, done = heapq.heappop(self.ready)
+            self._resume(thread, t, done)
+        return self.end
+
+    def _push(self, t, thread, done):
+        self.order += 1
+        heapq.heappush(self.ready, (t, self.order, thread, done))
+
+    def _start(self, t):
+        make = next(self.blocks, None)
+        if make is None:
+            return
+        threads = make(t + self.facts.begin)
+        left = [len(threads), 0.0]
+
+        def done(at):
+            left[0] -= 1
+            left[1] = max(left[1], at)
+            if not left[0]:
+                self.end = max(self.end, left[1])
+                self._start(left[1])
+
+        for thread in threads:
+            thread.send(None)
+            self._push(t + self.facts.begin, thread, done)
+
+    def _resume(self, thread, t, done):
+        """Let a thread go on at time t, until another one is earlier or it waits."""
+        ready = self.ready
+        while True:
+            try:
+                found = thread.send(t)
+            except StopIteration as stop:
+                done(stop.value)
+                return
+            if type(found) is tuple:
+                what, phase, since = found
+                what.block(phase, since, lambda at: self._push(at, thread, done))
+                return
+            if type(found) is list:
+                self._fork(found, t, thread, done)
+                return
+            t = found
+            if ready and ready[0][0] < t:
+                self._push(t, thread, done)
+                return
+
+    def _fork(self, warps, t, thread, done):
+        left = [len(warps), t]
+
+        def joined(at):
+            left[0] -= 1
+            left[1] = max(left[1], at)
+            if not left[0]:
+                self._push(left[1], thread, done)
+
+        for warp in warps:
+            warp.send(None)
+            self._push(t, warp, joined)
+
+
+def occupancy(facts, threads, smem, registers):
+    """Blocks of an SM at once."""
+    found = [facts.blocks, facts.threads // threads, facts.shared_bytes // (smem + 1024)]
+    if registers:
+        a_warp = math.ceil(registers * 32 / 256) * 256
+        found.append(facts.registers // (a_warp * (threads // 32)))
+    return max(min(found), 1)

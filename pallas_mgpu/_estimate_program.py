@@ -1,0 +1,861 @@
+"""A lowered graph as Python generators that tell a machine of `_estimate_machine` what to do.
+
+`read` reads the text form of a graph (docs/graph-text.md), which `compile_kernel` turns into the
+source of one function: the body of a Pallas thread. It computes the scalars (indices, trip counts,
+slots, phases) as the kernel does, and no array: of arrays only their number of elements counts, and
+the moment at which a load from GMEM has brought one. Costs of neighbouring array ops are added up
+here, so that a step of a pipeline is a few calls.
+
+A scalar that follows from the elements of an array is unknown. A branch on it is taken to be the
+rare case and left out, a loop on it to end at once; `Program.assumed` names the lines."""
+
+import dataclasses
+import math
+import re
+
+from ._types import _DTYPES
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_VALUE = re.compile(rf"%(?:{_STRING}_|[A-Za-z]\w*?_|_\w*?_)?(\d+)(?!\w)")
+_PLACE = re.compile(rf"\s*//\s*({_STRING}):(\d+)\s*$")
+_OP = re.compile(
+    r"(?:(?P<outs>%\d+(?:, %\d+)*) = )?(?P<name>\w+)(?: (?P<ins>%\d+(?:, %\d+)*))?"
+    r"(?: \{(?P<attrs>.*?)\})?(?: : (?P<types>.*?))?(?P<region> \{)?$"
+)
+_TYPE = re.compile(r"(?:(gmem|smem|acc|tmem) )?(\w+)(?:\[([\d,]*)\])?(?: @(\S+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    space: str | None  # None: an array or scalar
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str | None
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.size * bits_of(self.dtype) / 8
+
+    @property
+    def is_scalar(self):
+        return self.space is None and self.dtype != "barrier" and not self.shape
+
+    @property
+    def registers(self):
+        """Elements of a lane of 128, of an array."""
+        if self.space or self.layout == "splat" or not self.shape:
+            return 0.0
+        return self.size * (4 if "reduce" in (self.layout or "") else 1) / 128
+
+
+def bits_of(dtype):
+    return _DTYPES[dtype][0]
+
+
+@dataclasses.dataclass
+class Op:
+    name: str
+    outs: list[int]
+    ins: list[int]
+    attrs: dict[str, str]
+    types: list[Type]
+    place: str
+    regions: list = dataclasses.field(default_factory=list)
+
+    def int(self, name, default=0):
+        return int(self.attrs.get(name, default))
+
+    def list(self, name):
+        text = self.attrs.get(name, "[]")[1:-1]
+        return [x.strip() for x in text.split(",")] if text else []
+
+
+@dataclasses.dataclass
+class Block:
+    args: list[tuple[int, Type]] = dataclasses.field(default_factory=list)
+    ops: list[Op] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Graph:
+    name: str
+    grid: list[int]
+    cluster: list[int]
+    threads: int
+    smem: int
+    target: str
+    sizes: list[tuple]  # (name, how, a, b, most), from number 1 on
+    grid_sizes: list[int]
+    body: Block
+    outputs: set[int]  # values that are outputs
+    types: dict[int, Type]
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _ints(head, word):
+    found = re.search(rf" {word} \[([-\d, ]*)\]", head)
+    return [int(x) for x in found[1].split(",")] if found and found[1].strip() else []
+
+
+def _type(text):
+    space, dtype, dims, layout = _TYPE.match(text).groups()
+    return Type(space, dtype, tuple(map(int, dims.split(","))) if dims else (), layout)
+
+
+def _types(text):
+    return [_type(x) for x in text.split(", ")] if text else []
+
+
+def _attrs(text):
+    return dict(re.findall(r"(\w+) = (\[[^\]]*\]|[^,]+)", text or ""))
+
+
+def _args(line):
+    return [
+        (int(n), _type(t)) for n, t in re.findall(r"%(\d+): ((?:\w+ )?\w+\[[\d,]*\](?: @\S+)?)", line)
+    ]
+
+
+def read(text):
+    """The :class:`Graph` of a text form."""
+    lines = text.splitlines()
+    head = lines[0]
+    name = re.match(rf"kernel ({_STRING})", head)[1][1:-1]
+    head = re.sub(rf"^kernel {_STRING}", "", head)
+    sizes = [
+        (n[1:-1], how, int(a), int(b), int(most))
+        for n, how, a, b, most in re.findall(
+            rf" size ({_STRING}) (\w+) (-?\d+) (-?\d+) -?\d+ (-?\d+) -?\d+", head
+        )
+    ]
+    number = lambda word: int((re.search(rf" {word} (\d+)", head) or [0, 0])[1])  # noqa: E731
+    graph = Graph(
+        name, _ints(head, "grid"), _ints(head, "cluster"), number("threads") or 1, number("smem"),
+        (re.search(r" target (\w+)", head) or [0, "sm_90a"])[1], sizes, _ints(head, "grid_sizes"),
+        Block(), set(), {},
+    )  # fmt: skip
+    open_blocks, open_ops = [graph.body], []
+    for line in lines[1:]:
+        place = _PLACE.search(line)
+        at = f"{place[1][1:-1]}:{place[2]}" if place else ""
+        line = line[: place.start()] if place else line
+        line = re.sub(_STRING, '""', _VALUE.sub(r"%\1", line)).strip()
+        if not line or line.startswith("warning "):
+            continue
+        if line == "}":
+            open_blocks.pop()
+            if open_ops:
+                open_ops.pop()
+        elif line == "} {":
+            open_blocks[-1] = Block()
+            open_ops[-1].regions.append(open_blocks[-1])
+        elif line.startswith("args "):
+            open_blocks[-1].args = _args(line)
+            graph.types.update(open_blocks[-1].args)
+            graph.outputs.update(int(n) for n in re.findall(r"out(?:\(\d+\))? %(\d+)", line))
+        else:
+            _read_op(line, at, graph, open_blocks, open_ops)
+    return graph
+
+
+def _read_op(line, at, graph, open_blocks, open_ops):
+    m = _OP.match(line)
+    values = lambda x: [int(n) for n in re.findall(r"%(\d+)", x or "")]  # noqa: E731
+    op = Op(
+        m["name"], values(m["outs"]), values(m["ins"]), _attrs(m["attrs"]), _types(m["types"]), at
+    )
+    graph.types.update(zip(op.outs, op.types))
+    open_blocks[-1].ops.append(op)
+    if m["region"]:
+        op.regions.append(Block())
+        open_blocks.append(op.regions[0])
+        open_ops.append(op)
+
+
+# ---- scalars -------------------------------------------------------------------------------------
+
+
+class Unknown:
+    """A scalar that follows from the elements of arrays. Everything computed from it is unknown."""
+
+    def _same(self, *_):
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = _same
+    __rfloordiv__ = __mod__ = __rmod__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = _same
+    __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __truediv__ = __rtruediv__ = _same
+    __invert__ = __abs__ = _same
+    __hash__ = None
+
+    def __bool__(self):
+        return False
+
+
+UNKNOWN = Unknown()
+
+
+def _div(a, b):
+    if a is UNKNOWN or b is UNKNOWN or not b:
+        return UNKNOWN
+    if isinstance(a, float) or isinstance(b, float):
+        return a / b
+    return a // b if (a < 0) == (b < 0) else -(-a // b)
+
+
+def _rem(a, b):
+    return UNKNOWN if a is UNKNOWN or b is UNKNOWN or not b else a - _div(a, b) * b
+
+
+def _min(a, b):
+    return UNKNOWN if a is UNKNOWN or b is UNKNOWN else min(a, b)
+
+
+def _max(a, b):
+    return UNKNOWN if a is UNKNOWN or b is UNKNOWN else max(a, b)
+
+
+def _select(p, a, b):
+    return UNKNOWN if p is UNKNOWN else a if p else b
+
+
+def _not(a):
+    return a if a is UNKNOWN else not a if isinstance(a, bool) else ~a
+
+
+def _convert(a, dtype):
+    if a is UNKNOWN or dtype.startswith(("float", "bfloat")):
+        return a
+    if dtype == "bool":
+        return bool(a)
+    return int(a) if math.isfinite(a) else UNKNOWN
+
+
+_FORMS = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "_div({}, {})",
+    "rem": "_rem({}, {})", "min": "_min({}, {})", "max": "_max({}, {})", "and": "{} & {}",
+    "or": "{} | {}", "xor": "{} ^ {}", "shl": "{} << {}", "shr": "{} >> {}", "eq": "{} == {}",
+    "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}",
+    "select": "_select({}, {}, {})", "neg": "-{}", "abs": "abs({})", "not": "_not({})",
+    "multiple_of": "{}", "opt_barrier": "{}", "bitcast": "{}", "reshape": "{}", "broadcast": "{}",
+    "layout_cast": "{}", "shuffle_tile": "{}",
+}  # fmt: skip
+
+# ---- costs of array ops --------------------------------------------------------------------------
+
+# instructions of a lane for an element of 32 bits: (all, those of the special function unit)
+_COSTS = {
+    "exp2": (1, 1), "exp": (2, 1), "log2": (2, 1), "log": (3, 1), "rcp_approx": (1, 1),
+    "rsqrt": (2, 1), "sqrt": (3, 1), "tanh": (1, 1), "div": (4, 1), "pow": (6, 2), "rem": (12, 1),
+    "sin": (12, 1), "cos": (12, 1), "gather": (6, 0), "scatter": (8, 0), "scan": (8, 0),
+    "layout_cast": (2, 0), "transpose": (2, 0), "inline_cuda": (4, 0), "iota": (0, 0),
+    "unpack": (2, 0), "pack": (2, 0), "acc_store": (1, 0), "reduce": (1, 0), "tmem_reduced": (1, 0),
+}  # fmt: skip
+_FREE = {"slice", "concat", "broadcast", "reshape", "opt_barrier", "bitcast", "const"}
+_LONG = set(
+    "log1p expm1 cbrt sinh cosh asinh acosh atanh erf erfc erf_inv lgamma tan asin acos atan atan2"
+    .split()
+)  # fmt: skip
+
+
+def _cost(op, graph, defined):
+    """(instructions of a lane, those of special functions, cycles of latency) of an array op."""
+    types = [graph.types[x] for x in (*op.ins, *op.outs)]
+    n = max((t.registers for t in types), default=0.0)
+    if not n or op.name in _FREE:
+        return 0.0, 0.0, 0.0
+    if op.name == "layout_cast" and graph.types[op.ins[0]].layout == "splat":
+        return n, 0.0, 0.0
+    if op.name in _LONG:
+        return 20 * n, n, 0.0
+    every, special = _COSTS.get(op.name, (1, 0))
+    if op.name in ("add", "sub"):  # one instruction with the product
+        arms = [defined.get(x) for x in op.ins]
+        if any(a is not None and a.name == "mul" and graph.types[a.outs[0]].shape for a in arms):
+            every = 0
+    if op.name == "convert":
+        every = 0.5 if bits_of(op.types[0].dtype) < 32 else 1
+    elif all(bits_of(t.dtype) == 16 for t in types if t.shape):
+        every /= 2
+    latency = 0.0
+    if op.name == "reduce":
+        latency = 110.0 if op.types[0].layout in ("splat", None) else 60.0
+    return every * n, special * n, latency
+
+
+# ---- compiling -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _View:
+    root: int
+    starts: list[str]  # of each dimension of the root
+    left: list[int]  # dimensions of the root that the view has, in its order
+    sizes: list[int]  # of each dimension of the root
+    known: bool = True
+
+
+class _Compiler:
+    def __init__(self, graph, products):
+        self.graph, self.products = graph, products
+        self.lines, self.depth = [], 0
+        self.expr, self.views, self.defined = {}, {}, {}
+        self.work = [0.0, 0.0, 0.0, 0.0]  # instructions, special ones, latency, scalars
+        self.assumed, self.maps = [], 0
+
+    # -- text
+
+    def put(self, text):
+        self.lines.append("  " * self.depth + text)
+
+    def flush(self):
+        every, special, latency, scalars = self.work
+        if every or special:
+            self.put(f"t = yield t + {scalars + latency:.0f}")
+            self.put(f"t = sm.work(t, {every:.2f}, {special:.2f})")
+        elif scalars or latency:
+            self.put(f"t += {scalars + latency:.0f}")
+        self.work = [0.0, 0.0, 0.0, 0.0]
+
+    def value(self, v):
+        return self.expr.get(v, "UNKNOWN")
+
+    def await_loads(self, op):
+        for v in dict.fromkeys(op.ins):
+            ready = self.expr.get(v, "0")
+            if self.graph.types[v].shape and not self.graph.types[v].space and ready != "0":
+                self.put(f"if {ready} > t: t = {ready}")
+
+    # -- blocks
+
+    def block(self, block, results=()):
+        """The ops of a block; its yields become `results`."""
+        start = len(self.lines)
+        for op in block.ops:
+            if op.name == "yield":
+                self.flush()
+                self.assign(results, op.ins)
+            else:
+                self.op(op)
+        self.flush()
+        if len(self.lines) == start:
+            self.put("pass")
+
+    def assign(self, names, values):
+        pairs = [(n, self.carried(v)) for n, v in zip(names, values)]
+        pairs = [(n, v) for n, v in pairs if n != v]
+        if pairs:
+            self.put(f"{', '.join(n for n, _ in pairs)} = {', '.join(v for _, v in pairs)}")
+
+    def carried(self, v):
+        """An expression for a value that a region takes or gives."""
+        t = self.graph.types[v]
+        if t.shape and t.dtype != "barrier" and not t.space:
+            return self.expr.get(v, "0")
+        return self.value(v)
+
+    def nest(self, block, results=()):
+        self.depth += 1
+        self.block(block, results)
+        self.depth -= 1
+
+    def bind(self, values):
+        names = [f"v{v}" for v in values]
+        self.expr.update(zip(values, names))
+        return names
+
+    def op(self, op):
+        for v in op.outs:
+            self.defined[v] = op
+        handler = getattr(self, f"do_{op.name}", None)
+        if handler is not None:
+            handler(op)
+        elif op.name in _FORMS and op.types and op.types[0].is_scalar:
+            self.scalar(op)
+        elif op.types and op.types[0].is_scalar and op.name in ("convert",):
+            self.set_scalar(op, f"_convert({self.value(op.ins[0])}, '{op.types[0].dtype}')")
+        else:
+            self.array(op)
+
+    def set_scalar(self, op, text):
+        name = self.bind(op.outs)[0]
+        self.put(f"{name} = {text}")
+        self.work[3] += 1
+
+    def scalar(self, op):
+        if any(not self.graph.types[v].is_scalar for v in op.ins):
+            return self.array(op)
+        self.set_scalar(op, _FORMS[op.name].format(*map(self.value, op.ins)))
+        return None
+
+    def array(self, op):
+        """An op whose elements nobody computes."""
+        self.await_loads(op)
+        for k, cost in enumerate(_cost(op, self.graph, self.defined)):
+            self.work[k] += cost
+        for v, t in zip(op.outs, op.types):
+            self.expr[v] = "UNKNOWN" if t.is_scalar else "0"
+
+    # -- values
+
+    def do_const(self, op):
+        text = op.attrs["value"]
+        if not op.types[0].is_scalar:
+            self.expr[op.outs[0]] = "0"
+        elif re.fullmatch(r"-?\d+", text):
+            self.expr[op.outs[0]] = f"({text})" if text[0] == "-" else text
+        elif re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", text):
+            self.expr[op.outs[0]] = f"({text})"
+        else:
+            self.expr[op.outs[0]] = "UNKNOWN"
+
+    def do_axis(self, op):
+        kind, dim = op.attrs.get("axis", "grid"), op.int("dim")
+        at = {"grid": f"grid[{dim}]", "thread": "thread", "warp": "warp"}
+        self.expr[op.outs[0]] = at.get(kind, "0")
+
+    def do_size(self, op):
+        self.expr[op.outs[0]] = f"sizes[{op.int('n')}]"
+
+    def do_first_tile(self, op):
+        self.expr[op.outs[0]] = "place.cluster"
+
+    def do_fetch_tile(self, op):
+        self.set_scalar(op, f"place.next({op.int('n')})")
+        self.put("t += sm.facts.latency")
+
+    do_next_tile = do_fetch_tile
+
+    # -- views
+
+    def view(self, v):
+        if v not in self.views:
+            t = self.graph.types[v]
+            dims = list(range(len(t.shape)))
+            self.views[v] = _View(v, ["0"] * len(dims), dims, list(t.shape))
+        return self.views[v]
+
+    def do_index(self, op):
+        source = self.view(op.ins[0])
+        out = _View(source.root, list(source.starts), [], list(source.sizes), source.known)
+        operands = iter(op.ins[1:])
+        for d, start, size in zip(source.left, op.list("starts"), op.list("sizes")):
+            text = self.value(next(operands)) if start == "?" else start
+            if text != "0":
+                out.starts[d] = text if out.starts[d] == "0" else f"{out.starts[d]} + {text}"
+            out.sizes[d] = 1 if size == "_" else int(size)
+            if size != "_":
+                out.left.append(d)
+        self.views[op.outs[0]] = out
+
+    def do_transpose_ref(self, op):
+        source = self.view(op.ins[0])
+        left = [source.left[int(d)] for d in op.list("dims")] if source.known else source.left
+        self.views[op.outs[0]] = dataclasses.replace(source, left=left)
+
+    def do_reshape_ref(self, op):
+        source = self.view(op.ins[0])
+        self.views[op.outs[0]] = dataclasses.replace(source, known=False)
+
+    do_bitcast_ref = do_reshape_ref
+
+    def do_cluster_ref(self, op):
+        self.views[op.outs[0]] = self.view(op.ins[0])
+
+    do_device_ref = do_multicast_ref = do_semaphore_of = do_cluster_ref
+
+    def barrier(self, v):
+        view = self.view(v)
+        shape = self.graph.types[view.root].shape
+        at = "0"
+        for start, size in zip(view.starts, shape):
+            at = f"({at}) * {size} + ({start})" if at != "0" else f"({start})"
+        return f"b{view.root}[{at}]"
+
+    def key(self, v):
+        view = self.view(v)
+        return f"({view.root}, {', '.join(view.starts)}{',' if view.starts else ''})"
+
+    def moved(self, v):
+        """An expression for the bytes of a view that its array has."""
+        view, t = self.view(v), self.graph.types[v]
+        if not view.known:
+            return f"{t.nbytes:g}"
+        shape, whole, factors = self.graph.types[view.root].shape, t.nbytes, []
+        for start, size, dim in zip(view.starts, view.sizes, shape):
+            if dim % size or start == "?" or dim < size:
+                whole /= size
+                factors.append(f"clip({start}, {size}, {dim})")
+        return " * ".join([f"{whole:g}", *factors])
+
+    # -- memory
+
+    def root_of(self, v):
+        return self.view(v).root
+
+    def in_gmem(self, v):
+        return self.graph.types[v].space == "gmem"
+
+    def do_alloc_smem(self, op):
+        pass
+
+    do_alloc_acc = do_alloc_tmem = do_alloc_semaphore = do_alloc_smem
+
+    def do_global_semaphore(self, op):
+        pass
+
+    def do_alloc_barrier(self, op):
+        count = max(op.types[0].size, 1)
+        name = f"b{op.outs[0]}"
+        self.put(f"{name} = place.barriers({op.outs[0]}, {count}, {op.int('arrivals', 1)})")
+
+    def do_load(self, op):
+        source, out = op.ins[0], op.outs[0]
+        if op.types[0].is_scalar:
+            self.flush()
+            if self.in_gmem(source):
+                self.put(f"t += sm.facts.latency; v{out} = place.argument{self.key(source)}")
+            else:
+                self.put(f"t += 30; v{out} = place.scalars.get({self.key(source)}, UNKNOWN)")
+            self.expr[out] = f"v{out}"
+            return
+        self.flush()
+        self.put("t = yield t")
+        if self.in_gmem(source):
+            self.put(f"t, v{out} = sm.load(t, {self.root_of(source)}, {self.moved(source)})")
+            self.expr[out] = f"v{out}"
+        else:
+            self.put(f"t = sm.shared(t, {self.graph.types[source].nbytes:g}, 30)")
+            self.expr[out] = "0"
+
+    def do_masked_load(self, op):
+        op = dataclasses.replace(op, ins=op.ins[:1])
+        t = op.types[0]
+        self.flush()
+        self.put("t = yield t")
+        if self.in_gmem(op.ins[0]):
+            nbytes = t.size * bits_of(t.dtype) / 8
+            self.put(f"t, v{op.outs[0]} = sm.load(t, {self.root_of(op.ins[0])}, {nbytes:g})")
+            self.expr[op.outs[0]] = "UNKNOWN" if t.is_scalar else f"v{op.outs[0]}"
+        else:
+            self.put(f"t = sm.shared(t, {t.nbytes:g}, 30)")
+            self.expr[op.outs[0]] = "UNKNOWN" if t.is_scalar else "0"
+
+    def do_store(self, op):
+        target, value = op.ins[:2]
+        self.await_loads(op)
+        self.flush()
+        t = self.graph.types[value]
+        if t.is_scalar and not self.in_gmem(target):
+            self.put(f"place.scalars[{self.key(target)}] = {self.value(value)}; t += 4")
+            return
+        self.put("t = yield t")
+        if self.in_gmem(target):
+            self.put(f"t = sm.store(t, {self.root_of(target)}, {self.moved(target)})")
+        else:
+            self.put(f"t = sm.shared(t, {self.graph.types[target].nbytes:g}, 0)")
+
+    def do_masked_store(self, op):
+        self.await_loads(op)
+        self.flush()
+        t = self.graph.types[op.ins[1]]
+        self.put("t = yield t")
+        if self.in_gmem(op.ins[0]):
+            self.put(f"t = sm.store(t, {self.root_of(op.ins[0])}, {t.nbytes or 4:g})")
+        else:
+            self.put(f"t = sm.shared(t, {t.nbytes:g}, 0)")
+
+    def do_atomic(self, op):
+        self.await_loads(op)
+        self.flush()
+        t = self.graph.types[op.ins[1]]
+        self.put("t = yield t")
+        self.put(f"t = sm.store(t, {self.root_of(op.ins[0])}, {max(t.nbytes, 4):g})")
+        self.put("t += sm.facts.latency")
+        for v, x in zip(op.outs, op.types):
+            self.expr[v] = "UNKNOWN" if x.is_scalar else "0"
+
+    def guarded(self, op, lines, predicate):
+        self.flush()
+        if predicate is not None:
+            self.put(f"if {self.value(predicate)}:")
+            self.depth += 1
+        for line in lines:
+            self.put(line)
+        if predicate is not None:
+            self.depth -= 1
+
+    def shared_by(self, op):
+        """Blocks of the cluster that a copy is multicast to."""
+        axes = [int(x) for x in op.list("cluster") if int(x) >= 0]
+        return math.prod(self.graph.cluster[a] for a in axes) if axes else 1
+
+    def do_copy_gmem_to_smem(self, op):
+        source, _, barrier = op.ins[:3]
+        lines = [
+            "t = yield t + sm.facts.issue",
+            f"sm.copy_in(t, {self.root_of(source)}, {self.moved(source)}, {self.shared_by(op)},"
+            f" {self.barrier(barrier)})",
+        ]
+        self.guarded(op, lines, op.ins[3] if len(op.ins) > 3 else None)
+
+    def do_copy_smem_to_gmem(self, op):
+        lines = [
+            "t = yield t + sm.facts.issue",
+            f"sm.copy_out(t, {self.root_of(op.ins[1])}, {self.moved(op.ins[1])}, stores)",
+        ]
+        self.guarded(op, lines, op.ins[2] if len(op.ins) > 2 else None)
+
+    def do_wait_smem_to_gmem(self, op):
+        self.flush()
+        self.put(f"t = sm.await_stores(t, stores, {op.int('n')}, {bool(op.int('read_only'))})")
+
+    def do_async_store_smem(self, op):
+        self.await_loads(op)
+        self.flush()
+        self.put("t = yield t")
+        nbytes = self.graph.types[op.ins[0]].nbytes
+        self.put(f"t = sm.exchange(t, {nbytes:g}, {self.barrier(op.ins[2])})")
+
+    def do_broadcast_tile(self, op):
+        self.flush()
+        self.put(f"place.scalars[{self.key(op.ins[1])}] = {self.value(op.ins[0])}")
+        self.put("t = yield t + sm.facts.issue")
+        self.put(f"{self.barrier(op.ins[2])}.arrive(t + sm.facts.exchange_latency)")
+
+    def do_async_prefetch(self, op):
+        self.flush()
+        self.put("t += sm.facts.issue")
+
+    # -- synchronisation
+
+    def do_barrier_arrive(self, op):
+        self.flush()
+        self.put("t = yield t + sm.facts.issue")
+        self.put(f"{self.barrier(op.ins[0])}.arrive(t)")
+
+    def do_barrier_wait(self, op):
+        self.flush()
+        phase = self.value(op.ins[1]) if len(op.ins) > 1 else None
+        barrier = self.barrier(op.ins[0])
+        self.put(f"t = yield {barrier}.until(t, waits, {phase})")
+        self.put("t += sm.facts.wake")
+
+    def do_barrier_test(self, op):
+        self.expr[op.outs[0]] = "True"
+        self.work[3] += 10
+
+    def meet(self, op):
+        self.work[2] += 12
+
+    do_sync = do_commit_smem = do_wait_gmem_to_smem = meet
+
+    def nothing(self, op):
+        pass
+
+    do_set_max_registers = do_griddepcontrol_wait = do_griddepcontrol_launch_dependents = nothing
+    do_named_scope = do_print_layout = do_debug_print = do_debug_check = nothing
+    do_commit_smem_to_gmem_group = do_proxy_fence = nothing
+
+    def do_semaphore_signal(self, op):
+        self.work[2] += 20
+
+    def do_semaphore_wait(self, op):
+        self.work[2] += 700
+        self.assume(op, "a wait for another block takes the time of one access")
+
+    def do_semaphore_read(self, op):
+        self.expr[op.outs[0]] = "UNKNOWN"
+        self.work[2] += 700
+
+    def do_delay(self, op):
+        self.flush()
+        self.put(f"t += ({self.value(op.ins[0])} or 0) * sm.facts.clock / 1e9")
+
+    def do_enter_section(self, op):
+        self.flush()
+        self.put(f"t = yield place.section.until(t, thread, {op.int('n')})")
+
+    def do_leave_section(self, op):
+        self.flush()
+        self.put(f"place.section.leave(t + sm.facts.issue, {op.int('n')})")
+
+    def do_named_barrier_sync(self, op):
+        self.flush()
+        self.put("t = yield t")
+        named = f"place.named({self.value(op.ins[0])}, {op.int('n')})"
+        self.put(f"t = yield {named}.join(t, {'32' if self.maps else '128'}, waits)")
+
+    def do_named_barrier_arrive(self, op):
+        self.flush()
+        self.put("t = yield t")
+        named = f"place.named({self.value(op.ins[0])}, {op.int('n')})"
+        self.put(f"{named}.come(t, {'32' if self.maps else '128'}, waits)")
+
+    # -- products
+
+    def product(self, op, acc, a, b):
+        """(multiply-adds, cycles of the tensor cores, bytes of operands in SMEM)"""
+        x, y, out = (self.graph.types[v] for v in (a, b, acc))
+        m, n = out.shape[-2:]
+        k = x.shape[-1]
+        macs = out.size * k
+        rate = self.products(x.dtype, op.name)
+        read = (x.nbytes if x.space else 0) + y.nbytes * max(m // 64, 1) if y.space else 0
+        return macs, macs / rate, read
+
+    def do_wgmma(self, op):
+        self.await_loads(op)
+        self.flush()
+        macs, cycles, read = self.product(op, *op.ins[:3])
+        self.put("t = yield t + sm.facts.issue")
+        self.put(f"t = sm.wgmma(t, {macs}, {cycles:.1f}, {read:.0f}, products)")
+
+    def do_wgmma_wait(self, op):
+        self.flush()
+        self.put(f"t = sm.await_products(t, products, {op.int('n')})")
+
+    def do_acc_load(self, op):
+        self.flush()
+        if op.int("n", -1) >= 0:
+            self.put(f"t = sm.await_products(t, products, {op.int('n')})")
+        self.expr[op.outs[0]] = "0"
+
+    def do_mma(self, op):
+        self.await_loads(op)
+        self.flush()
+        macs, cycles, _ = self.product(op, *op.ins[:3])
+        self.put("t = yield t")
+        self.put(f"t = sm.mma(t, {macs}, {cycles:.1f})")
+        self.expr[op.outs[0]] = "0"
+
+    # -- control
+
+    def assume(self, op, what):
+        text = f"{op.place}: {what}"
+        if text not in self.assumed:
+            self.assumed.append(text)
+
+    def do_scope(self, op):
+        results = self.bind(op.outs)
+        self.block(op.regions[0], results)
+
+    def do_if(self, op):
+        self.flush()
+        predicate = self.value(op.ins[0])
+        results = self.bind(op.outs)
+        if predicate == "UNKNOWN":
+            self.assume(op, "a branch that depends on data is not taken")
+        self.put(f"if {predicate}:")
+        self.nest(op.regions[0], results)
+        if len(op.regions) > 1 and (results or len(op.regions[1].ops) > 1):
+            self.put("else:")
+            self.nest(op.regions[1], results)
+        self.work[3] += 4
+
+    def do_switch(self, op):
+        self.flush()
+        results = self.bind(op.outs)
+        last = len(op.regions) - 1
+        self.put(f"case = _max(0, _min({self.value(op.ins[0])}, {last}))")
+        for k, region in enumerate(op.regions):
+            self.put(f"{'elif' if k else 'if'} case == {k}:" if k < last else "else:")
+            self.nest(region, results)
+
+    def do_for(self, op):
+        self.flush()
+        (index, _), *carries = op.regions[0].args
+        names = self.bind([v for v, _ in carries])
+        self.assign(names, op.ins[2:])
+        self.bind([index])
+        lo, hi = map(self.value, op.ins[:2])
+        self.put(f"for v{index} in trips({lo}, {hi}, {op.place!r}):")
+        self.nest(op.regions[0], names)
+        results = self.bind(op.outs)
+        if results:
+            self.put(f"{', '.join(results)} = {', '.join(names)}")
+
+    def do_while(self, op):
+        self.flush()
+        condition, body = op.regions
+        names = self.bind([v for v, _ in body.args])
+        self.assign(names, op.ins)
+        self.expr.update((v, n) for (v, _), n in zip(condition.args, names))
+        self.put("while True:")
+        self.depth += 1
+        self.block(condition, ["go"])
+        self.put("if not go: break")
+        self.depth -= 1
+        self.nest(body, names)
+        results = self.bind(op.outs)
+        if results:
+            self.put(f"{', '.join(results)} = {', '.join(names)}")
+
+    def do_warp_map(self, op):
+        self.flush()
+        name = f"warp_map_{len(self.lines)}"
+        self.put(f"def {name}(t, warp, stores, products, waits):")
+        self.depth += 1
+        self.maps += 1
+        self.put("t = yield t")
+        self.block(op.regions[0])
+        self.put("return t")
+        self.maps -= 1
+        self.depth -= 1
+        self.put(f"t = yield [{name}(t, w, stores, products, waits) for w in range(4)]")
+
+    def refuse(self, op):
+        raise NotImplementedError(
+            f"plgpu.estimate: {op.name} ({op.place}) is not part of the model; measure with"
+            " plgpu.testing.do_bench"
+        )
+
+    do_tcgen05_mma = do_copy_gmem_to_smem_cp_async = do_async_load_tmem = refuse
+    do_async_store_tmem = do_try_cluster_cancel = refuse
+
+
+def _trips(lo, hi, place):
+    if lo is UNKNOWN or hi is UNKNOWN:
+        raise ValueError(
+            f"plgpu.estimate: the number of iterations of the loop at {place} depends on elements of"
+            " arrays; pass those arguments in values={number of the argument: array}"
+        )
+    return range(lo, hi)
+
+
+def _clip(start, size, dim):
+    return size if start is UNKNOWN else max(0, min(size, dim - start, size + min(start, 0)))
+
+
+@dataclasses.dataclass
+class Program:
+    graph: Graph
+    body: object  # generator function (sm, place, grid, thread, sizes, t) -> time of its end
+    source: str
+    assumed: list[str]
+
+
+def compile_kernel(graph, products):
+    """``products(dtype, op)``: multiply-adds of a cycle."""
+    c = _Compiler(graph, products)
+    for v, _ in graph.body.args:
+        c.view(v)
+    c.put("def body(sm, place, grid, thread, sizes, t):")
+    c.depth += 1
+    c.put("stores, products, waits, warp = [], [], {}, 0")
+    c.put("t = yield t")
+    c.block(graph.body)
+    c.put("return sm.finish(t, stores, products)")
+    source = "\n".join(c.lines)
+    scope = {
+        "UNKNOWN": UNKNOWN, "_div": _div, "_rem": _rem, "_min": _min, "_max": _max,
+        "_select": _select, "_not": _not, "_convert": _convert, "trips": _trips, "clip": _clip,
+    }  # fmt: skip
+    exec(compile(source, f"<estimate of {graph.name}>", "exec"), scope)  # noqa: S102
+    return Program(graph, scope["body"], source, c.assumed)
