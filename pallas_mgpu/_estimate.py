@@ -138,10 +138,10 @@ class _Launch:
         return out[::-1]
 
     def of_one_sm(self):
-        """Numbers of the clusters that the first SM gets."""
+        """Numbers of the clusters that one SM gets: the first, to which none has more to do; where
+        a counter evens out what they do, one in the middle."""
         step = max(self.resident // self.at_once, 1)
-        mine = range(0, self.clusters, step)
-        return [k for k in mine if k < self.clusters]
+        return list(range(step // 2 if self.program.dynamic else 0, self.clusters, step))
 
     def run(self, numbers, cold):
         """(cycles, the machine) of an SM with these clusters."""
@@ -211,39 +211,42 @@ def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
     program = compile_kernel(graph, products)
     sizes = _sizes(graph, sizes or {})
     launch = _Launch(program, facts, sizes, dict(values or {}), _registers(lowered))
-    held = [_array_bytes(graph, sizes, k) for k in range(len(graph.body.args))]
-    footprint = sum(held)
-    warm = 0.0 if cold else max(0.0, min(1.0, (50e6 - footprint) / (50e6 - facts.l2_bytes)))
-    first, sm, factor = _simulate(launch, 1.0 - warm)
-    number = {v: k for k, (v, _) in enumerate(graph.body.args)}
-    asked = sum(sm.read.values()) * factor
-    unique = sum(min(x * factor, held[number[v]]) for v, x in sm.read.items() if v in number)
-    written = sum(sm.written.values()) * factor
-    part = (1.0 - warm) * unique / asked if asked else 0.0
-    cycles, sm, factor = _simulate(launch, part) if asked else (first, sm, factor)
-    return _result(launch, sm, cycles, factor, asked, (1 - warm) * unique, (1 - warm) * written)
+    arguments = [v for v, _ in graph.body.args]
+    held = {v: _array_bytes(graph, sizes, k) for k, v in enumerate(arguments)}
+    most = 50e6  # nothing of a call with so many bytes is left for the next one
+    warm = 0.0 if cold else min(1.0, (most - sum(held.values())) / (most - facts.l2_bytes))
+    warm = max(warm, 0.0)
+    _, sm, factor = _simulate(launch, dict.fromkeys(arguments, 1.0 - warm))
+    part = dict.fromkeys(sm.written, 1.0 - warm)
+    for v, nbytes in sm.read.items():  # each byte once, however often it is asked for
+        part[v] = (1.0 - warm) * min(1.0, held.get(v, 0.0) / (nbytes * factor))
+    cycles, sm, factor = _simulate(launch, part)
+    return _result(launch, sm, cycles, factor)
 
 
-def _result(launch, sm, cycles, factor, asked, from_memory, to_memory):
+def _result(launch, sm, cycles, factor):
     facts, graph = launch.facts, launch.program.graph
     macs, taken = sm.macs * factor, sm.taken * factor
-    written = sum(sm.written.values()) * factor
+    asked, written = sum(sm.read.values()) * factor, sum(sm.written.values()) * factor
+    memory = sum(n * sm.cold[v] for x in (sm.read, sm.written) for v, n in x.items()) * factor
     scale = factor / launch.sms / facts.clock  # of busy cycles of this SM to seconds of all
     parts = {name: busy * scale for name, busy in sm.busy.items()}
     parts["L2"] = max((asked + written) / facts.l2, taken / facts.intake / launch.sms) / facts.clock
-    parts["HBM"] = (from_memory + to_memory) / facts.memory
-    bits = 16  # energy of a multiply-add goes with the width of its operands
-    parts["power"] = (macs * facts.joules * bits / 16 + taken * facts.joules_byte) / facts.watts
+    parts["HBM"] = memory / facts.memory
+    energy = sm.work_16 * factor * facts.joules + taken * facts.joules_byte
+    energy += memory * facts.joules_memory
+    parts["power"] = energy / facts.watts
     own = (cycles + facts.end) / facts.clock
     limit = max(parts["power"], parts["HBM"])
-    seconds = (own**8 + limit**8) ** (1 / 8) + facts.launch
-    parts["launch"] = facts.launch + (facts.begin + facts.end) / facts.clock
+    between = facts.overlapped if launch.program.overlaps else facts.launch
+    seconds = (own**8 + limit**8) ** (1 / 8) + between
+    parts["launch"] = between + (facts.begin + facts.end) / facts.clock
     bound = max(parts, key=parts.get)
     if parts[bound] < 0.5 * seconds:
         bound = "latency"
     return Estimate(
         graph.name, facts.name, seconds, bound, parts, 2 * macs, asked, written,
-        from_memory + to_memory, launch.blocks, launch.occupancy, launch.waves,
+        memory, launch.blocks, launch.occupancy, launch.waves,
         tuple(launch.program.assumed),
     )  # fmt: skip
 

@@ -26,14 +26,15 @@ class Facts:
     name: str
     sms: int
     memory: float  # bytes a second that a copy reads and writes
-    clock: float = 1.755e9  # cycles a second where power does not limit it
+    clock: float = 1.9e9  # cycles a second where power does not limit it
     l2_bytes: float = 30e6  # what a call finds there of the operands of the call before
     l2: float = 9670.0  # bytes that it gives to all SMs
-    intake: float = 55.0  # bytes that one SM takes in
+    intake: float = 60.0  # bytes that one SM takes in
     outflow: float = 50.0
-    latency: float = 700.0  # of the L2
-    memory_latency: float = 1000.0
-    tensor: float = 4096.0  # wgmma: multiply-adds times bytes of an element
+    latency: float = 650.0  # of a copy from the L2
+    lane_latency: float = 350.0  # of a load by lanes from there
+    memory_latency: float = 400.0  # more, from memory
+    tensor: float = 3700.0  # wgmma: multiply-adds times bytes of an element
     mma: float = 2048.0  # the same of mma
     special: float = 16.0
     shared: float = 128.0  # bytes
@@ -42,17 +43,19 @@ class Facts:
     blocks: int = 32
     shared_bytes: int = 233472  # of all blocks, with 1024 of each that the driver takes
     wgmma_latency: float = 60.0
-    wgmma_gap: float = 0.0  # of the tensor cores between two products
+    wgmma_gap: float = 16.0  # of the tensor cores between two products
     issue: float = 12.0  # an asynchronous operation, an arrival
     wake: float = 40.0  # from the end of a phase to the next instruction
     exchange_latency: float = 200.0  # to another block of the cluster
     exchange: float = 11.0  # bytes
-    instruction: float = 1.3  # cycles of a scheduler for one of a warp
-    begin: float = 900.0  # a block starts
-    end: float = 600.0  # its stores are seen
+    instruction: float = 2.0  # cycles of a scheduler for one of a warp
+    begin: float = 300.0  # a block starts
+    end: float = 500.0  # stores are seen
     launch: float = 1.0e-6  # seconds between kernels in a stream
-    joules: float = 0.62e-12  # of a multiply-add of 16 bits
-    joules_byte: float = 20e-12  # of a byte that an SM takes in
+    overlapped: float = 0.2e-6  # the same where the next one starts before the end (PDL)
+    joules: float = 1.55e-12  # of a multiply-add of 16 bits
+    joules_byte: float = 8e-12  # of a byte that an SM takes in
+    joules_memory: float = 37e-12  # of a byte from or to memory
     watts: float = 620.0  # that are left for those
 
 
@@ -167,20 +170,19 @@ class Place:
 
 
 class Machine:
-    """One SM. `share`: bytes a cycle of the L2 that it gets; `memory`: of memory; `cold`: the part
-    of what it takes in that comes from memory."""
+    """One SM. `share`: bytes a cycle of the L2 that it gets; `memory`: of memory; `cold`: by number
+    of an argument, the part of its bytes that passes between L2 and memory."""
 
     def __init__(self, facts, share, memory, cold):
-        self.facts = facts
-        rate = min(facts.intake, share)
-        cost = max(1 / rate, cold / memory if memory else 0)
-        self.in_cost, self.cold = cost, cold
-        self.out_cost = max(1 / min(facts.outflow, share), 1 / memory if memory and cold else 0)
-        self.latency = facts.latency + cold * (facts.memory_latency - facts.latency)
-        self.slots = self.special = self.tensor = self.smem = self.way_in = self.way_out = 0.0
+        self.facts, self.cold = facts, cold
+        self.in_cost = 1 / min(facts.intake, share)
+        self.out_cost = 1 / min(facts.outflow, share)
+        self.memory_cost = 1 / min(memory, facts.intake)
+        self.slots = self.special = self.tensor = self.smem = 0.0
+        self.way_in = self.way_out = self.memory = 0.0
         self.busy = dict.fromkeys(("instructions", "exponentials", "tensor cores", "SMEM"), 0.0)
-        self.read, self.written, self.macs = {}, {}, 0
-        self.taken, self.multicast, self.moved_shared = 0.0, 0.0, 0.0
+        self.read, self.written, self.taken = {}, {}, 0.0
+        self.macs = self.work_16 = 0  # multiply-adds; as many of 16 bits, for their energy
         self.ready, self.order = [], 0
 
     # -- engines
@@ -210,27 +212,31 @@ class Machine:
         barrier.arrive(t + self.facts.exchange_latency)
         return t
 
-    def _take(self, t, nbytes, way):
-        begin = max(t, self.way_in)
-        self.way_in = begin + nbytes * self.in_cost
-        return self.way_in + self.latency
+    def _take(self, t, array, nbytes, latency):
+        self.taken += nbytes
+        self.way_in = at = max(t, self.way_in) + nbytes * self.in_cost
+        cold = self.cold.get(array, 0.0)
+        if cold:
+            self.memory = max(t, self.memory) + nbytes * cold * self.memory_cost
+            at = max(at, self.memory)
+            latency += min(1.0, 4 * cold) * self.facts.memory_latency
+        return at + latency
 
     def load(self, t, array, nbytes):
         """(when the lanes go on, when the elements are there)"""
         self.read[array] = self.read.get(array, 0.0) + nbytes
-        self.taken += nbytes
-        went = t + nbytes / 512 + 4
-        return went, self._take(t, nbytes, self.way_in)
+        return t + nbytes / 512 + 4, self._take(t, array, nbytes, self.facts.lane_latency)
 
     def copy_in(self, t, array, nbytes, blocks, barrier):
         self.read[array] = self.read.get(array, 0.0) + nbytes / blocks
-        self.taken += nbytes
-        barrier.arrive(self._take(t, nbytes, self.way_in))
+        barrier.arrive(self._take(t, array, nbytes, self.facts.latency))
 
     def _give(self, t, array, nbytes):
         self.written[array] = self.written.get(array, 0.0) + nbytes
-        begin = max(t, self.way_out)
-        self.way_out = begin + nbytes * self.out_cost
+        self.way_out = max(t, self.way_out) + nbytes * self.out_cost
+        cold = self.cold.get(array, 0.0)
+        if cold:  # what is written takes the way of what is read later
+            self.memory = max(t, self.memory) + nbytes * cold * self.memory_cost
         return self.way_out
 
     def store(self, t, array, nbytes):
@@ -249,21 +255,23 @@ class Machine:
                 del stores[:k]
         return t
 
-    def wgmma(self, t, macs, cycles, read, products):
+    def wgmma(self, t, macs, bits, cycles, read, products):
         shared = read / self.facts.shared
         took = max(cycles, shared) + self.facts.wgmma_gap
         begin = max(t, self.tensor)
         self.tensor = begin + took
         self.macs += macs
+        self.work_16 += macs * bits / 16
         self.busy["tensor cores"] += cycles
         self.busy["SMEM"] += shared
         products.append(self.tensor + self.facts.wgmma_latency)
         return t
 
-    def mma(self, t, macs, cycles):
+    def mma(self, t, macs, bits, cycles):
         begin = max(t, self.tensor)
         self.tensor = begin + cycles
         self.macs += macs
+        self.work_16 += macs * bits / 16
         self.busy["tensor cores"] += cycles
         return self.tensor + 20
 
@@ -275,7 +283,9 @@ class Machine:
         return t
 
     def finish(self, t, stores, products):
-        return max([t, *(s[1] for s in stores), *products])
+        """A thread ends: its shared memory must have been read, its stores come later."""
+        self.end = max([self.end, t, *(s[1] for s in stores)])
+        return max([t, *(s[0] for s in stores), *products])
 
     # -- threads
 

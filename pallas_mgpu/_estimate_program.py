@@ -264,14 +264,20 @@ _LONG = set(
 )  # fmt: skip
 
 
+def _is_splat(v, graph, defined):
+    op = defined.get(v)
+    return op is not None and op.name == "layout_cast" and graph.types[op.ins[0]].layout == "splat"
+
+
 def _cost(op, graph, defined):
     """(instructions of a lane, those of special functions, cycles of latency) of an array op."""
     types = [graph.types[x] for x in (*op.ins, *op.outs)]
     n = max((t.registers for t in types), default=0.0)
     if not n or op.name in _FREE:
         return 0.0, 0.0, 0.0
-    if op.name == "layout_cast" and graph.types[op.ins[0]].layout == "splat":
-        return n, 0.0, 0.0
+    if op.name in ("layout_cast", "acc_store"):
+        if any(graph.types[v].layout == "splat" or _is_splat(v, graph, defined) for v in op.ins):
+            return 0.0, 0.0, 0.0  # the first product begins anew
     if op.name in _LONG:
         return 20 * n, n, 0.0
     every, special = _COSTS.get(op.name, (1, 0))
@@ -308,6 +314,7 @@ class _Compiler:
         self.expr, self.views, self.defined = {}, {}, {}
         self.work = [0.0, 0.0, 0.0, 0.0]  # instructions, special ones, latency, scalars
         self.assumed, self.maps = [], 0
+        self.overlaps = self.dynamic = False
 
     # -- text
 
@@ -427,8 +434,9 @@ class _Compiler:
         self.expr[op.outs[0]] = "place.cluster"
 
     def do_fetch_tile(self, op):
+        self.dynamic = True
         self.set_scalar(op, f"place.next({op.int('n')})")
-        self.put("t += sm.facts.latency")
+        self.put("t += sm.facts.lane_latency")
 
     do_next_tile = do_fetch_tile
 
@@ -519,8 +527,10 @@ class _Compiler:
         source, out = op.ins[0], op.outs[0]
         if op.types[0].is_scalar:
             self.flush()
-            if self.in_gmem(source):
-                self.put(f"t += sm.facts.latency; v{out} = place.argument{self.key(source)}")
+            if self.in_gmem(source):  # floats are needed later
+                late = op.types[0].dtype.startswith(("int", "uint"))
+                took = "sm.facts.lane_latency" if late else "4"
+                self.put(f"t += {took}; v{out} = place.argument{self.key(source)}")
             else:
                 self.put(f"t += 30; v{out} = place.scalars.get({self.key(source)}, UNKNOWN)")
             self.expr[out] = f"v{out}"
@@ -577,7 +587,7 @@ class _Compiler:
         t = self.graph.types[op.ins[1]]
         self.put("t = yield t")
         self.put(f"t = sm.store(t, {self.root_of(op.ins[0])}, {max(t.nbytes, 4):g})")
-        self.put("t += sm.facts.latency")
+        self.put("t += sm.facts.lane_latency")
         for v, x in zip(op.outs, op.types):
             self.expr[v] = "UNKNOWN" if x.is_scalar else "0"
 
@@ -659,9 +669,12 @@ class _Compiler:
     def nothing(self, op):
         pass
 
-    do_set_max_registers = do_griddepcontrol_wait = do_griddepcontrol_launch_dependents = nothing
+    do_set_max_registers = do_griddepcontrol_wait = nothing
     do_named_scope = do_print_layout = do_debug_print = do_debug_check = nothing
     do_commit_smem_to_gmem_group = do_proxy_fence = nothing
+
+    def do_griddepcontrol_launch_dependents(self, op):
+        self.overlaps = True
 
     def do_semaphore_signal(self, op):
         self.work[2] += 20
@@ -714,8 +727,9 @@ class _Compiler:
         self.await_loads(op)
         self.flush()
         macs, cycles, read = self.product(op, *op.ins[:3])
+        bits = bits_of(self.graph.types[op.ins[1]].dtype)
         self.put("t = yield t + sm.facts.issue")
-        self.put(f"t = sm.wgmma(t, {macs}, {cycles:.1f}, {read:.0f}, products)")
+        self.put(f"t = sm.wgmma(t, {macs}, {bits}, {cycles:.1f}, {read:.0f}, products)")
 
     def do_wgmma_wait(self, op):
         self.flush()
@@ -731,8 +745,9 @@ class _Compiler:
         self.await_loads(op)
         self.flush()
         macs, cycles, _ = self.product(op, *op.ins[:3])
+        bits = bits_of(self.graph.types[op.ins[1]].dtype)
         self.put("t = yield t")
-        self.put(f"t = sm.mma(t, {macs}, {cycles:.1f})")
+        self.put(f"t = sm.mma(t, {macs}, {bits}, {cycles:.1f})")
         self.expr[op.outs[0]] = "0"
 
     # -- control
@@ -839,6 +854,8 @@ class Program:
     body: object  # generator function (sm, place, grid, thread, sizes, t) -> time of its end
     source: str
     assumed: list[str]
+    overlaps: bool  # lets the next kernel of the stream start before its end
+    dynamic: bool  # blocks take what to do next from a counter
 
 
 def compile_kernel(graph, products):
@@ -858,4 +875,4 @@ def compile_kernel(graph, products):
         "_select": _select, "_not": _not, "_convert": _convert, "trips": _trips, "clip": _clip,
     }  # fmt: skip
     exec(compile(source, f"<estimate of {graph.name}>", "exec"), scope)  # noqa: S102
-    return Program(graph, scope["body"], source, c.assumed)
+    return Program(graph, scope["body"], source, c.assumed, c.overlaps, c.dynamic)
