@@ -9,6 +9,7 @@ directory with the hand-written attention.cu and its bench.py."""
 import argparse
 import sys
 
+import results
 import torch
 from timing import all_ways, estimate
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -180,6 +181,10 @@ def run(shape, args):
     ways = ("burst",) if args.quick and args.configs else ("burst", "cool", "sustained")
     times = all_ways(good, 0.5 if args.quick else 1, ways)
     flops = 4 * batch * heads * length * length * dim // (2 if causal else 1)
+    args.found.add(
+        "attention", title_of(shape), times, ours="pallas_mgpu", work=flops, errors=errors,
+        length=length, head_dim=dim, causal=int(causal),
+    )  # fmt: skip
     print(f"### {title_of(shape)}\n")
     print("| kernel | " + " | ".join(f"{w}, TFLOP/s | ratio" for w in ways) + " | error |")
     print("|---|" + "---:|---:|" * len(ways) + "---:|")
@@ -229,7 +234,9 @@ def main():
     parser.add_argument("--jax", action="store_true")
     parser.add_argument("--target")
     parser.add_argument("--quick", action="store_true")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     shapes = [shape for shape in SHAPES if args.only in title_of(shape)]
     rows = [run(shape, args) for shape in shapes]

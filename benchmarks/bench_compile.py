@@ -1,17 +1,20 @@
 """Time from call to launch of a kernel never seen before, and of one in the disk cache.
 
-    python benchmarks/bench_compile.py
+    python benchmarks/bench_compile.py [--json FILE]
 
 `first`: context and NVRTC are loaded (another kernel ran), NVRTC's own cache is off (--no-cache),
 our disk cache is empty. `cached`: a second process, kernel in our disk cache, context loaded.
 Process-first costs beside."""
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+
+import results
 
 CHILD = r"""
 import json, sys, time
@@ -83,8 +86,14 @@ def main():
             first.append(child(cache, 1, gpu))
             cached.append(child(cache, 2 + k, gpu))
 
+    parser = argparse.ArgumentParser(description=__doc__)
+    results.argument(parser)
+    found = results.Results(__file__, parser.parse_args().json, "least to greatest")
+
     def row(name, samples, key):
         ms = [s[key] * 1e3 for s in samples]
+        spread = (statistics.median(ms) / 1e3, min(ms) / 1e3, max(ms) / 1e3)
+        found.add("compile", name, {"process": {"pallas_mgpu": spread}}, ours="pallas_mgpu")
         print(f"| {name} | {statistics.median(ms):.1f} | {min(ms):.1f} to {max(ms):.1f} |")
 
     assert all(s["ok"] for s in first + cached)

@@ -16,6 +16,7 @@ import functools
 import itertools
 import time
 
+import results
 import torch
 from timing import all_ways
 
@@ -194,6 +195,9 @@ def bench(text, args):
             admit(f"  {form} {tuple(config)}", problem.ours, form, config)
     times = all_ways(contestants, 0.3 if args.quick else 0.6, WAYS)
     m, n, k = problem.shape
+    args.found.add(
+        "fp8", problem.title, times, work=2 * m * n * k, errors=problem.errors, m=m, n=n, k=k
+    )
     print(f"\n### {problem.title}\n")
     print(f"chosen: {tuple(choose_fp8(m, n, k))}, blocks {tuple(choose_fp8(m, n, k, blocks=True))}")
     print("\n| contestant | error | " + " | ".join(f"{w}, us | TFLOP/s" for w in WAYS) + " |")
@@ -254,7 +258,9 @@ def main():
     parser.add_argument("--types", default="e4m3,e4m3", help="of A and B")
     parser.add_argument("--configs", action="store_true", help="other configurations of ops")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     start = time.perf_counter()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -19,14 +19,13 @@ import argparse
 import concurrent.futures
 import ctypes
 import functools
-import json
 import math
 import multiprocessing
 import os
-import pathlib
 import subprocess
 import time
 
+import results
 from gemm_suite import parse, suite
 
 import pallas_mgpu as plgpu
@@ -155,6 +154,9 @@ class Problem:
         return found, failed
 
 
+FOUND = None  # results.Results
+
+
 def chosen(gemm):
     if gemm.dtype.startswith("float8"):
         return choose_fp8(gemm.m, gemm.n, gemm.k)
@@ -168,6 +170,10 @@ def time_one(gemm, configs, rounds):
     times = plgpu.testing.do_bench(found, ways="queued", rounds=rounds, graphs=True)["queued"]
     row = gemm._asdict() | {"text": gemm.text, "chosen": str(tuple(chosen(gemm)))}
     row["copies"], row["errors"], row["failed"] = len(problem.sets), problem.errors, failed
+    FOUND.add(
+        gemm.kind, gemm.text, {"queued": {n: results.of_timing(t) for n, t in times.items()}},
+        work=2 * gemm.m * gemm.n * gemm.k, errors=problem.errors, m=gemm.m, n=gemm.n, k=gemm.k,
+    )  # fmt: skip
     row["us"] = {n: [t.median * 1e6, *(q * 1e6 for q in t.quartiles)] for n, t in times.items()}
     row["ratio"] = {n: t.ratio(times["torch"]) for n, t in times.items() if n != "torch"}
     return row
@@ -286,13 +292,15 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--budget", type=float, default=400, help="seconds")
-    parser.add_argument("--json", help="file for all figures")
+    results.argument(parser)
     parser.add_argument("--only", nargs="*", help="classes: aligned, odd, flat, deep")
     parser.add_argument("--sizes", nargs="*", help="MxNxK:dtype[:nt] in place of the suite")
     parser.add_argument("--configs", action="store_true", help="several configurations of each")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile-only", action="store_true", help="without a GPU")
     args = parser.parse_args()
+    global FOUND
+    FOUND = results.Results(__file__, args.json)
     start = time.perf_counter()
     sizes = args.sizes or (CONFIG_SIZES if args.configs else None)
     gemms = [parse(x) for x in sizes] if sizes else suite()
@@ -301,7 +309,7 @@ def main():
     compile_all([(g, c and tuple(c)) for g in gemms for c in todo[g]])
     if args.compile_only:
         return
-    data = {"machine": machine(), "command": vars(args), "rows": [], "left_out": []}
+    data = {"rows": [], "left_out": []}
     if args.configs:
         data["clusters_at_once"] = clusters_at_once()
         print(f"clusters at the same time: {data['clusters_at_once']}")
@@ -318,8 +326,6 @@ def main():
             print(f"{gemm.text} {us} {row['ratio']['ops'][0]:.3f}", flush=True)
         for failure in row["failed"]:
             print(f"  {gemm.text} {failure}")
-        if args.json:  # after every product: a run that is cut off keeps what it has
-            pathlib.Path(args.json).write_text(json.dumps(data, indent=1))
     if data["left_out"]:
         print(f"\nleft out after {args.budget:.0f} s: {', '.join(data['left_out'])}")
     summary(data["rows"])

@@ -10,8 +10,9 @@ clock until the GPU is done; a call makes a new result. Medians. A short table c
 import argparse
 import functools
 import os
-import statistics
 import time
+
+import results
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -141,7 +142,7 @@ def both(module, call, arrays):
 
 
 def seconds_each(runs, rounds, burst=0.01):
-    """Median seconds of a call, in turns of about `burst` seconds."""
+    """Seconds of a call, (median, 10th, 90th percentile), in turns of about `burst` seconds."""
     count, found = {}, {name: [] for name in runs}
     for name, run in runs.items():
         run(2)
@@ -153,7 +154,7 @@ def seconds_each(runs, rounds, burst=0.01):
             start = time.perf_counter()
             runs[name](count[name])
             found[name].append((time.perf_counter() - start) / count[name])
-    return {name: statistics.median(x) for name, x in found.items()}
+    return {name: results.spread(x) for name, x in found.items()}
 
 
 def main():
@@ -162,7 +163,9 @@ def main():
     )
     parser.add_argument("--only", nargs="*", default=[], help="titles with one of these words")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     import jax
     import numpy as np
 
@@ -176,7 +179,12 @@ def main():
         got, want = (np.asarray(run(1), np.float32) for run in runs.values())
         error = np.abs(got - want).max() / np.abs(want).max()
         assert error < BOUND, f"{title}: {error:.2e}"
-        t = seconds_each(runs, 9 if args.quick else 21)
+        spreads = seconds_each(runs, 9 if args.quick else 21)
+        args.found.add(
+            "kernels of JAX", title, {"host": spreads}, ours="pallas_mgpu",
+            errors={"pallas_mgpu": error},
+        )  # fmt: skip
+        t = {name: x[0] for name, x in spreads.items()}
         table.append((title, t))
         print(f"{title}: {error:.1e}, {t['pallas_mgpu'] * 1e6:.0f} us", flush=True)
     print("\n| kernel of JAX | pallas_mgpu, us | JAX, us | JAX / pallas_mgpu |")

@@ -6,6 +6,7 @@ The yardstick is a C loop of cuLaunchKernelEx over the very same cubin (launch_l
 maps that were made before. All contestants run in turns in one process; the figure is the median
 over rounds of a burst of launches, without the final wait."""
 
+import argparse
 import ctypes
 import pathlib
 import statistics
@@ -14,6 +15,7 @@ import tempfile
 import timeit
 
 import numpy as np
+import results
 import torch
 
 import pallas_mgpu as plgpu
@@ -83,6 +85,9 @@ def c_contestant(loop, low, pointers):
     return run
 
 
+FOUND = None  # results.Results
+
+
 def table(title, c_time, contestants, scope):
     """contestants: statements by name; timeit puts them into the loop itself."""
     base = "C loop of cuLaunchKernelEx"
@@ -96,6 +101,10 @@ def table(title, c_time, contestants, scope):
         for name, timer in timers.items():
             samples[name].append(per_call(timer))
     median = statistics.median(samples[base])
+    FOUND.add_samples(
+        "launch", title, {n: [x / 1e9 for x in s] for n, s in samples.items()},
+        ours=("pallas_mgpu", "ops."),
+    )  # fmt: skip
     print(f"\n### {title}\n")
     print("| what | us per launch (median) | quartiles | above the C loop, us |")
     print("|---|---:|---|---:|")
@@ -222,6 +231,10 @@ def product(loop):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    results.argument(parser)
+    global FOUND
+    FOUND = results.Results(__file__, parser.parse_args().json)
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bursts of {BURST}, {ROUNDS}"
         " rounds"

@@ -12,6 +12,7 @@ import sys
 import types
 
 import numpy as np
+import results
 import torch
 from timing import turns
 
@@ -72,6 +73,9 @@ def check(name, got, want, bound):
     return error
 
 
+FOUND = None  # results.Results
+
+
 def bench(text, quick, make_jax):
     shape, dtype = text.split(":")
     m, n, k = map(int, shape.split("x"))
@@ -117,6 +121,10 @@ def bench(text, quick, make_jax):
             errors[name] = check(name, got, want, bound)
             contestants[name] = lambda run=run: run(ja, jb)
     times = turns(contestants, torch.cuda.synchronize, rounds=8 if quick else 20)
+    title = f"{m} x {n} x {k} {dtype}"
+    FOUND.add(
+        "one thread", title, {"host": times}, ours="pallas_mgpu", work=2 * m * n * k, errors=errors
+    )
     base = times["torch.matmul"][0]
     print(f"\n### {m} x {n} x {k} {dtype}\n")
     print("| contestant | TFLOP/s (median) | range | ratio to torch | relative error |")
@@ -134,7 +142,10 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sizes", nargs="*", default=SIZES)
     parser.add_argument("--no-jax", action="store_true")
+    results.argument(parser)
     args = parser.parse_args()
+    global FOUND
+    FOUND = results.Results(__file__, args.json, "least to greatest")
     make_jax, version = (None, "not asked for") if args.no_jax else jax_matmul()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, JAX {version}")
     for size in args.sizes:

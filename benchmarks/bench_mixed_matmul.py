@@ -15,6 +15,8 @@ import itertools
 import os
 import time
 
+import results
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 BOUND = 4e-3  # of the relative error in the norm
@@ -30,7 +32,7 @@ class Problem:
 
         import pallas_mgpu as plgpu
 
-        self.torch, self.shape = torch, (m, n, k)
+        self.torch, self.shape, self.errors = torch, (m, n, k), {}
         rng = np.random.default_rng(m)
         self.x = torch.randn(m, k, device="cuda").bfloat16()
         self.scales = (torch.rand(groups, n, device="cuda") + 0.5).bfloat16()
@@ -56,6 +58,7 @@ class Problem:
     def check(self, name, got, want):
         error = float((got.float() - want).norm() / want.norm())
         assert error < BOUND, f"{name}: relative error {error:.2e}"
+        self.errors[name.strip()] = error
 
     def bytes_of(self, weights):
         _, n, k = self.shape
@@ -74,7 +77,9 @@ class Problem:
             mixed_matmul(self.x, next(turn), *scales, out=out, **options)
 
         run()
-        self.check(f"ops, {weights} {config or ''}", out, self.want[weights, scaled])
+        self.check(
+            f"ops, {weights}{', scales' * scaled} {config or ''}", out, self.want[weights, scaled]
+        )
         return run
 
     def of_torch(self):
@@ -176,6 +181,17 @@ def bench(problem, args):
             name = f"JAX, int8, {c.tile_m}x{c.tile_n}x{c.tile_k} {c.wg_dimension}"
             admit(name, "int8", lambda: found[0], COPIES["int8"])
     times = all_ways(contestants, 0.3 if args.quick else 0.6, WAYS)
+    a_call = {
+        w: {n: [x / calls[n] for x in t] for n, t in found.items()} for w, found in times.items()
+    }
+    args.found.add(
+        "mixed_matmul",
+        problem.title,
+        a_call,
+        work=problem.tflop * 1e12,
+        errors=problem.errors,
+        rows=problem.shape[0],
+    )
     print(f"\n### {problem.title}\n")
     print("| contestant | " + " | ".join(f"{w}, us | GB/s | TFLOP/s" for w in WAYS) + " |")
     print("|---|" + "---:|---:|---:|" * len(WAYS))
@@ -205,7 +221,9 @@ def main():
     parser.add_argument("--configs", action="store_true", help="other configurations of ops")
     parser.add_argument("--no-jax", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     import torch
 
     start = time.perf_counter()

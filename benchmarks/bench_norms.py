@@ -14,6 +14,7 @@ import functools
 import runpy
 from pathlib import Path
 
+import results
 import torch
 from timing import all_ways
 
@@ -324,6 +325,10 @@ def run(op, shape, args):
     ways = ("burst",) if args.quick else ("burst", "queued")
     times = all_ways(good, 0.3 if args.quick else 1.0, ways)
     moved = 2 * x.numel() * x.element_size()
+    args.found.add(
+        op, f"{op} {shape[0]} x {shape[1]}", times, work=moved, unit="B", errors=errors,
+        columns=shape[1],
+    )  # fmt: skip
     print(f"### {op}, {shape[0]} x {shape[1]}, {moved / 2**20:.0f} MiB moved\n")
     print("| kernel | " + " | ".join(f"{way}, GB/s | of copy" for way in ways) + " | error |")
     print("|---|" + "---:|---:|" * len(ways) + "---:|")
@@ -387,7 +392,9 @@ def main():
     parser.add_argument("--no-jax", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     rows = {}
     for op in OPS:

@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import inspect
 import itertools
-import json
 import os
 import pathlib
 import statistics
@@ -26,6 +25,7 @@ import types
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import results
 import torch  # noqa: E402
 from timing import WAYS, all_ways, estimate, host_seconds  # noqa: E402
 
@@ -69,7 +69,7 @@ SMALL = (
     "8x4096x4096:nt",
 )
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4}
-DATA = []  # for --json
+FOUND = None  # results.Results
 
 
 def sizes_of(text):
@@ -83,6 +83,7 @@ def sizes_of(text):
 def check(name, got, want, dtype):
     error = float((got.float() - want).norm() / want.norm())
     assert error < BOUND[dtype], f"{name}: relative error {error:.2e}"
+    return error
 
 
 class Size:
@@ -96,6 +97,7 @@ class Size:
         self.b_kn = self.b.T if self.nt else self.b
         self.want = self.a.float() @ self.b_kn.float()
         self.tflop = 2 * self.m * self.n * self.k / 1e12
+        self.errors = {}  # of this package
 
     def empty(self):
         tdt = getattr(torch, self.dtype)
@@ -109,7 +111,8 @@ class Size:
             options["transpose_b"] = True
         f = functools.partial(matmul, self.a, self.b, out=out, **options)
         f()
-        check(f"ops.matmul {config}", out, self.want, self.dtype)
+        name = "ops.matmul" if config is None else f"ops {tuple(config)}"
+        self.errors[name] = check(name, out, self.want, self.dtype)
         return f
 
 
@@ -275,7 +278,10 @@ def bench(text, args, jax_config, target):
     us = ", ".join(f"{w} {t['ops.matmul'][0] * 1e6:.2f}" for w, t in times.items())
     base = ", ".join(f"{w} {t['torch.matmul'][0] * 1e6:.2f}" for w, t in times.items())
     print(f"\nus per call: ops.matmul {us}; torch.matmul {base}", flush=True)
-    DATA.append({"size": text, "times": times})
+    FOUND.add(
+        "matmul", text, times, work=size.tflop * 1e12, errors=size.errors, m=size.m, n=size.n,
+        k=size.k,
+    )  # fmt: skip
     rest = [n for n in contestants if n not in ("torch.matmul", "ops.matmul")]
     best = {p: [n for n in rest if n.startswith(p)] for p in ("JAX", "hand")}
     row = {w: [t["torch.matmul"][0] / t["ops.matmul"][0]] for w, t in times.items()}
@@ -370,7 +376,11 @@ def bench_candidates(texts):
                 print(f"{s}: {config}: {type(e).__name__}: {str(e)[:300]}")
         found = do_bench(contestants, ways="queued", rounds=5)["queued"]
         times = {n: t.median for n, t in found.items()}
-        DATA.append({"size": text, "us": {str(tuple(n)): t * 1e6 for n, t in times.items()}})
+        named = {"torch": "torch", **{n: f"ops {tuple(n)}" for n in times if n != "torch"}}
+        spreads = {named[n]: results.of_timing(t) for n, t in found.items()}
+        FOUND.add(
+            "candidates", text, {"queued": spreads}, work=size.tflop * 1e12, errors=size.errors
+        )
         ours = sorted((t, n) for n, t in times.items() if n != "torch")
         short = "; ".join(f"{t * 1e6:.2f} {tuple(n)}" for t, n in ours[:4])
         chosen_us = times.get(chosen, float("nan")) * 1e6
@@ -390,8 +400,10 @@ def main():
     parser.add_argument("--candidates", action="store_true", help="those of the chooser")
     parser.add_argument("--target", help="folder of the hand-written kernel")
     parser.add_argument("--no-jax", action="store_true")
-    parser.add_argument("--json", help="file for all figures")
+    results.argument(parser)
     args = parser.parse_args()
+    global FOUND
+    FOUND = results.Results(__file__, args.json)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.candidates:
         bench_candidates(args.sizes or SMALL)
@@ -403,8 +415,6 @@ def main():
         rows = [bench(text, args, jax_config, target) for text in args.sizes or SIZES]
         host_table()
         summary(rows)
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(DATA))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import functools
 import os
 import time
 
+import results
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 BOUND = 3e-3  # of the relative error in the norm
@@ -38,6 +40,7 @@ class Problem:
         import torch
 
         self.torch, self.transposed = torch, transposed
+        self.errors = {}  # of what was checked
         self.groups, self.shape = groups, (rows, n, k)
         make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         self.lhs = make(rows, k)
@@ -68,6 +71,7 @@ class Problem:
             error = float((part - want).norm() / (want.norm() if want.norm() > 0 else 1))
             worst = max(worst, error) if error == error else float("inf")
         assert worst < BOUND, f"{name}: relative error {worst:.2e}"
+        self.errors[name.strip()] = worst
 
     # contestants: functions that launch
 
@@ -181,6 +185,10 @@ def bench(problem, args, known):
             name = f"JAX {t['block_m']}x{t['block_n']}, {t['max_concurrent_steps']} steps"
             contestants[name] = found[0]
     times = all_ways(contestants, 0.3 if args.quick else 0.6, WAYS)
+    args.found.add(
+        "transposed_ragged_dot" if problem.transposed else "ragged_dot", problem.title, times,
+        work=problem.tflop * 1e12, errors=problem.errors, groups=len(problem.sizes),
+    )  # fmt: skip
     print(f"\n### {problem.title}\n\nsizes {problem.sizes.tolist()}\n")
     print("| contestant | " + " | ".join(f"{w}, TFLOP/s | of dense" for w in WAYS) + " |")
     print("|---|" + "---:|---:|" * len(WAYS))
@@ -212,7 +220,9 @@ def main():
     parser.add_argument("--configs", action="store_true", help="other configurations of ops")
     parser.add_argument("--no-jax", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     import torch
 
     start = time.perf_counter()

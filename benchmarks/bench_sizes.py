@@ -9,10 +9,10 @@ many programs they compile, and what they take in all, with synchronisation as a
 a launch takes on the host with sizes that stay and with sizes that change from call to call."""
 
 import argparse
-import json
 import random
 import time
 
+import results
 import torch
 
 import pallas_mgpu as plgpu
@@ -48,6 +48,13 @@ def compare(name, make, args, others, reference):
     row = {"shape": [list(a.shape) for a in args]}
     for how, graphs in (("queued", False), ("graphs", True)):
         found = do_bench(contestants, ways="queued", rounds=ARGS.rounds, graphs=graphs)["queued"]
+        named = {"static": "ops, static", "open": "ops, sizes at run time", "torch": "torch"}
+        shape = " x ".join(str(tuple(a.shape)) for a in args)
+        FOUND.add(
+            name, f"{name} {shape}",
+            {how: {named[n]: results.of_timing(t) for n, t in found.items()}},
+            rows=args[0].shape[0],
+        )  # fmt: skip
         row[how] = {n: t.median * 1e6 for n, t in found.items()}
         row[f"{how}_static_over_open"] = found["open"].ratio(found["static"])
     print(name, row["shape"], {k: v for k, v in row.items() if k != "shape"}, flush=True)
@@ -87,7 +94,9 @@ def launches(n, k):
         start = time.perf_counter()
         for i in range(2000):
             calls[i % len(calls)]()
-        DATA["launch_us"][what] = (time.perf_counter() - start) / 2000 * 1e6
+        took = (time.perf_counter() - start) / 2000
+        DATA["launch_us"][what] = took * 1e6
+        FOUND.add_samples("launch", f"matmul, {what} sizes", {"ops": [took]})
         torch.cuda.synchronize()
     print(DATA["launch_us"])
 
@@ -126,17 +135,13 @@ def main():
             )
     random_rows(4096, 4096)
     launches(4096, 4096)
-    if ARGS.json:
-        DATA["gpu"] = torch.cuda.get_device_name()
-        DATA["torch"] = torch.__version__
-        with open(ARGS.json, "w") as file:
-            json.dump(DATA, file, indent=1)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json")
+    results.argument(parser)
     ARGS = parser.parse_args()
+    FOUND = results.Results(__file__, ARGS.json)
     main()

@@ -14,13 +14,13 @@ and the next one runs. A short table comes last."""
 
 import argparse
 import functools
-import json
 import os
 import time
 import traceback
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import results
 import torch
 import torch.nn.functional as F
 
@@ -55,6 +55,7 @@ class Bench:
         self.a, self.begin, self.found = arguments, time.perf_counter(), []
         self.tiny = arguments.device == "cpu"
         self.timer = HostTimer() if self.tiny else None
+        self.results = results.Results(__file__, arguments.json)
 
     def left(self):
         return self.a.seconds - (time.perf_counter() - self.begin)
@@ -95,6 +96,11 @@ class Bench:
                 raise
             return
         row = {"case": name, "unit": unit, "errors": errors, "us": {}, "rate": {}}
+        of_way = {w: {n: results.of_timing(t) for n, t in x.items()} for w, x in times.items()}
+        scale, what = {"TFLOP/s": (1e12, "FLOP"), "TB/s": (1e12, "B")}[unit]
+        self.results.add(
+            name.split()[0], name, of_way, ours="ours", work=work * scale, unit=what, errors=errors
+        )
         for way, of_way in times.items():
             for k, t in of_way.items():
                 row["us"][f"{k}, {way}"] = t.median * 1e6
@@ -634,7 +640,7 @@ def main(argv=None):
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=500.0, help="no case begins later")
-    parser.add_argument("--json", default="")
+    results.argument(parser)
     bench = Bench(parser.parse_args(argv))
     for name, make in cases(bench):
         if not any(text in name for text in bench.a.only.split(",")):
@@ -645,9 +651,6 @@ def main(argv=None):
         bench.run(name, make)
         if not bench.tiny:
             torch.cuda.empty_cache()
-        if bench.a.json:
-            with open(bench.a.json, "w") as f:
-                json.dump(bench.found, f, indent=1)
     bench.table()
     return bench.found
 

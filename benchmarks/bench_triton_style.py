@@ -20,6 +20,7 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
+import results
 from bench_jax_kernels import seconds_each
 
 import pallas_mgpu as plgpu
@@ -140,7 +141,9 @@ def main():
     )
     parser.add_argument("--only", nargs="*", default=[], help="titles with one of these words")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    results.argument(parser)
     args = parser.parse_args()
+    args.found = results.Results(__file__, args.json)
     warnings.simplefilter("ignore")
     try:
         import jax
@@ -151,7 +154,7 @@ def main():
     for title, make, arrays in cases(np.random.default_rng(0)):
         if args.only and not any(word in title for word in args.only):
             continue
-        runs = {"pallas_mgpu": ours(make, arrays)}
+        runs, error = {"pallas_mgpu": ours(make, arrays)}, None
         try:
             if jax:
                 other = of_jax(make, arrays)
@@ -163,7 +166,12 @@ def main():
                 runs["Triton"] = other
         except Exception as e:  # what this JAX cannot compile is no reason to time nothing
             print(f"{title}: JAX: {type(e).__name__}: {str(e)[:200]}", file=sys.stderr)
-        t = seconds_each(runs, 7 if args.quick else 21)
+        spreads = seconds_each(runs, 7 if args.quick else 21)
+        args.found.add(
+            "kernels in Triton's style", title, {"host": spreads}, ours="pallas_mgpu",
+            errors={"pallas_mgpu": error},
+        )  # fmt: skip
+        t = {name: x[0] for name, x in spreads.items()}
         us = t["pallas_mgpu"] * 1e6
         if "Triton" not in t:
             print(f"| {title} | {us:.0f} | | |", flush=True)

@@ -1,14 +1,17 @@
 """Registers, stack, spills and SMEM of the ready kernels, and how long they take to compile.
 
-    python benchmarks/resources.py
+    python benchmarks/resources.py [--json FILE]
 
 Works without a GPU. The flagship configurations. Times are medians of 5 with the range, Python's
 tracing included, without our disk cache and NVRTC's own (--no-cache), in a process that compiled
 the kernel before."""
 
+import argparse
 import os
 import statistics
 import time
+
+import results
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import numpy as jnp
@@ -96,6 +99,9 @@ KERNELS = {
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    results.argument(parser)
+    found = results.Results(__file__, parser.parse_args().json, "least to greatest")
     os.environ["PALLAS_MGPU_NO_CACHE"] = "1"
     os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
 
@@ -114,6 +120,12 @@ def main():
             took.append((time.perf_counter() - start) * 1e3)
             assert not r["from_disk"]
         ms = f"{statistics.median(took[1:]):.0f} ({min(took[1:]):.0f} to {max(took[1:]):.0f})"
+        seconds = [x / 1e3 for x in took[1:]]
+        spread = (statistics.median(seconds), min(seconds), max(seconds))
+        found.add(
+            "compile", name, {"process": {"ops": spread}}, registers=r["registers"],
+            spill_bytes=r["spill_bytes"], smem_bytes=r["smem_bytes"],
+        )  # fmt: skip
         keys = ("threads", "registers", "stack_bytes", "spill_bytes", "smem_bytes")
         print(f"| {name} | " + " | ".join(str(r[key]) for key in keys) + f" | {ms} |")
 

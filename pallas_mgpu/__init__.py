@@ -195,6 +195,7 @@ _LATER = {
     **dict.fromkeys(("Race", "RaceAccess", "RaceLog", "get_races"), "._races"),
     **dict.fromkeys(("Autotuned", "autotune"), "._autotune"),
     **dict.fromkeys(("ExportedKernel", "load_exported"), "._export"),
+    **dict.fromkeys(("Estimate", "estimate"), "._estimate"),
     **dict.fromkeys(("Trace", "Wait", "read_trace"), "._timeline"),
 }
 

@@ -491,6 +491,31 @@ def autotune(
     rounds: int = 30,
 ) -> Callable[[Callable[..., _R]], Autotuned[_R]]: ...
 
+@dataclass(frozen=True)
+class Estimate:
+    kernel: str
+    gpu: str
+    seconds: float
+    bound: str
+    parts: dict[str, float]
+    flops: float
+    read: float
+    written: float
+    memory: float
+    blocks: int
+    occupancy: int
+    waves: int
+    assumed: tuple[str, ...]
+
+def estimate(
+    lowered: Lowered,
+    *,
+    gpu: str = "H200",
+    sizes: Mapping[str, int] | None = None,
+    values: Mapping[int, np.ndarray[Any, Any]] | None = None,
+    cold: bool = False,
+) -> Estimate: ...
+
 class ExportedKernel:
     __name__: str
     target: str

@@ -1,7 +1,8 @@
 """``python -m pallas_mgpu`` runs and checks a pipelined tensor-core matmul. ``info`` prints the
 versions that were found, ``cache`` the size of the compile cache on disk; ``cache clear`` empties
 it. ``layouts`` prints docs/layouts.md, the costs of layout conversions, ``gaps`` what is missing
-and what to use instead."""
+and what to use instead. ``explain file.py:kernel`` predicts how long a kernel takes and what bounds
+it; ``explain --help`` says more."""
 
 import argparse
 import os
@@ -13,7 +14,7 @@ import numpy as np
 
 import pallas_mgpu as plgpu
 
-from . import _compilers, _core, _layout_table
+from . import _compilers, _core, _explain, _layout_table
 from ._matmul import matmul_kernel
 
 
@@ -136,6 +137,9 @@ def demo(size, dtype, seconds):
 
 
 def _run(argv):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["explain"]:
+        return _explain.run(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
     commands = ("demo", "info", "cache", "gaps", "layouts")
     parser.add_argument("command", nargs="?", default="demo", choices=commands)

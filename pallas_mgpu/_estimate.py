@@ -9,7 +9,6 @@
    there is; a launch is added."""
 
 import dataclasses
-import itertools
 import math
 
 from . import _estimate_machine as machine
@@ -204,18 +203,20 @@ def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
             f"plgpu.estimate: the kernel is lowered for {graph.target}, of which nothing was"
             ' measured; lower it with target="sm_90a"'
         )
+    return _of_graph(graph, _registers(lowered), facts, sizes, values, cold)
 
+
+def _of_graph(graph, registers, facts, sizes, values, cold):
     def products(dtype, op):
         return (facts.tensor if op == "wgmma" else facts.mma) * 8 / bits_of(dtype)
 
-    program = compile_kernel(graph, products)
+    program = compile_kernel(graph, products, facts.wgmma_least)
     sizes = _sizes(graph, sizes or {})
-    launch = _Launch(program, facts, sizes, dict(values or {}), _registers(lowered))
+    launch = _Launch(program, facts, sizes, dict(values or {}), registers)
     arguments = [v for v, _ in graph.body.args]
     held = {v: _array_bytes(graph, sizes, k) for k, v in enumerate(arguments)}
-    most = 50e6  # nothing of a call with so many bytes is left for the next one
-    warm = 0.0 if cold else min(1.0, (most - sum(held.values())) / (most - facts.l2_bytes))
-    warm = max(warm, 0.0)
+    kept = (facts.cold_bytes - sum(held.values())) / (facts.cold_bytes - facts.warm_bytes)
+    warm = 0.0 if cold else max(0.0, min(1.0, kept))
     _, sm, factor = _simulate(launch, dict.fromkeys(arguments, 1.0 - warm))
     part = dict.fromkeys(sm.written, 1.0 - warm)
     for v, nbytes in sm.read.items():  # each byte once, however often it is asked for
@@ -236,8 +237,8 @@ def _result(launch, sm, cycles, factor):
     energy = sm.work_16 * factor * facts.joules + taken * facts.joules_byte
     energy += memory * facts.joules_memory
     parts["power"] = energy / facts.watts
-    own = (cycles + facts.end) / facts.clock
-    limit = max(parts["power"], parts["HBM"])
+    own = max((cycles + facts.end) / facts.clock, parts["HBM"])
+    limit = parts["power"]
     between = facts.overlapped if launch.program.overlaps else facts.launch
     seconds = (own**8 + limit**8) ** (1 / 8) + between
     parts["launch"] = between + (facts.begin + facts.end) / facts.clock
@@ -250,7 +251,3 @@ def _result(launch, sm, cycles, factor):
         tuple(launch.program.assumed),
     )  # fmt: skip
 
-
-def explain(argv):
-    """`python -m pallas_mgpu explain`"""
-    raise SystemExit(itertools.chain(argv))

@@ -27,12 +27,13 @@ class Facts:
     sms: int
     memory: float  # bytes a second that a copy reads and writes
     clock: float = 1.9e9  # cycles a second where power does not limit it
-    l2_bytes: float = 30e6  # what a call finds there of the operands of the call before
+    warm_bytes: float = 8e6  # a call that moves no more finds all of it in the L2
+    cold_bytes: float = 36e6  # nothing, from here on
     l2: float = 9670.0  # bytes that it gives to all SMs
-    intake: float = 60.0  # bytes that one SM takes in
+    intake: float = 64.0  # bytes that one SM takes in
     outflow: float = 50.0
-    latency: float = 650.0  # of a copy from the L2
-    lane_latency: float = 350.0  # of a load by lanes from there
+    latency: float = 600.0  # of a copy from the L2
+    lane_latency: float = 420.0  # of a load by lanes from there
     memory_latency: float = 400.0  # more, from memory
     tensor: float = 3700.0  # wgmma: multiply-adds times bytes of an element
     mma: float = 2048.0  # the same of mma
@@ -42,26 +43,29 @@ class Facts:
     threads: int = 2048
     blocks: int = 32
     shared_bytes: int = 233472  # of all blocks, with 1024 of each that the driver takes
-    wgmma_latency: float = 60.0
-    wgmma_gap: float = 16.0  # of the tensor cores between two products
-    issue: float = 12.0  # an asynchronous operation, an arrival
+    wgmma_least: float = 56.0  # cycles of one instruction, however few columns it has
+    wgmma_latency: float = 180.0
+    wgmma_gap: float = 24.0  # of the tensor cores between two products
+    issue: float = 20.0  # an asynchronous operation, an arrival
     wake: float = 40.0  # from the end of a phase to the next instruction
     exchange_latency: float = 200.0  # to another block of the cluster
     exchange: float = 11.0  # bytes
-    instruction: float = 2.0  # cycles of a scheduler for one of a warp
+    instruction: float = 1.38  # cycles of a scheduler for one of a warp
+    alone: float = 2.0  # from one instruction of a warp to its next
     begin: float = 300.0  # a block starts
-    end: float = 500.0  # stores are seen
-    launch: float = 1.0e-6  # seconds between kernels in a stream
-    overlapped: float = 0.2e-6  # the same where the next one starts before the end (PDL)
-    joules: float = 1.55e-12  # of a multiply-add of 16 bits
-    joules_byte: float = 8e-12  # of a byte that an SM takes in
-    joules_memory: float = 37e-12  # of a byte from or to memory
+    next_block: float = 290.0  # from the start of a block to that of the next on the SM
+    end: float = 200.0  # stores are seen
+    launch: float = 1.5e-6  # seconds between kernels in a stream
+    overlapped: float = 0.15e-6  # the same where the next one starts before the end (PDL)
+    joules: float = 1.48e-12  # of a multiply-add of 16 bits
+    joules_byte: float = 9.3e-12  # of a byte that an SM takes in
+    joules_memory: float = 80e-12  # of a byte from or to memory
     watts: float = 620.0  # that are left for those
 
 
 # what is known of the GPUs
 GPUS = {
-    "H200": Facts("H200", 132, 4.15e12),
+    "H200": Facts("H200", 132, 4.08e12),
     "H100": Facts("H100", 132, 3.0e12),
 }
 
@@ -159,8 +163,9 @@ class Place:
         return self.names[key]
 
     def next(self, n):
-        self.calls[n] = self.calls.get(n, -1) + 1
-        return self.calls[n] * self.clusters + self.cluster
+        """The answer of a counter that all clusters ask: spread evenly over what the others got."""
+        self.calls[n] = k = self.calls.get(n, -1) + 1
+        return int((k + (k * 0.618 + 0.5) % 1) * self.clusters)
 
     def argument(self, value, *index):
         array = self.values.get(value)
@@ -189,16 +194,15 @@ class Machine:
 
     def work(self, t, every, special):
         begin = max(t, self.slots)
-        every *= self.facts.instruction
-        self.slots = begin + every
-        self.busy["instructions"] += every
+        self.slots = begin + every * self.facts.instruction
+        self.busy["instructions"] += every * self.facts.instruction
+        end = max(self.slots, t + every * self.facts.alone)
         if special:
             special *= 128 / self.facts.special
-            at = max(begin, self.special)
-            self.special = at + special
+            self.special = max(begin, self.special) + special
             self.busy["exponentials"] += special
-            return max(self.slots, self.special)
-        return self.slots
+            end = max(end, self.special)
+        return end
 
     def shared(self, t, nbytes, latency):
         took = nbytes / self.facts.shared
@@ -222,10 +226,12 @@ class Machine:
             latency += min(1.0, 4 * cold) * self.facts.memory_latency
         return at + latency
 
-    def load(self, t, array, nbytes):
-        """(when the lanes go on, when the elements are there)"""
+    def load(self, t, since, array, nbytes):
+        """(when the lanes go on, when the elements are there). since: the lanes met last; the
+        compiler asks for elements as early as that, as far as registers go."""
+        since = max(since, t - 600)
         self.read[array] = self.read.get(array, 0.0) + nbytes
-        return t + nbytes / 512 + 4, self._take(t, array, nbytes, self.facts.lane_latency)
+        return t + nbytes / 512 + 4, self._take(since, array, nbytes, self.facts.lane_latency)
 
     def copy_in(self, t, array, nbytes, blocks, barrier):
         self.read[array] = self.read.get(array, 0.0) + nbytes / blocks
@@ -292,7 +298,7 @@ class Machine:
     def run(self, blocks, slots):
         """The time at which the last of `blocks` ends, `slots` of them at once. blocks: an iterator
         of functions of a begin that give the generators of a block's threads."""
-        self.end, self.blocks = 0.0, iter(blocks)
+        self.end, self.started, self.blocks = 0.0, 0.0, iter(blocks)
         for _ in range(slots):
             self._start(0.0)
         while self.ready:
@@ -308,7 +314,8 @@ class Machine:
         make = next(self.blocks, None)
         if make is None:
             return
-        threads = make(t + self.facts.begin)
+        self.started = t = max(t + self.facts.begin, self.started + self.facts.next_block)
+        threads = make(t)
         left = [len(threads), 0.0]
 
         def done(at):
@@ -320,7 +327,7 @@ class Machine:
 
         for thread in threads:
             thread.send(None)
-            self._push(t + self.facts.begin, thread, done)
+            self._push(t, thread, done)
 
     def _resume(self, thread, t, done):
         """Let a thread go on at time t, until another one is earlier or it waits."""

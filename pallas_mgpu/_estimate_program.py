@@ -251,12 +251,13 @@ _FORMS = {
 
 # instructions of a lane for an element of 32 bits: (all, those of the special function unit)
 _COSTS = {
-    "exp2": (1, 1), "exp": (2, 1), "log2": (2, 1), "log": (3, 1), "rcp_approx": (1, 1),
+    "exp2": (2, 1), "exp": (3, 1), "log2": (2, 1), "log": (3, 1), "rcp_approx": (2, 1),
     "rsqrt": (2, 1), "sqrt": (3, 1), "tanh": (1, 1), "div": (4, 1), "pow": (6, 2), "rem": (12, 1),
     "sin": (12, 1), "cos": (12, 1), "gather": (6, 0), "scatter": (8, 0), "scan": (8, 0),
     "layout_cast": (2, 0), "transpose": (2, 0), "inline_cuda": (4, 0), "iota": (0, 0),
     "unpack": (2, 0), "pack": (2, 0), "acc_store": (1, 0), "reduce": (1, 0), "tmem_reduced": (1, 0),
 }  # fmt: skip
+_MEETING = 110.0  # cycles in which the warps of a thread exchange what they have
 _FREE = {"slice", "concat", "broadcast", "reshape", "opt_barrier", "bitcast", "const"}
 _LONG = set(
     "log1p expm1 cbrt sinh cosh asinh acosh atanh erf erfc erf_inv lgamma tan asin acos atan atan2"
@@ -286,12 +287,16 @@ def _cost(op, graph, defined):
         if any(a is not None and a.name == "mul" and graph.types[a.outs[0]].shape for a in arms):
             every = 0
     if op.name == "convert":
-        every = 0.5 if bits_of(op.types[0].dtype) < 32 else 1
+        every = 1
+        if graph.types[op.ins[0]].dtype.lstrip("u").startswith("int"):
+            every = 1.5
     elif all(bits_of(t.dtype) == 16 for t in types if t.shape):
         every /= 2
     latency = 0.0
+    if op.name in ("max", "min") or op.attrs.get("op") in ("max", "min"):
+        every *= 2
     if op.name == "reduce":
-        latency = 110.0 if op.types[0].layout in ("splat", None) else 60.0
+        latency = _MEETING if op.types[0].layout in ("splat", None) else 60.0
     return every * n, special * n, latency
 
 
@@ -308,8 +313,8 @@ class _View:
 
 
 class _Compiler:
-    def __init__(self, graph, products):
-        self.graph, self.products = graph, products
+    def __init__(self, graph, products, least):
+        self.graph, self.products, self.least = graph, products, least
         self.lines, self.depth = [], 0
         self.expr, self.views, self.defined = {}, {}, {}
         self.work = [0.0, 0.0, 0.0, 0.0]  # instructions, special ones, latency, scalars
@@ -326,6 +331,8 @@ class _Compiler:
         if every or special:
             self.put(f"t = yield t + {scalars + latency:.0f}")
             self.put(f"t = sm.work(t, {every:.2f}, {special:.2f})")
+            if latency >= _MEETING:
+                self.put("met = t")
         elif scalars or latency:
             self.put(f"t += {scalars + latency:.0f}")
         self.work = [0.0, 0.0, 0.0, 0.0]
@@ -538,7 +545,7 @@ class _Compiler:
         self.flush()
         self.put("t = yield t")
         if self.in_gmem(source):
-            self.put(f"t, v{out} = sm.load(t, {self.root_of(source)}, {self.moved(source)})")
+            self.put(f"t, v{out} = sm.load(t, met, {self.root_of(source)}, {self.moved(source)})")
             self.expr[out] = f"v{out}"
         else:
             self.put(f"t = sm.shared(t, {self.graph.types[source].nbytes:g}, 30)")
@@ -551,7 +558,7 @@ class _Compiler:
         self.put("t = yield t")
         if self.in_gmem(op.ins[0]):
             nbytes = t.size * bits_of(t.dtype) / 8
-            self.put(f"t, v{op.outs[0]} = sm.load(t, {self.root_of(op.ins[0])}, {nbytes:g})")
+            self.put(f"t, v{op.outs[0]} = sm.load(t, met, {self.root_of(op.ins[0])}, {nbytes:g})")
             self.expr[op.outs[0]] = "UNKNOWN" if t.is_scalar else f"v{op.outs[0]}"
         else:
             self.put(f"t = sm.shared(t, {t.nbytes:g}, 30)")
@@ -655,7 +662,7 @@ class _Compiler:
         phase = self.value(op.ins[1]) if len(op.ins) > 1 else None
         barrier = self.barrier(op.ins[0])
         self.put(f"t = yield {barrier}.until(t, waits, {phase})")
-        self.put("t += sm.facts.wake")
+        self.put("t += sm.facts.wake; met = t")
 
     def do_barrier_test(self, op):
         self.expr[op.outs[0]] = "True"
@@ -721,7 +728,11 @@ class _Compiler:
         macs = out.size * k
         rate = self.products(x.dtype, op.name)
         read = (x.nbytes if x.space else 0) + y.nbytes * max(m // 64, 1) if y.space else 0
-        return macs, macs / rate, read
+        cycles = macs / rate
+        if op.name == "wgmma":  # an instruction takes 64 rows and 32 bytes along K
+            count = math.ceil(m / 64) * math.ceil(k * bits_of(x.dtype) / 256)
+            cycles = max(cycles, count * self.least)
+        return macs, cycles, read
 
     def do_wgmma(self, op):
         self.await_loads(op)
@@ -818,7 +829,7 @@ class _Compiler:
         self.put(f"def {name}(t, warp, stores, products, waits):")
         self.depth += 1
         self.maps += 1
-        self.put("t = yield t")
+        self.put("met = t = yield t")
         self.block(op.regions[0])
         self.put("return t")
         self.maps -= 1
@@ -858,15 +869,15 @@ class Program:
     dynamic: bool  # blocks take what to do next from a counter
 
 
-def compile_kernel(graph, products):
-    """``products(dtype, op)``: multiply-adds of a cycle."""
-    c = _Compiler(graph, products)
+def compile_kernel(graph, products, least):
+    """``products(dtype, op)``: multiply-adds of a cycle. least: cycles of a wgmma instruction."""
+    c = _Compiler(graph, products, least)
     for v, _ in graph.body.args:
         c.view(v)
     c.put("def body(sm, place, grid, thread, sizes, t):")
     c.depth += 1
     c.put("stores, products, waits, warp = [], [], {}, 0")
-    c.put("t = yield t")
+    c.put("met = t = yield t")
     c.block(graph.body)
     c.put("return sm.finish(t, stores, products)")
     source = "\n".join(c.lines)

@@ -1,0 +1,82 @@
+"""`python -m pallas_mgpu explain`: what bounds a kernel of a file, by `plgpu.estimate`."""
+
+import argparse
+import re
+import runpy
+
+import pallas_mgpu as plgpu
+
+from . import _core
+from ._estimate import estimate
+from ._estimate_machine import GPUS
+
+_OPERAND = re.compile(r"(\w+)\[([\d,\s]*)\]")
+
+
+def _operand(text):
+    found = _OPERAND.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"an operand is written as float32[1024,512], got {text!r}")
+    dims = tuple(int(x) for x in found[2].split(",") if x.strip())
+    return plgpu.ShapeDtypeStruct(dims, plgpu.numpy.dtype(found[1]))
+
+
+def _size(text):
+    name, _, value = text.partition("=")
+    if not value.isdigit():
+        raise ValueError(f"a size is written as M=4096, got {text!r}")
+    return name, int(value)
+
+
+def _find(text):
+    """What `file.py:name` names."""
+    path, colon, name = text.rpartition(":")
+    if not colon or not name:
+        raise ValueError(f"expected file.py:kernel, got {text!r}")
+    names = runpy.run_path(path, run_name="explained")
+    first, *rest = name.split(".")
+    if first not in names:
+        raise ValueError(f"{path} has no {first}")
+    found = names[first]
+    for part in rest:
+        found = getattr(found, part)
+    return found
+
+
+def _lowered(x, operands, what):
+    if not hasattr(x, "lower") and not isinstance(x, _core.Lowered) and callable(x):
+        x = x()  # a function that makes it
+    if isinstance(x, _core.Lowered):
+        return x
+    if not hasattr(x, "lower"):
+        raise ValueError(
+            f"{what} is neither a kernel, nor what its lower() returns, nor a function that makes"
+            f" one of these: {x!r}"
+        )
+    try:
+        return x.lower(*operands)
+    except TypeError as e:
+        hint = "" if operands else "; name its operands, as in: float32[1024,512] float32[512]"
+        raise ValueError(f"{what}: {e}{hint}") from e
+
+
+def run(argv):
+    """Exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_mgpu explain", description="predicted time of a kernel, no GPU needed"
+    )
+    parser.add_argument("kernel", help="file.py:name of a kernel or of a function that makes one")
+    parser.add_argument("operands", nargs="*", help="as float32[1024,512]")
+    parser.add_argument("--gpu", default="H200", choices=tuple(GPUS))
+    parser.add_argument("--size", action="append", default=[], help="M=4096, of a plgpu.dim")
+    parser.add_argument("--cold", action="store_true", help="nothing is in the L2")
+    args = parser.parse_args(argv)
+    try:
+        operands = [_operand(x) for x in args.operands]
+        sizes = dict(_size(x) for x in args.size)
+        lowered = _lowered(_find(args.kernel), operands, args.kernel)
+        print(estimate(lowered, gpu=args.gpu, sizes=sizes, cold=args.cold))
+    except (ValueError, OSError, NotImplementedError) as e:
+        print(f"error: {e}")
+        return 2
+    return 0

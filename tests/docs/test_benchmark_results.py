@@ -1,0 +1,94 @@
+"""Files that benchmarks write with --json, and what is made of them."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import make_results
+    import results
+
+    yield results, make_results
+    for name in ("make_results", "results"):
+        sys.modules.pop(name, None)
+
+
+def written(results, path):
+    found = results.Results(str(BENCHMARKS / "bench_ops_matmul.py"), path)
+    for n in (1024, 2048):
+        times = {"queued": {"torch": (4e-3, 3e-3, 6e-3), "ops.matmul": (2e-3, 1e-3, 2e-3)}}
+        found.add("matmul", f"{n}x{n}", times, work=2e9, errors={"ops.matmul": 1e-3}, m=n, n=n, k=n)
+    found.add_samples("host", "call", {"ops": [1e-6, 3e-6, 2e-6]})
+    return results.read(path)
+
+
+def test_a_file_has_the_run_and_each_contestant(modules, tmp_path):
+    data = written(modules[0], tmp_path / "a" / "x.json")
+    assert data["benchmark"] == "bench_ops_matmul" and data["command"].startswith("python ")
+    assert {"gpu", "driver", "nvrtc", "torch", "commit"} <= set(data["machine"])
+    torch, ours, *_, samples = data["rows"]
+    assert torch["error"] is None and ours["error"] == 1e-3
+    assert (torch["ours"], ours["ours"]) == (False, True) and ours["axes"]["n"] == 1024
+    assert samples["seconds"] == [2e-6, 1e-6, 3e-6] and samples["unit"] is None
+
+
+def test_nothing_is_kept_without_a_path(modules):
+    found = modules[0].Results("bench_x.py", None)
+    found.add_samples("a", "b", {"ops": [1.0]})
+    assert found.rows == []
+
+
+def test_tables_are_of_the_file(modules, tmp_path):
+    results, make = modules
+    text = make.section(written(results, tmp_path / "x.json"))
+    assert "| 1024x1024 | 0.5 TFLOP/s (2.000) | 1 TFLOP/s (1.000) |" in text
+    assert "| call | 2 us |" in text
+    assert "errors at most 1.0e-03, 2 of 4 checked" in text
+
+
+def test_other_files_are_refused(modules, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match="no file of benchmarks/results.py"):
+        modules[0].read(path)
+
+
+def test_a_text_keeps_what_is_not_between_the_marks(modules, tmp_path):
+    make = modules[1]
+    path = tmp_path / "R.md"
+    path.write_text("# A\n\nfirst\n\n## B\n\nsecond\n")
+    for text in ("one", "two"):
+        make.between_marks(path, text, r"^## ")
+        found = path.read_text()
+        assert found == f"# A\n\nfirst\n\n{make.BEGIN}\n{text}\n{make.END}\n\n## B\n\nsecond\n"
+
+
+def test_plots(modules, tmp_path):
+    pytest.importorskip("matplotlib")
+    results, make = modules
+    data = written(results, tmp_path / "x.json")
+    ((title, path),) = make.plots([data], tmp_path / "plots")
+    first = path.read_bytes()
+    assert title == "ops.matmul, square, bfloat16" and b"<svg" in first
+    make.plots([data], tmp_path / "plots")
+    assert path.read_bytes() == first
+
+
+def test_every_benchmark_can_write_a_file():
+    """Those that compare two trees or search time nothing that is shown."""
+    other = {"bench_checking.py", "bench_distributed.py"}
+    for path in sorted(BENCHMARKS.glob("bench_*.py")):
+        names = {
+            n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
+        }
+        if path.name not in other:
+            assert {"Results", "argument"} <= names, path.name
+            assert names & {"add", "add_samples"}, path.name
