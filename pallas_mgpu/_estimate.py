@@ -14,6 +14,7 @@ import math
 from . import _estimate_machine as machine
 from ._estimate_program import bits_of, compile_kernel, read
 
+_LAST, _SAMPLES = 0.999, (0.125, 0.375, 0.625, 0.875)  # SMs that are simulated
 _WAVES = 12  # of blocks on an SM that are simulated; more go on as the last half of these
 
 
@@ -47,7 +48,8 @@ class Estimate:
 
     def __str__(self):
         lines = [
-            f"{self.kernel} on {self.gpu}: about {self.seconds * 1e6:.3g} us, bound by {self.bound}",
+            f"{self.kernel} on {self.gpu}: about {self.seconds * 1e6:.3g} us,"
+            f" bound by {self.bound}",
             f"{self.blocks} blocks, {self.occupancy} at once on an SM, {self.waves} waves",
         ]
         if self.flops:
@@ -113,9 +115,7 @@ class _Launch:
     def __init__(self, program, facts, sizes, values, registers):
         graph = program.graph
         self.program, self.facts, self.sizes = program, facts, sizes
-        self.values = {
-            v: values[k] for k, (v, _) in enumerate(graph.body.args) if k in values
-        }
+        self.values = {v: values[k] for k, (v, _) in enumerate(graph.body.args) if k in values}
         open_axes = graph.grid_sizes or [0] * len(graph.grid)
         self.grid = [sizes[k] if k else n for k, n in zip(open_axes, graph.grid)]
         self.clusters, self.cluster = math.prod(self.grid), math.prod(graph.cluster)
@@ -136,11 +136,11 @@ class _Launch:
             k //= n
         return out[::-1]
 
-    def of_one_sm(self):
-        """Numbers of the clusters that one SM gets: the first, to which none has more to do; where
-        a counter evens out what they do, one in the middle."""
+    def of_one_sm(self, at):
+        """Numbers of the clusters that an SM gets; at: which SM, 0 the first, just below 1 the
+        last."""
         step = max(self.resident // self.at_once, 1)
-        return list(range(step // 2 if self.program.dynamic else 0, self.clusters, step))
+        return list(range(int(at * step), self.clusters, step))
 
     def run(self, numbers, cold):
         """(cycles, the machine) of an SM with these clusters."""
@@ -169,18 +169,31 @@ def _array_bytes(graph, sizes, k):
     return math.prod(dims) * bits_of(t.dtype) / 8
 
 
-def _simulate(launch, cold_of):
-    """(cycles, machine, factor from the clusters that ran to all of the launch)."""
-    mine = launch.of_one_sm()
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What one SM did; what it read, wrote and multiplied, as if all SMs had done so."""
+
+    cycles: float
+    busy: dict  # cycles of its engines
+    read: dict  # bytes of arguments
+    written: dict
+    taken: float  # bytes that came to the SM, by multicast too
+    macs: float
+    work_16: float
+
+
+def _simulate(launch, cold, at):
+    mine = launch.of_one_sm(at)
     most = _WAVES * launch.at_once
-    if len(mine) <= most:
-        cycles, sm = launch.run(mine, cold_of)
-        return cycles, sm, launch.clusters * launch.cluster / len(mine)
-    half, _ = launch.run(mine[: most // 2], cold_of)
-    cycles, sm = launch.run(mine[:most], cold_of)
-    rest = len(mine) - most
-    cycles += (cycles - half) * rest / (most - most // 2)
-    return cycles, sm, launch.clusters * launch.cluster / most
+    half, _ = launch.run(mine[: most // 2], cold) if len(mine) > most else (0, None)
+    cycles, sm = launch.run(mine[:most], cold)
+    more = len(mine) / min(len(mine), most)
+    if len(mine) > most:  # the others go on as the last half of these
+        cycles += (cycles - half) * (len(mine) - most) / (most - most // 2)
+    every = launch.clusters * launch.cluster / min(len(mine), most)
+    scaled = [{k: n * f for k, n in x.items()}
+              for x, f in ((sm.busy, more), (sm.read, every), (sm.written, every))]  # fmt: skip
+    return _Run(cycles, *scaled, sm.taken * every, sm.macs * every, sm.work_16 * every)
 
 
 def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
@@ -192,8 +205,8 @@ def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
     arrays by the number of the argument, for kernels whose loops depend on their elements, such as
     lengths. ``cold``: nothing is in the L2; otherwise what fits there is left by the call before.
 
-    Only one SM is simulated, and others are taken to do the same. ValueError for other GPUs, missing
-    or unknown sizes, and loops that depend on the elements of arrays that are not given.
+    A few SMs are simulated, and others are taken to do the same. ValueError for other GPUs,
+    missing or unknown sizes, and loops that depend on the elements of arrays that are not given.
     NotImplementedError for kernels of other GPUs than Hopper's.
     """
     facts = _facts(gpu)
@@ -217,24 +230,34 @@ def _of_graph(graph, registers, facts, sizes, values, cold):
     held = {v: _array_bytes(graph, sizes, k) for k, v in enumerate(arguments)}
     kept = (facts.cold_bytes - sum(held.values())) / (facts.cold_bytes - facts.warm_bytes)
     warm = 0.0 if cold else max(0.0, min(1.0, kept))
-    _, sm, factor = _simulate(launch, dict.fromkeys(arguments, 1.0 - warm))
-    part = dict.fromkeys(sm.written, 1.0 - warm)
-    for v, nbytes in sm.read.items():  # each byte once, however often it is asked for
-        part[v] = (1.0 - warm) * min(1.0, held.get(v, 0.0) / (nbytes * factor))
-    cycles, sm, factor = _simulate(launch, part)
-    return _result(launch, sm, cycles, factor)
+    last = _simulate(launch, dict.fromkeys(arguments, 1.0 - warm), _LAST)
+    part = dict.fromkeys(last.written, 1.0 - warm)
+    for v, nbytes in last.read.items():  # each byte once, however often it is asked for
+        part[v] = (1.0 - warm) * min(1.0, held.get(v, 0.0) / nbytes) if nbytes else 0.0
+    if program.dynamic:  # a counter evens out what SMs do
+        runs = [_simulate(launch, part, at) for at in _SAMPLES]
+        return _result(launch, part, runs, sum(r.cycles for r in runs) / len(runs))
+    first = _simulate(launch, part, 0)  # none has more to do
+    return _result(launch, part, [first, last], first.cycles)
 
 
-def _result(launch, sm, cycles, factor):
+def _result(launch, cold, runs, cycles):
+    """runs: of several SMs, for means; the first has the parts. cycles: until the last one ends."""
     facts, graph = launch.facts, launch.program.graph
-    macs, taken = sm.macs * factor, sm.taken * factor
-    asked, written = sum(sm.read.values()) * factor, sum(sm.written.values()) * factor
-    memory = sum(n * sm.cold[v] for x in (sm.read, sm.written) for v, n in x.items()) * factor
-    scale = factor / launch.sms / facts.clock  # of busy cycles of this SM to seconds of all
-    parts = {name: busy * scale for name, busy in sm.busy.items()}
+
+    def mean(what):
+        return sum(map(what, runs)) / len(runs)
+
+    asked, written = mean(lambda r: sum(r.read.values())), mean(lambda r: sum(r.written.values()))
+    taken, macs = mean(lambda r: r.taken), mean(lambda r: r.macs)
+    memory = sum(
+        cold.get(v, 0.0) * mean(lambda r, v=v: r.read.get(v, 0.0) + r.written.get(v, 0.0))
+        for v in {v for r in runs for v in (*r.read, *r.written)}
+    )
+    parts = {k: mean(lambda r, k=k: r.busy[k]) / facts.clock for k in runs[0].busy}
     parts["L2"] = max((asked + written) / facts.l2, taken / facts.intake / launch.sms) / facts.clock
     parts["HBM"] = memory / facts.memory
-    energy = sm.work_16 * factor * facts.joules + taken * facts.joules_byte
+    energy = mean(lambda r: r.work_16) * facts.joules + taken * facts.joules_byte
     energy += memory * facts.joules_memory
     parts["power"] = energy / facts.watts
     own = max((cycles + facts.end) / facts.clock, parts["HBM"])
@@ -250,4 +273,3 @@ def _result(launch, sm, cycles, factor):
         memory, launch.blocks, launch.occupancy, launch.waves,
         tuple(launch.program.assumed),
     )  # fmt: skip
-

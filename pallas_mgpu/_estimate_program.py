@@ -118,7 +118,8 @@ def _attrs(text):
 
 def _args(line):
     return [
-        (int(n), _type(t)) for n, t in re.findall(r"%(\d+): ((?:\w+ )?\w+\[[\d,]*\](?: @\S+)?)", line)
+        (int(n), _type(t))
+        for n, t in re.findall(r"%(\d+): ((?:\w+ )?\w+\[[\d,]*\](?: @\S+)?)", line)
     ]
 
 
@@ -192,10 +193,13 @@ class Unknown:
     __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = _same
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __truediv__ = __rtruediv__ = _same
     __invert__ = __abs__ = _same
-    __hash__ = None
+    __hash__ = object.__hash__
 
     def __bool__(self):
         return False
+
+    def __index__(self):  # of a slot: any will do
+        return 0
 
 
 UNKNOWN = Unknown()
@@ -404,9 +408,14 @@ class _Compiler:
 
     def scalar(self, op):
         if any(not self.graph.types[v].is_scalar for v in op.ins):
-            return self.array(op)
-        self.set_scalar(op, _FORMS[op.name].format(*map(self.value, op.ins)))
-        return None
+            self.array(op)
+            return
+        operands = [self.value(v) for v in op.ins]
+        if "UNKNOWN" in operands:
+            self.expr[op.outs[0]] = "UNKNOWN"
+            self.work[3] += 1
+        else:
+            self.set_scalar(op, _FORMS[op.name].format(*operands))
 
     def array(self, op):
         """An op whose elements nobody computes."""
@@ -600,8 +609,8 @@ class _Compiler:
 
     def guarded(self, op, lines, predicate):
         self.flush()
-        if predicate is not None:
-            self.put(f"if {self.value(predicate)}:")
+        if predicate is not None:  # an unknown one is taken to be true: others wait for the copy
+            self.put(f"if {self.value(predicate)} is not False:")
             self.depth += 1
         for line in lines:
             self.put(line)
@@ -802,6 +811,7 @@ class _Compiler:
         self.bind([index])
         lo, hi = map(self.value, op.ins[:2])
         self.put(f"for v{index} in trips({lo}, {hi}, {op.place!r}):")
+        self.put("  met = t")  # the compiler moves no load to an earlier iteration
         self.nest(op.regions[0], names)
         results = self.bind(op.outs)
         if results:
@@ -834,7 +844,10 @@ class _Compiler:
         self.put("return t")
         self.maps -= 1
         self.depth -= 1
-        self.put(f"t = yield [{name}(t, w, stores, products, waits) for w in range(4)]")
+        self.put("of_warps = [dict(waits) for _ in range(4)]")
+        self.put(f"t = yield [{name}(t, w, stores, products, of_warps[w]) for w in range(4)]")
+        self.put("for x in of_warps:")
+        self.put("  waits.update((b, n) for b, n in x.items() if n > waits.get(b, 0))")
 
     def refuse(self, op):
         raise NotImplementedError(
@@ -849,8 +862,9 @@ class _Compiler:
 def _trips(lo, hi, place):
     if lo is UNKNOWN or hi is UNKNOWN:
         raise ValueError(
-            f"plgpu.estimate: the number of iterations of the loop at {place} depends on elements of"
-            " arrays; pass those arguments in values={number of the argument: array}"
+            f"plgpu.estimate: the number of iterations of the loop at {place} depends on elements"
+            " of arrays. Kernels that load such elements one by one can be estimated with values="
+            "{number of the argument: array}; measure others with plgpu.testing.do_bench"
         )
     return range(lo, hi)
 

@@ -63,7 +63,8 @@ def _lowered(x, operands, what):
 def run(argv):
     """Exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m pallas_mgpu explain", description="predicted time of a kernel, no GPU needed"
+        prog="python -m pallas_mgpu explain",
+        description="predicted time of a kernel, no GPU needed",
     )
     parser.add_argument("kernel", help="file.py:name of a kernel or of a function that makes one")
     parser.add_argument("operands", nargs="*", help="as float32[1024,512]")
