@@ -512,7 +512,7 @@ def estimate(
     *,
     gpu: str = "H200",
     sizes: Mapping[str, int] | None = None,
-    values: Mapping[int, np.ndarray[Any, Any]] | None = None,
+    values: Mapping[int, npt.ArrayLike] | None = None,
     cold: bool = False,
 ) -> Estimate: ...
 

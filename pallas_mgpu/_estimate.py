@@ -11,6 +11,8 @@
 import dataclasses
 import math
 
+import numpy as np
+
 from . import _estimate_machine as machine
 from ._estimate_program import bits_of, compile_kernel, read
 
@@ -115,7 +117,9 @@ class _Launch:
     def __init__(self, program, facts, sizes, values, registers):
         graph = program.graph
         self.program, self.facts, self.sizes = program, facts, sizes
-        self.values = {v: values[k] for k, (v, _) in enumerate(graph.body.args) if k in values}
+        self.values = {
+            v: np.asarray(values[k]) for k, (v, _) in enumerate(graph.body.args) if k in values
+        }
         open_axes = graph.grid_sizes or [0] * len(graph.grid)
         self.grid = [sizes[k] if k else n for k, n in zip(open_axes, graph.grid)]
         self.clusters, self.cluster = math.prod(self.grid), math.prod(graph.cluster)
