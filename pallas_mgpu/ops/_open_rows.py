@@ -9,6 +9,7 @@ decision of `rows_of` is the only place that knows."""
 import threading
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _sizes
 from pallas_mgpu._caches import cached
 
 STATIC = 3  # numbers of rows with a program of their own, for each kind of product
@@ -16,6 +17,7 @@ STATIC = 3  # numbers of rows with a program of their own, for each kind of prod
 # several waves of tiles on any GPU.
 _EDGES = (2, 64, 128, 256, 512, 1024, 2048, 1 << 22)
 TYPICAL = 8192  # rows that the last bucket is tuned for
+ANY_ROWS = (0, 1 << 26)  # edges of kernels that work on each row alone: one program
 
 
 class _Seen:
@@ -45,3 +47,8 @@ def rows_of(kind, m, edges=_EDGES):
     k = next(k for k, edge in enumerate(edges) if m <= edge)
     rows = plgpu.dim("M", min=edges[k - 1] + 1, max=edges[k])
     return rows, min(edges[k], TYPICAL)
+
+
+def in_shapes(*shapes):
+    """Options of plgpu.kernel for operands of such shapes, if one of them has open rows."""
+    return {"in_shapes": shapes} if any(map(_sizes.is_open, shapes)) else {}

@@ -18,6 +18,7 @@ from pallas_mgpu._caches import cached
 from . import _cross_entropy_ring
 from ._common import overlap_launches
 from ._cross_entropy_ring import LOW as _LOW
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -100,6 +101,7 @@ def _forward(x, interpret):
         grid_names=("row",),
         interpret=interpret,
         kernel_name="cross_entropy",
+        **in_shapes((x.rows, x.n), (x.rows,)),
     )
 
 
@@ -127,12 +129,18 @@ def _backward(x, interpret):
         grid_names=("row",),
         interpret=interpret,
         kernel_name="cross_entropy_backward",
+        **in_shapes((x.rows,), (x.rows, x.n), (x.rows,), (x.rows,)),
     )
 
 
 def _by_ring(x, logits):
     features = _core.target(logits.device)["features"]
     return "TMA" in features and logits.aligned and _cross_entropy_ring.fits(x)
+
+
+def _with_open_rows(x, logits, *kind):
+    rows, _ = rows_of((x._replace(rows=0), logits.device, kind), x.rows, ANY_ROWS)
+    return x._replace(rows=rows)
 
 
 def _check(name, logits, targets):
@@ -160,8 +168,9 @@ def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
     _check("cross_entropy", logits, targets)
     rows, n = logits.shape
     x = Problem(rows, n, logits.dtype, int(ignore_index))
-    ring = _by_ring(x, logits)
-    return _cross_entropy_ring.forward(x, interpret) if ring else _forward(x, interpret)
+    if _by_ring(x, logits):
+        return _cross_entropy_ring.forward(x, interpret)
+    return _forward(_with_open_rows(x, logits, interpret), interpret)
 
 
 @plgpu.specialize
@@ -183,5 +192,6 @@ def cross_entropy_backward(grad, logits, targets, lse, *, ignore_index=-100, int
                 f" {v.shape}"
             )
     x = Problem(rows, n, logits.dtype, int(ignore_index), grad.dtype)
-    ring = _by_ring(x, logits)
-    return _cross_entropy_ring.backward(x, interpret) if ring else _backward(x, interpret)
+    if _by_ring(x, logits):
+        return _cross_entropy_ring.backward(x, interpret)
+    return _backward(_with_open_rows(x, logits, interpret, True), interpret)

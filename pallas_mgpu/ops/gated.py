@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, nn, pl
+from pallas_mgpu import _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -62,18 +63,33 @@ class Problem(NamedTuple):
     dtype: np.dtype
     out_dtype: np.dtype
 
+    @property
+    def operands(self):
+        """Shapes of gate and up."""
+        if self.packed:
+            return ((*self.shape[:-1], 2 * self.n),)
+        return self.shape, self.shape
+
+
+def _with_open_rows(x, gate, *kind):
+    if len(x.shape) != 2:
+        return x
+    rows, _ = rows_of((x._replace(rows=0, shape=(0, x.n)), gate.device, kind), x.rows, ANY_ROWS)
+    return x._replace(rows=rows, shape=(rows, x.n))
+
 
 @cached
 def _kernel(x, backward, interpret):
     width = min(x.n, _TILE)
-    height = max(1, min(_TILE // width, x.rows))
+    is_open = _sizes.is_open(x.shape)
+    height = max(1, _TILE // width if is_open else min(_TILE // width, x.rows))
     slope = SLOPES[x.activation]
 
     def body(*refs):
         overlap_launches()
         r, c = lax.axis_index("row") * height, lax.axis_index("column") * width
         rows, shape, keep = pl.ds(r, height), (height, width), None
-        if x.rows % height:
+        if height > 1 and (is_open or x.rows % height):
             keep = lax.broadcasted_iota(jnp.int32, shape, 0) < x.rows - r
         if x.n % width:
             inside = lax.broadcasted_iota(jnp.int32, shape, 1) < x.n - c
@@ -91,7 +107,9 @@ def _kernel(x, backward, interpret):
             else:
                 pl.store(ref, at, value, mask=keep)
 
-        refs = [ref.reshape((x.rows, ref.shape[-1])) for ref in refs]
+        if not is_open:
+            refs = [ref.reshape((x.rows, ref.shape[-1])) for ref in refs]
+        refs = list(refs)
         grad = refs.pop(0) if backward else None
         gate = refs.pop(0)
         up = (gate, x.n) if x.packed else (refs.pop(0), 0)
@@ -116,6 +134,7 @@ def _kernel(x, backward, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
         kernel_name="gated_linear_unit_backward" if backward else "gated_linear_unit",
+        **in_shapes(*[x.shape] * backward, *x.operands),
     )
 
 
@@ -157,7 +176,7 @@ def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None, inter
     shapes.
     """
     x = _problem("gated_linear_unit", gate, up, activation, out_dtype)
-    return _kernel(x, False, interpret)
+    return _kernel(_with_open_rows(x, gate, interpret), False, interpret)
 
 
 @plgpu.specialize(in_place=False)
@@ -175,4 +194,4 @@ def gated_linear_unit_backward(grad, gate, up=None, *, activation="silu", interp
             f"{name}: grad must be a float16, bfloat16 or float32 array of shape {x.shape}, got"
             f" {grad.dtype} of shape {grad.shape}"
         )
-    return _kernel(x, True, interpret)
+    return _kernel(_with_open_rows(x, gate, grad.dtype, interpret), True, interpret)

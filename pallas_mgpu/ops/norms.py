@@ -32,7 +32,7 @@ from pallas_mgpu._caches import cached
 from .._names import show
 from . import _norms_ring
 from ._common import SMS, overlap_launches, unaligned
-from ._open_rows import rows_of
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
@@ -43,7 +43,6 @@ _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
 _COLUMNS = 64  # of a tile along another axis than the last
-_ANY_ROWS = (0, 1 << 26)  # one program for any number of rows of one width
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 
 
@@ -481,9 +480,7 @@ def _kernel(x, cfg, invariant, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=x.out_dtype.itemsize == 2),
         interpret=interpret,
         kernel_name=x.name,
-        **(
-            {"in_shapes": (x.shape, *(None for v in x.vectors if v is not None))} if is_open else {}
-        ),
+        **(in_shapes(x.shape, *(None for v in x.vectors if v is not None)) if is_open else {}),
     )
 
 
@@ -601,7 +598,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     problem = Problem(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned)
     if default and x.ndim == 2 and inner == 1 and not config.ring:
         kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
-        rows, _ = rows_of(kind, outer, _ANY_ROWS)
+        rows, _ = rows_of(kind, outer, ANY_ROWS)
         if rows is not outer:
             problem = problem._replace(shape=(rows, n))
             if not invariant:  # as for many rows
