@@ -51,4 +51,5 @@ def rows_of(kind, m, edges=_EDGES):
 
 def in_shapes(*shapes):
     """Options of plgpu.kernel for operands of such shapes, if one of them has open rows."""
-    return {"in_shapes": shapes} if any(map(_sizes.is_open, shapes)) else {}
+    known = [shape for shape in shapes if shape is not None]
+    return {"in_shapes": shapes} if any(map(_sizes.is_open, known)) else {}

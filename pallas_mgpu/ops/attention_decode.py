@@ -30,12 +30,14 @@ from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores, Tile, options
 from ._common import SMEM_BYTES, Ring, WarpSpecialized, swizzled, warp_specialized
+from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
 _MERGE_REGISTERS = 96  # of a lane, for segments that are loaded together, by all consumers
 _CONSUMERS = 2  # where the accumulators are small
+_CAPACITIES = (0, 512, 2048, 1 << 24)  # of caches of one sequence: edges of the programs
 
 
 class _Problem(NamedTuple):
@@ -104,6 +106,8 @@ class _Block(WarpSpecialized):
         super().__init__(plan, refs)
         self.x, self.refs = plan.x, refs
         self.me = lax.axis_index("cluster")
+        keys = self.x.keys  # that the cache holds, maybe a plgpu.dim
+        self.capacity = jnp.int32(keys) if isinstance(keys, int) else keys + 0 * self.me
         self.keys = Ring(plan.stages, self.k_full, self.k_empty)
         self.values = Ring(plan.stages, self.v_full, self.v_empty)
 
@@ -115,7 +119,7 @@ class _Block(WarpSpecialized):
         # an empty sequence has one block, all masked
         if x.scores.left is None:
             return 0, jnp.maximum(end, 1)
-        first = jnp.clip(n - (x.queries + x.scores.left), 0, x.keys) // _KEYS
+        first = jnp.clip(n - (x.queries + x.scores.left), 0, self.capacity) // _KEYS
         return first, jnp.maximum(end - first, 1)
 
     def share(self):
@@ -123,9 +127,9 @@ class _Block(WarpSpecialized):
         unit."""
         x = self.x
         if x.lengths:
-            n = jnp.clip(self.lengths[...], 0, x.keys)
+            n = jnp.clip(self.lengths[...], 0, self.capacity)
         else:
-            n = jnp.full((x.batch,), x.keys, jnp.int32)
+            n = jnp.full((x.batch,), self.capacity, jnp.int32)
         _, blocks = self.extent(n)
         self.ends = jnp.cumsum(blocks) * x.kv_heads
         self.total = jnp.sum(blocks) * x.kv_heads
@@ -148,7 +152,7 @@ class _Block(WarpSpecialized):
         head, its blocks, the length, first and last block of the segment."""
         x = self.x
         b = jnp.sum((self.ends < end).astype(jnp.int32))
-        length = jnp.clip(self.lengths[b], 0, x.keys) if x.lengths else jnp.int32(x.keys)
+        length = jnp.clip(self.lengths[b], 0, self.capacity) if x.lengths else self.capacity
         _, blocks = self.extent(length)
         stop = jnp.max(jnp.where(self.ends < end, self.ends, 0))  # where the sequence begins
         head = (end - 1 - stop) // blocks
@@ -452,8 +456,17 @@ def _kernel(x, programs, interpret):
     outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
     if x.return_lse:
         outs.append(plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    options = in_shapes(None, (1, x.keys, x.kv_heads, x.dim), (1, x.keys, x.kv_heads, x.value_dim))
+    if options:
+        others = x.lengths + bool(x.page) + x.sinks
+        options["in_shapes"] += (None,) * others
     return warp_specialized(
-        body, plan, (*outs, *_parts(plan)), interpret=interpret, kernel_name="attention_decode"
+        body,
+        plan,
+        (*outs, *_parts(plan)),
+        interpret=interpret,
+        kernel_name="attention_decode",
+        **options,
     )
 
 
@@ -609,6 +622,12 @@ def attention_decode(
     keys = page_table.shape[1] * page if page else k.shape[1]
     shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale
     given = bool(return_lse), kv_lengths is not None, v.shape[3], page, scores, sinks is not None
-    x = _Problem(*shape, *given)
-    units = x.batch * x.kv_heads * pl.cdiv(x.keys, _KEYS)
-    return _Decode(x, min(plgpu.sm_count(q.device), units), interpret)
+    x, sms = _Problem(*shape, *given), plgpu.sm_count(q.device)
+    programs = min(sms, x.batch * x.kv_heads * pl.cdiv(keys, _KEYS))
+    if batch == 1 and not page:  # a cache that grows by being made anew
+        kind = x._replace(keys=0), q.device, interpret
+        found, most = rows_of(kind, keys, _CAPACITIES)
+        if found is not keys:
+            programs = min(sms, x.kv_heads * pl.cdiv(most, _KEYS))
+            x = x._replace(keys=found)
+    return _Decode(x, programs, interpret)

@@ -146,3 +146,138 @@ def test_slices_of_k():
         ops.matmul.kernel(spec(m, 2048), spec(24, 2048), transpose_b=True) for m in (90, 127)
     ]
     assert kernels[0] is kernels[1] and hasattr(kernels[0], "slicing")
+
+
+# ---- kernels that work on each row alone ---------------------------------------------------------
+
+ROWS = (5, 6, 7, 8, 1, 33, 130)
+
+
+def gated(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def gated_gradients(grad, gate, up):
+    s = 1 / (1 + np.exp(-gate))
+    return grad * up * (s + gate * s * (1 - s)), grad * gate * s
+
+
+def losses(logits, targets):
+    top = logits.max(1)
+    lse = np.log(np.exp(logits - top[:, None]).sum(1)) + top
+    return lse - logits[np.arange(len(logits)), targets], lse
+
+
+def gradient_of_loss(grad, logits, targets, lse):
+    p = np.exp(logits - lse[:, None])
+    p[np.arange(len(logits)), targets] -= 1
+    return p * grad[:, None]
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed + sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def halves(m, n):
+    both = normal(m, 2 * n)
+    return (both,), gated(both[:, :n], both[:, n:])
+
+
+def two(m, n):
+    gate, up = normal(m, n), normal(m, n, seed=1)
+    return (gate, up), gated(gate, up)
+
+
+def backward(m, n):
+    arrays = normal(m, n), normal(m, n, seed=1), normal(m, n, seed=2)
+    return arrays, gated_gradients(*arrays)
+
+
+def labelled(m, n):
+    return normal(m, n), np.random.default_rng(m).integers(0, n, m).astype(np.int32)
+
+
+def loss(m, n):
+    arrays = labelled(m, n)
+    return arrays, losses(*arrays)
+
+
+def loss_backward(m, n):
+    arrays = labelled(m, n)
+    arrays = normal(m), *arrays, losses(*arrays)[1].astype(np.float32)
+    return arrays, gradient_of_loss(*arrays)
+
+
+EACH_ROW = {
+    "gated_linear_unit": halves,
+    "gated_linear_unit, two arrays": two,
+    "gated_linear_unit_backward": backward,
+    "cross_entropy": loss,
+    "cross_entropy_backward": loss_backward,
+}
+
+
+@pytest.mark.parametrize("name", EACH_ROW)
+@pytest.mark.parametrize("n", [64, 300, 2048, 2500])
+@pytest.mark.parametrize("way", [True, pytest.param("emulate", marks=pytest.mark.long)])
+def test_each_row_alone(name, n, way):
+    """Several rows a tile and one, with and without a rest of columns: four programs in all."""
+    function = getattr(ops, name.partition(",")[0])
+    before = _core.plan_memory()["plans"]
+    for m in ROWS:
+        arrays, want = EACH_ROW[name](m, n)
+        got = plgpu.tree.leaves(function(*arrays, interpret=way))
+        for g, w in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
+            np.testing.assert_allclose(np.asarray(g), w, rtol=1e-3, atol=1e-4)
+    assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1
+
+
+@pytest.mark.parametrize("block", [None, 64, 128])
+@pytest.mark.parametrize("n", [256, 300, 4096])
+def test_quantize_any_number_of_rows(n, block):
+    before = _core.plan_memory()["plans"]
+    for m in ROWS:
+        x = normal(m, n)
+        q, scales = map(np.asarray, ops.quantize(x, block=block, interpret=True))
+        groups = np.zeros((m, -(-n // (block or n)), block or n), np.float32)
+        groups.reshape(m, -1)[:, :n] = x
+        want = np.abs(groups).max(-1) / 448
+        np.testing.assert_allclose(scales, want if block else want[:, 0], rtol=1e-6)
+        options = dict(block=block, out_dtype="float32", interpret=True)
+        back = np.asarray(ops.dequantize(q, scales, **options))
+        steps = np.repeat(want, block or n, axis=1)[:, :n] * 448 / 16  # of 3 bits, half of it
+        assert (np.abs(back - x) <= steps + 1e-6).all()
+    assert _core.plan_memory()["plans"] - before == 2 * (_open_rows.STATIC + 1)
+
+
+# ---- caches that grow ----------------------------------------------------------------------------
+
+
+def test_4096_steps_of_decoding_have_at_most_twelve_programs():
+    q, kernels = spec(1, 1, 32, 128), {}
+    for n in range(1, 4097):
+        cache = spec(1, n, 8, 128)
+        kernel = ops.attention_decode.kernel(q, cache, cache).kernel
+        kernels[id(kernel)] = kernel
+    assert len(kernels) <= 12
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": True}, {"window": (50, None)}])
+@pytest.mark.parametrize("way", [True, pytest.param("emulate", marks=pytest.mark.long)])
+def test_decoding_with_a_cache_that_grows(options, way):
+    rng = np.random.default_rng(1)
+    options = dict(options)
+    shortened = options.pop("lengths", False)
+    for n in (70, 100, 33, 64, 65, 129, 511, 513, 700):
+        q = rng.standard_normal((1, 1, 8, 64)).astype(bfloat16)
+        k, v = (rng.standard_normal((1, n, 2, 64)).astype(bfloat16) for _ in range(2))
+        if shortened:
+            options["kv_lengths"] = np.array([n - 20], np.int32)
+        got = np.asarray(ops.attention_decode(q, k, v, **options, interpret=way))
+        end = n - 20 if shortened else n
+        first = max(0, n - 1 - options["window"][0]) if "window" in options else 0
+        k, v = (np.repeat(x[0, first:end].astype(np.float32), 4, axis=1) for x in (k, v))
+        s = np.einsum("hd,khd->hk", q[0, 0].astype(np.float32), k) / 8
+        p = np.exp(s - s.max(1, keepdims=True))
+        want = np.einsum("hk,khd->hd", p / p.sum(1, keepdims=True), v)
+        np.testing.assert_allclose(got[0, 0].astype(np.float32), want, atol=2e-2)
