@@ -23,7 +23,7 @@ from pallas_mgpu.testing import do_bench
 ROWS = (4, 37, 64, 128, 333, 512, 1000, 2048, 2999, 4096, 8192)
 WEIGHTS = ((4096, 4096), (14336, 4096))
 WIDTHS = (1024, 4096, 8192)
-DATA = {"matmul": [], "rms_norm": [], "random_rows": {}, "launch_us": {}}
+DATA = {"matmul": [], "rms_norm": [], "gated_linear_unit": [], "random_rows": {}, "launch_us": {}}
 
 
 def of_form(static, call, others):
@@ -132,6 +132,18 @@ def main():
                 (x,),
                 others,
                 lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6),
+            )
+            gate, up = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            others = [
+                lambda i=i, r=room: ops.gated_linear_unit.kernel(r[:i], r[:i])
+                for i in range(5, 5 + _open_rows.STATIC)
+            ]
+            compare(
+                "gated_linear_unit",
+                lambda x, y: ops.gated_linear_unit.kernel(x, y),
+                (gate, up),
+                others,
+                lambda x, y: torch.nn.functional.silu(x) * y,
             )
     random_rows(4096, 4096)
     launches(4096, 4096)

@@ -27,6 +27,7 @@ from ._bench import Timing
 from ._names import show
 
 _FEWEST = 5  # rounds before candidates leave
+_START = 300.0  # seconds that a child may take to import what it needs
 
 
 def host_timer(f, seconds=0.02):
@@ -54,7 +55,8 @@ def _host(x):
 
 def _serve(connection, tuned, timer):
     """Answers (command, configs, args) until the other side is gone."""
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        connection.send("ready")  # from here on the time of a candidate counts
         while True:
             command, configs, on_gpu, args = connection.recv()
             args = [_core.device_put(x) if put else x for x, put in zip(args, on_gpu)]
@@ -80,16 +82,14 @@ class _Child:
 
     def ask(self, command, configs, args, timeout):
         """("ok", answer), ("failed", why) or ("hung", why)."""
-        if self.process is None:
-            context = multiprocessing.get_context("spawn")
-            self.connection, other = context.Pipe()
-            self.process = context.Process(
-                target=_serve, args=(other, self.tuned, self.tuned.timer), daemon=True
-            )
-            self.process.start()
-            other.close()
         on_gpu = [isinstance(x, _core.DeviceArray) for x in args]
         try:
+            if self.process is None:
+                self._start()
+                if not self.connection.poll(_START):
+                    self.stop()
+                    return "failed", f"a process for it did not start in {_START:.0f} s"
+                self.connection.recv()
             self.connection.send((command, configs, on_gpu, [_host(x) for x in args]))
             if not self.connection.poll(timeout):
                 self.stop()
@@ -98,6 +98,15 @@ class _Child:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = self.stop()
             return "failed", f"the process ended with code {code}"
+
+    def _start(self):
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(other, self.tuned, self.tuned.timer), daemon=True
+        )
+        self.process.start()
+        other.close()
 
     def stop(self):
         if self.process is None:
@@ -134,6 +143,12 @@ class _Record:
             part = self.path.with_suffix(f".{time.time_ns()}")
             part.write_text(json.dumps(self.data))
             part.replace(self.path)
+
+
+def _version():
+    from . import __version__  # this module is imported by the package's
+
+    return __version__
 
 
 def _shape_of(x):
@@ -206,7 +221,8 @@ class Autotuned:
     def _place():
         info = _core.system_info()
         device = info["devices"][info["device"]] if info["device"] >= 0 else {}
-        return [device.get("name"), device.get("driver"), info["nvrtc"], info["backend"]]
+        versions = [device.get("driver"), info["nvrtc"], _version()]
+        return [device.get("name"), *versions, info["backend"]]
 
     def _run_all(self, names, args, record, children):
         """The names of candidates that run and pass the check."""
@@ -291,11 +307,12 @@ def autotune(
     *args)``: is it worth a try? ``check(result, *args)``: None or True if the result is right, else
     False or what is wrong; it runs in a child process. ``listener(event)``: gets a dict for every
     candidate that ran and for the choice. ``timer(f)``: seconds of a call ``f()``, in a child.
-    ``timeout``: seconds after which a candidate hangs. ``workers``: processes that compile.
-    ``rounds``: how often candidates are timed at most.
+    ``timeout``: seconds after which a candidate hangs; imports do not count. ``workers``: processes
+    that compile. ``rounds``: how often candidates are timed at most.
 
     The function must be an attribute of a module that child processes can import. The choice is
-    kept in the compile cache, for each GPU, driver, NVRTC and text of the function.
+    kept in the compile cache, for each GPU, driver, NVRTC, version of this package and text of the
+    function.
     ``f.tune(*args)`` returns it without a call. TypeError for what is no function, ValueError if no
     configurations are given or ``prune`` leaves none, RuntimeError if none works.
     """

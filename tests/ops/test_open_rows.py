@@ -219,7 +219,7 @@ EACH_ROW = {
 
 @pytest.mark.parametrize("name", EACH_ROW)
 @pytest.mark.parametrize("n", [64, 300, 2048, 2500])
-@pytest.mark.parametrize("way", [True, pytest.param("emulate", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", [True, pytest.param("emulate", marks=pytest.mark.exhaustive)])
 def test_each_row_alone(name, n, way):
     """Several rows a tile and one, with and without a rest of columns: four programs in all."""
     function = getattr(ops, name.partition(",")[0])
@@ -263,7 +263,7 @@ def test_4096_steps_of_decoding_have_at_most_twelve_programs():
 
 
 @pytest.mark.parametrize("options", [{}, {"lengths": True}, {"window": (50, None)}])
-@pytest.mark.parametrize("way", [True, pytest.param("emulate", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", [True, pytest.param("emulate", marks=pytest.mark.exhaustive)])
 def test_decoding_with_a_cache_that_grows(options, way):
     rng = np.random.default_rng(1)
     options = dict(options)

@@ -63,6 +63,26 @@ def test_other_shapes_are_tuned_anew_and_interrupted_tuning_resumes(tuned, monke
     assert [e["event"] for e in tuned.EVENTS] == ["best"]
 
 
+def test_imports_are_not_the_time_of_a_candidate(tuned, monkeypatch):
+    monkeypatch.setenv("TUNED_IMPORTS", "3")
+    monkeypatch.setattr(tuned.add_one, "timeout", 2.5)
+    monkeypatch.setattr(tuned.add_one, "configs", ["fast", "near"])
+    assert tuned.add_one.tune(np.zeros(2)) == "fast"
+    assert [e["status"] for e in tuned.EVENTS if e["event"] == "run"] == ["ok", "ok"]
+
+
+def test_another_version_is_tuned_anew(tuned, monkeypatch):
+    monkeypatch.setattr(tuned.add_one, "configs", ["fast", "near"])
+    events = []
+    for version in ("1.0", "1.0", "2.0"):
+        monkeypatch.setattr(plgpu, "__version__", version)
+        tuned.add_one.best.clear()
+        tuned.EVENTS.clear()
+        tuned.add_one.tune(np.zeros(2))
+        events.append(len(tuned.EVENTS))
+    assert events == [3, 0, 3]
+
+
 def test_errors():
     with pytest.raises(ValueError, match="configs must be different ones"):
         plgpu.autotune([1, 1])
