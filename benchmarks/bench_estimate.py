@@ -3,10 +3,10 @@
     python benchmarks/bench_estimate.py [--only WORD ...] [--rounds N] [--json FILE]
     python benchmarks/bench_estimate.py --table    # without a GPU: beside figures of RESULTS.md
 
-Each kernel of estimate_cases.py runs on random operands and must leave no element of a result as it
-was. Times are of calls in CUDA graphs after a wait (queued), above 50 us of bursts. At the end: the
-median of the errors and how many are below 20 %, of cases that were used to choose the constants of
-the model and of the others."""
+Each kernel of estimate_cases.py runs on random operands; its results must have no NaN (whether they
+are right is the matter of the other benchmarks). Times are of calls in CUDA graphs after a wait
+(queued), above 50 us of bursts. At the end: the median of the errors and how many are below 20 %,
+of cases that were used to choose the constants of the model and of the others."""
 
 import argparse
 import statistics
@@ -32,7 +32,8 @@ def array(spec, torch):
 
 def measured(kernel, arrays, predicted, rounds, torch):
     """(way, samples in seconds)"""
-    outs = [torch.as_tensor(x) for x in plgpu.tree.leaves(kernel(*arrays))]
+    outs = plgpu.tree.leaves(kernel(*arrays))
+    outs = [x if isinstance(x, torch.Tensor) else torch.from_dlpack(x) for x in outs]
     torch.cuda.synchronize()
     for out in outs:
         if out.dtype.is_floating_point and out.element_size() > 1:
