@@ -22,7 +22,6 @@ import functools
 import math
 import multiprocessing
 import os
-import subprocess
 import time
 
 import results
@@ -222,15 +221,6 @@ def clusters_at_once(smem=200 << 10):
         status = cu.cuOccupancyMaxActiveClusters(ctypes.byref(n), function, ctypes.byref(launch))
         found[size] = n.value if status == 0 else f"error {status}"
     return found
-
-
-def machine():
-    import torch
-
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
-    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    found = {"gpu": torch.cuda.get_device_name(), "driver": told, "torch": torch.__version__}
-    return found | {"cuda": torch.version.cuda, "sms": plgpu.sm_count(None)}
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ FlashAttention backends; the ratio is its time divided by ours, the median of th
 
 import argparse
 import functools
-import json
 import math
-import pathlib
 import time
 
+import results
 import torch
-from bench_gemm_suite import machine
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pallas_mgpu as plgpu
@@ -78,7 +76,7 @@ def of_torch(backend, q, k, v, causal):
         ).transpose(1, 2)
 
 
-def time_one(case, rounds):
+def time_one(case, rounds, kept):
     layer, batch, queries, keys, causal = case
     heads, kv_heads, dim = LAYERS[layer]
     random = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -105,6 +103,11 @@ def time_one(case, rounds):
         row["peer"] = min(peers, key=lambda n: times[n].median)
         row["ratio"] = times["ops"].ratio(times[row["peer"]])
     flops = 4 * batch * heads * queries * keys * dim * (0.5 if causal else 1)
+    kept.add(
+        "prefill", f"{layer}: {batch} x ({queries}, {keys}){', causal' * causal}",
+        {"queued": {n: results.of_timing(t) for n, t in times.items()}}, work=flops,
+        errors=errors, queries=queries, keys=keys,
+    )  # fmt: skip
     row["tflops"] = flops / row["us"]["ops"][0] / 1e6 if "ops" in times else None
     return row
 
@@ -113,8 +116,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--budget", type=float, default=120, help="seconds")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", help="file for all figures")
+    results.argument(parser)
     args = parser.parse_args()
+    kept = results.Results(__file__, args.json)
     start, rows = time.perf_counter(), []
     print("| layer | batch, queries, keys | causal | ops, us | TFLOP/s | peer, us | ratio |")
     print("|---|---|---|---:|---:|---:|---:|")
@@ -122,7 +126,7 @@ def main():
         if time.perf_counter() - start > args.budget:
             print(f"left out after {args.budget:.0f} s: {case}")
             continue
-        row = time_one(case, args.rounds)
+        row = time_one(case, args.rounds, kept)
         rows.append(row)
         if "ratio" in row:
             us, peer = row["us"], row["peer"]
@@ -134,9 +138,6 @@ def main():
             )
         for failure in row["failed"]:
             print(f"  {case}: {failure}")
-        if args.json:
-            data = {"machine": machine(), "command": vars(args), "rows": rows}
-            pathlib.Path(args.json).write_text(json.dumps(data, indent=1))
     ratios = [r["ratio"][0] for r in rows if "ratio" in r]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     print(f"\n{len(ratios)} shapes: geometric mean {mean:.3f}, minimum {min(ratios):.3f}")

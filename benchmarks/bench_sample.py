@@ -5,6 +5,9 @@
 Before it is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
 CUDA graphs, the median of nine replays of 20 calls."""
 
+import argparse
+
+import results
 import torch
 
 from pallas_mgpu import ops
@@ -39,7 +42,7 @@ def check(logits, tokens, top_k=None, top_p=None):
         assert (before < top_p + 1e-4).all()
 
 
-def microseconds(call):
+def seconds(call):
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -54,11 +57,14 @@ def microseconds(call):
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / 20)
-    return sorted(times)[4]
+        times.append(begin.elapsed_time(end) / 1e3 / 20)
+    return times
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    results.argument(parser)
+    found = results.Results(__file__, parser.parse_args().json)
     print("| logits, bfloat16 | options | ops, us | torch, us | torch / ops |")
     print("|---|---|---:|---:|---:|")
     for shape in SHAPES:
@@ -68,8 +74,14 @@ def main():
         for options in OPTIONS:
             out.fill_(-1)
             check(logits, ops.sample(logits, seed, out=out, **options), **options)
-            a = microseconds(lambda: ops.sample(logits, seed, out=out, **options))  # noqa: B023
-            b = microseconds(lambda: of_torch(logits, **options))  # noqa: B023
+            samples = {
+                "ops": seconds(lambda: ops.sample(logits, seed, out=out, **options)),  # noqa: B023
+                "torch": seconds(lambda: of_torch(logits, **options)),  # noqa: B023
+            }
+            given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
+            case = f"{shape[0]} x {shape[1]}, {given}"
+            found.add_samples("sample", case, samples, work=2 * logits.numel(), unit="B")
+            a, b = (results.spread(s)[0] * 1e6 for s in samples.values())
             print(f"| {shape} | {options or '-'} | {a:.1f} | {b:.1f} | {b / a:.2f} |", flush=True)
 
 

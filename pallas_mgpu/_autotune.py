@@ -19,6 +19,7 @@ import inspect
 import json
 import multiprocessing
 import queue
+import sys
 import time
 from pathlib import Path
 
@@ -145,12 +146,6 @@ class _Record:
             part.replace(self.path)
 
 
-def _version():
-    from . import __version__  # this module is imported by the package's
-
-    return __version__
-
-
 def _shape_of(x):
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return [list(x.shape), str(x.dtype)]
@@ -221,7 +216,7 @@ class Autotuned:
     def _place():
         info = _core.system_info()
         device = info["devices"][info["device"]] if info["device"] >= 0 else {}
-        versions = [device.get("driver"), info["nvrtc"], _version()]
+        versions = [device.get("driver"), info["nvrtc"], sys.modules[__package__].__version__]
         return [device.get("name"), *versions, info["backend"]]
 
     def _run_all(self, names, args, record, children):
