@@ -1,6 +1,6 @@
 """ops.sample beside torch: sort, cumulative sum and multinomial, as PyTorch models sample.
 
-    python benchmarks/bench_sample.py
+    python benchmarks/bench_sample.py [--json FILE]
 
 Before it is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
 CUDA graphs, the median of nine replays of 20 calls."""

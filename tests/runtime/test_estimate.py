@@ -2,13 +2,16 @@
 
 import statistics
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz import generate
+from fuzz import kernels as fuzz_kernels
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _estimate_machine, _estimate_program, lax, ops, pl
+from pallas_mgpu import _estimate, _estimate_machine, _estimate_program, lax, ops, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.__main__ import main
 
@@ -257,3 +260,26 @@ def test_explain(file, capsys):
 def test_explain_says_what_is_wrong(file, capsys, rest, message):
     assert main(["explain", *(x.format(file) for x in rest)]) == 2
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_random_kernels(monkeypatch):
+    """Every kernel has a time, or there is a reason that names what it lacks."""
+    monkeypatch.setattr(_estimate, "_registers", lambda lowered: 64)  # does not compile
+    told = 0
+    for seed in range(60):
+        case = fuzz_kernels.Case(generate.generate(seed).source())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                lowered = case.kernel().lower(*case.operands)
+            except (NotImplementedError, ValueError):
+                continue
+        try:
+            assert 0 < plgpu.estimate(lowered, cold=True).seconds < 1
+            told += 1
+        except ValueError as e:
+            assert "depends on elements" in str(e), seed
+        except NotImplementedError as e:
+            assert "as far as the model knows" in str(e), seed
+    assert told >= 50
