@@ -196,6 +196,7 @@ static void signal(u32 *w, u32 n, const Clock &clock) {
   if (s.signals.size() == MOST) s.signals.erase(s.signals.begin());
   s.signals.push_back(x);
   *w += n;
+  m.progress++;
   for (Thread *o : s.waiters) host_wake(o);
   s.waiters.clear();
 }

@@ -331,7 +331,8 @@ struct Machine {
   u32 cluster_blocks;
   std::vector<Began> began;    /* by their number - 1 */
   bool polled;                 /* a thread looks again and again: engines must move too */
-  int polled_line;             /* where it did so last */
+  u64 polled_progress;         /* then */
+  u32 polls;                   /* since there was progress */
   u32 devices = 1, n_args = 0; /* of a mesh; arguments of each */
   u64 stride = 0;              /* from what one device has to the same of the next one */
   std::map<const void *, Semaphore> semaphores; /* by their word */
