@@ -156,7 +156,7 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     if not numbers:
         raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
 
-    caller = sys._getframe(1)
+    caller = sys._getframe(2)  # 1 is that of accepts()
 
     def repeat(backend, again):
         global _failed

@@ -255,7 +255,23 @@ CASES = {
     ],
     "TMEM in scopes of one thread": [lambda: one_thread(plgpu.TMEM((128, 64), F32))],
     "on Blackwell: `attention_backward`": [
-        lambda t=t: on(t, ops.attention_backward, *[heads] * 5, lse) for t in ("sm_100a", "sm_103a")
+        lambda: on("sm_100a", ops.attention_backward, *[keys] * 5, lse),
+        lambda: on("sm_100a", ops.attention_backward, *[heads] * 5, lse, deterministic=True),
+        lambda: on(
+            "sm_103a",
+            ops.attention_backward,
+            *[heads] * 5,
+            lse,
+            bias=zeros(1, 2, 64, 64),
+            bias_gradient=True,
+        ),
+    ],
+    "`plgpu.estimate` of": [
+        lambda: plgpu.estimate(
+            plgpu.kernel(keep, out_type=plgpu.ShapeDtypeStruct((128,), F32)).lower(
+                zeros(128, dtype=F32), target="sm_80"
+            )
+        ),
     ],
     "`transposed_ragged_dot`, `mixed_matmul` and": [
         *on_older(ops.ragged_dot, square, zeros(2, 64, 64), sizes),

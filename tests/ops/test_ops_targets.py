@@ -58,6 +58,7 @@ CALLS = {
     "rms_norm_backward": lambda **o: ops.rms_norm_backward(x, x, w, **o),
     "layer_norm_backward": lambda **o: ops.layer_norm_backward(x, x, w, bias=True, **o),
     "gated_linear_unit_backward": lambda **o: ops.gated_linear_unit_backward(x, x, x, **o),
+    "activation_backward": lambda **o: ops.activation_backward(x, x, bias=True, **o),
     "cross_entropy_backward": lambda **o: ops.cross_entropy_backward(few, x, targets, few, **o),
     "matmul": lambda **o: ops.matmul(square, square, **memory, **o),
     "matmul, odd rows": lambda **o: ops.matmul(square[:, :99].copy(), square[:99], **memory, **o),
