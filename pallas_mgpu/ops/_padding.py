@@ -1,7 +1,7 @@
 """Copies of operands whose rows TMA cannot address.
 
 TMA wants arrays that begin at, and have rows of, a multiple of 16 bytes. Others are first copied to
-padded rows by a kernel of their own."""
+padded rows by a kernel of their own, and results on other devices copied from them."""
 
 import math
 
@@ -47,6 +47,31 @@ def padding(shape, dtype, aligned, interpret):
         grid_names=("row", "col"),
         interpret=interpret,
         kernel_name="matmul_padding",
+    )
+
+
+@cached
+def cropping(shape, cols, dtype, interpret):
+    """Kernel: a copy of the first columns alone, of an array of two dims. Blocks overlap as those
+    of `padding` do."""
+    rows = shape[0]
+    width = min(cols, _WIDTH)
+    height = min(rows, max(_WIDTH // width, 1))
+
+    def body(x, o):
+        overlap_launches()
+        r = jnp.minimum(lax.axis_index("row") * height, rows - height)
+        c = jnp.minimum(lax.axis_index("col") * width, cols - width)
+        at = pl.ds(r, height), pl.ds(c, width)
+        o[at] = x[at]
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((rows, cols), dtype),
+        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_cropping",
     )
 
 

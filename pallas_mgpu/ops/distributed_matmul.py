@@ -35,7 +35,7 @@ from pallas_mgpu._caches import cached
 
 from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, SMS, StaticTiles, swizzled
-from ._padding import padding
+from ._padding import cropping, padding
 from .distributed import Collective
 from .matmul import (
     MatmulConfig,
@@ -634,9 +634,17 @@ def _aligned(x, mesh, interpret):
     dtype = distributed._dtype(one, "")
     if one.shape[0] == 1 or one.shape[1] * dtype.itemsize % 16 == 0:
         return x
-    if mesh.devices is None and mesh.group is None:
-        interpret = interpret or True
-    return _padded(mesh, tuple(map(int, one.shape)), dtype, interpret)(x)
+    return _padded(mesh, tuple(map(int, one.shape)), dtype, _interpreted(mesh, interpret))(x)
+
+
+def _interpreted(mesh, interpret):
+    nowhere = mesh.devices is None and mesh.group is None
+    return interpret or True if nowhere else interpret
+
+
+@cached
+def _cropped(mesh, shape, n, dtype, interpret):
+    return plgpu.spmd(cropping(shape, n, dtype, interpret), mesh, ordered=False)
 
 
 def all_gather_matmul(
@@ -722,5 +730,12 @@ def matmul_all_reduce(
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
     _checked(config, what, m, how[2], True)
-    f = _reduced(mesh, axis, m, k, n, dtype, out_dtype, *how)
-    return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
+    operands = [_aligned(z, mesh, interpret) for z in (a, b)]
+    whole = 16 // out_dtype.itemsize
+    if m == 1 or n % whole == 0:
+        return _reduced(mesh, axis, m, k, n, dtype, out_dtype, *how)(*operands, out=out)
+    # rows that TMA can write on the other devices
+    padded = pl.cdiv(n, whole) * whole
+    made = _reduced(mesh, axis, m, k, padded, dtype, out_dtype, *how)(*operands)
+    crop = _cropped(mesh, (m, padded), n, out_dtype, _interpreted(mesh, interpret))
+    return crop(made, out=out)
