@@ -4,17 +4,18 @@ The product is that of matmul.py, with its tiles, order and ring: persistent clu
 through the tiles of one part of the result after the other, a part for each device.
 
 All-gather, then product: each device has some rows of A, and wants the product of all rows with
-its own B. A warpgroup of each block, the *courier*, writes pieces of the rows of its device into
-staging memory of the others. Pieces make up *cells*, some rows and some columns each, which are
-sent in the order in which they are needed. Producer and consumers of the block work on the
+its own B. A warp of each block's producer, the *courier*, moves pieces of the rows of its device
+through shared memory into staging memory of the others, by TMA. Pieces make up *cells*, some rows
+and some columns each, which are sent in the order in which they are needed. The block works on the
 device's own rows first, and on those of another device as cells arrive: all pieces of a cell raise
 the same flag.
 
 Product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
 is one of the summands. Blocks send the tiles of a summand, float32, to the device whose rows they
 are, beginning with those of the next device; the buffer in shared memory has room for a whole tile,
-which is on its way while the next one is multiplied. They end with their own tiles, to which they
-add the summands of the others, in the order of the ranks.
+which is on its way while the next one is multiplied. They end with their own tiles, for which
+couriers fetch the summands of the others into that buffer. These are added in the order of the
+ranks. Consumers wait for no other device.
 
 Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the sum of a
 tile goes to all devices. A kernel ends once all devices have told that their sums are there.
