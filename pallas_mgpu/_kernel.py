@@ -21,6 +21,7 @@ from ._flags import enable_poison_buffers
 from ._frameworks import special
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, later, show
+from ._semaphores import SharedScratch
 from ._types import (
     GMEM,
     CompilerParams,
@@ -354,8 +355,9 @@ class Definition:
 
     def _gmem_scratch(self, t, batch, grid):
         """The scratch types, with refs in place of those in GMEM, and the number of these. Each is
-        an additional output whose first dimension counts the blocks; a block sees its own part."""
-        sizes, count = (*batch, *grid, *self.mesh.cluster), 0
+        an additional output whose first dimension counts the blocks, or the elements of a batch if
+        blocks share it; a block sees its own part."""
+        sizes, count, shared = (*batch, *grid, *self.mesh.cluster), 0, set()
 
         def replaced(x):
             nonlocal count
@@ -363,11 +365,15 @@ class Definition:
                 return x
             if x.transforms:
                 raise ValueError(f"{self.who} {self.name}: {x}: transforms are for SMEM")
-            shape = (math.prod(sizes), *x.shape)
+            is_shared = isinstance(x, SharedScratch)
+            shape = (math.prod(batch if is_shared else sizes), *x.shape)
             what = f"{self.who} {self.name}: {x} for each of {shape[0]} blocks"
             _checked(ShapeDtypeStruct(shape, x.dtype), what)
             count += 1
-            return t.output(shape, x.dtype, f"scratch{count}")
+            ref = t.output(shape, x.dtype, f"scratch{count}")
+            if is_shared:
+                shared.add(id(ref))
+            return ref
 
         kinds = (MemoryRef, RefUnion)
         is_leaf = lambda x: isinstance(x, kinds) or hasattr(x, "memory_space")  # noqa: E731
@@ -375,7 +381,13 @@ class Definition:
         if not count:
             return self.scratch, 0
         block = _trace.block_number((*batch, *grid), self.mesh.cluster)
-        own = lambda x: x.at[block] if isinstance(x, _trace.Ref) else x  # noqa: E731
+        element = _trace.block_number(batch, ())
+
+        def own(x):
+            if not isinstance(x, _trace.Ref):
+                return x
+            return x.at[element if id(x) in shared else block]
+
         return tree.map(own, scratch, is_leaf=is_leaf), count
 
     def _name_none(self, e, structure):

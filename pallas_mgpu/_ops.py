@@ -391,9 +391,19 @@ def commit_smem():
     _core.effect("commit_smem", ())
 
 
-def barrier_arrive(barrier):
-    """Count one arrival of this thread on a barrier, after its earlier memory accesses (Hopper)."""
-    _core.effect("barrier_arrive", (_barrier(barrier, "barrier_arrive"),))
+def barrier_arrive(barrier, *, relaxed=False):
+    """Count one arrival of this thread on a barrier, after its earlier memory accesses (Hopper).
+
+    ``relaxed``, of a :class:`ClusterBarrier`: to the threads of other blocks the arrival tells only
+    what products and copies have read of shared memory, not what this thread itself has loaded and
+    stored; where semaphores order that, it saves a fence of all memory. Kernels whose blocks share
+    nothing else are relaxed anyway. TypeError unless it is a bool.
+    """
+    what = "barrier_arrive"
+    if not isinstance(relaxed, bool):
+        raise TypeError(f"{what}: relaxed must be a bool, got {show(relaxed)}")
+    publishes = {"publishes": 2} if relaxed else {}
+    _core.effect(what, (_barrier(barrier, what),), **publishes)
 
 
 def barrier_wait(barrier, *, phase=None):

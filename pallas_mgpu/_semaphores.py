@@ -1,11 +1,20 @@
-"""Semaphores: int32 counters, of one block or of the launch, that threads signal and wait for."""
+"""Semaphores: int32 counters, of one block or of the launch, that threads signal and wait for; and
+memory that the blocks of a launch share."""
 
 from . import _core
 from ._devices import DeviceIdType, all_axes, device_number
 from ._names import show
 from ._schedule import not_batched
 from ._trace import Array, Ref, as_array, env, type_text
-from ._types import GMEM, Semaphores, SemaphoreType, _Frozen
+from ._types import (
+    GMEM,
+    PlacedRef,
+    Semaphores,
+    SemaphoreType,
+    ShapeDtypeStruct,
+    _Frozen,
+    _shape,
+)
 
 
 class semaphore:
@@ -33,6 +42,22 @@ def get_global(what):
         n *= d
     e.semaphores += n
     return _core.alloc_semaphore(what.shape, first)
+
+
+class SharedScratch(PlacedRef):
+    """Scratch in global memory that all blocks of a launch share, for ``scratch_types``.
+
+    It lives as long as the call and is uninitialised at the start. Under ``plgpu.vmap`` each
+    element has its own. What one block writes another one may read once it has waited for a
+    semaphore (``pl.get_global``) that was signalled afterwards. ``plgpu.GMEM(shape, dtype)`` is
+    memory that a block has to itself.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, shape, dtype):
+        aval = ShapeDtypeStruct(_shape(shape, "ext.SharedScratch"), _core.as_dtype(dtype))
+        super().__init__(aval, GMEM)
 
 
 def _one(x, what):

@@ -8,11 +8,13 @@ from ._control import ordered_section, warp_where
 from ._devices import as_semaphores
 from ._names import finder
 from ._schedule import TileScheduler
+from ._semaphores import SharedScratch
 from ._tmem import format_tcgen05_scales
 from ._trace import env
 from ._types import ints
 
 __all__ = [
+    "SharedScratch",
     "TileScheduler",
     "as_semaphores",
     "format_tcgen05_scales",

@@ -10,6 +10,11 @@ from ._typing import CollectiveAxes, Operand, Scalar
 
 _C = TypeVar("_C")
 
+class SharedScratch:
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    def __init__(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> None: ...
+
 class TileScheduler:
     tiles: Ref | None
     ready: Ref | None

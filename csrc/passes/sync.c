@@ -28,7 +28,8 @@
  * the GMEM that the kernel both reads and writes, and the TMEM of a pair: a load or store of it is
  * ordered before the other block's products by a synchronisation of both blocks, which one of the
  * scope of a block is not (PTX ISA, memory consistency model, scopes). An ARRIVE that PUBLISHES
- * something else (that the threads of its block have read a tile index) is never RELAXED.
+ * something else (that the threads of its block have read a tile index) is never RELAXED, and one
+ * whose program says that semaphores order that memory always is.
  *
  * All lanes perform a scalar store with the same value, so no SYNC is needed after it. But a late
  * lane must not read what an early lane has already stored, so a SYNC comes before it if the same
@@ -638,7 +639,8 @@ static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
   int64_t *out = pm_attr(g, op, PM_ATTR_RELAXED);
   pm_attr_list(g, pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
-  *out = n && *(bool *)ctx && !*pm_attr(g, op, PM_ATTR_PUBLISHES);
+  const int64_t publishes = *pm_attr(g, op, PM_ATTR_PUBLISHES);
+  *out = n && (publishes == 2 || (*(bool *)ctx && !publishes));
 }
 
 static void relax(placer *p) {

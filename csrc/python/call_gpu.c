@@ -23,9 +23,13 @@ static bool all_empty(const pmpy_call *c) {
   return c->plan->n_out > 0;
 }
 
-/* Addresses of all parameters if nothing needs staging. */
+/* Is GMEM scratch memory of the kind of the results? They are dropped behind the launch, and their
+ * library may use the memory again at once, but on the stream of the launch alone. */
+static bool has_scratch_of_home(const pmpy_call *c) { return c->cuda && !c->has_stream; }
+
+/* Addresses of all parameters if nothing needs staging. out: with those of scratch. */
 static bool direct(const pmpy_call *c, const uint64_t *out, uint64_t *ptr) {
-  if (c->plan->n_scratch) return false;
+  if (c->plan->n_scratch && !has_scratch_of_home(c)) return false;
   for (uint32_t i = 0; i < c->n_in; i++) {
     if (!c->in[i].cuda) return false;
     ptr[i] = c->in[i].ptr;
@@ -34,7 +38,24 @@ static bool direct(const pmpy_call *c, const uint64_t *out, uint64_t *ptr) {
     if (c->plan->alias && c->plan->alias[i] >= 0) return false;
     ptr[c->n_in + i] = out[i];
   }
+  for (uint32_t i = c->plan->n_out; i < c->plan->n_out + c->plan->n_scratch; i++)
+    ptr[c->n_in + i] = out[i];
   return c->cuda;
+}
+
+static int take_scratch(const pmpy_call *c, void *stream, PyObject **made, uint64_t *ptr) {
+  for (uint32_t i = 0; has_scratch_of_home(c) && i < c->plan->n_scratch; i++) {
+    const pmpy_spec *spec = &c->specs[c->plan->n_out + i];
+    made[i] = pmpy_result(c->home, spec, true, c->device, stream, &ptr[i]);
+    if (made[i]) continue;
+    while (i) Py_DECREF(made[--i]);
+    return -1;
+  }
+  return 0;
+}
+
+static void drop_scratch(const pmpy_call *c, PyObject *const *made) {
+  for (uint32_t i = 0; has_scratch_of_home(c) && i < c->plan->n_scratch; i++) Py_DECREF(made[i]);
 }
 
 static int launch(const pmpy_call *c, pm_kernel *kernel, int device, void *stream,
@@ -112,7 +133,7 @@ static int launch_around(pmpy_call *c, pm_kernel *kernel, int device, void *stre
 }
 
 PyObject *pmpy_call_gpu(pmpy_call *c, int device) {
-  PyObject *made[PMPY_MAX_PARAMS];
+  PyObject *made[PMPY_MAX_PARAMS], *scratch[PMPY_MAX_PARAMS];
   uint64_t out[PMPY_MAX_PARAMS];
   void *stream = NULL;
   if (pmpy_call_find_stream(c, device, &stream) < 0 || check_capture(c, device, stream) < 0)
@@ -120,7 +141,8 @@ PyObject *pmpy_call_gpu(pmpy_call *c, int device) {
   pm_kernel *kernel = pmpy_plan_kernel(c->plan, device);
   if (!kernel) return NULL;
   if (pmpy_call_outputs(c, stream, made, out) < 0) return NULL;
-  if (all_empty(c) || !launch_around(c, kernel, device, stream, out, made))
-    return pmpy_call_finish(c, made);
-  return pmpy_call_drop(c, made);
+  if (take_scratch(c, stream, scratch, out + c->plan->n_out) < 0) return pmpy_call_drop(c, made);
+  const bool good = all_empty(c) || !launch_around(c, kernel, device, stream, out, made);
+  drop_scratch(c, scratch);
+  return good ? pmpy_call_finish(c, made) : pmpy_call_drop(c, made);
 }

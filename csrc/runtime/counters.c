@@ -2,10 +2,11 @@
  * separate words.
  *
  * Launches of one stream follow each other, and each leaves the words zero, so a stream keeps the
- * words of its first launch. A captured launch may run on any stream later, so it gets words of its
- * own. Words are slots of chunks that are allocated whole; the first chunk is allocated with the
- * kernel, so that a capture allocates no memory. The owners of a chunk are a hash table that only
- * grows: a lookup takes no lock, and a new owner claims an empty entry by an atomic exchange. */
+ * words of its first launch. So do the launches that one capture takes from one stream: they follow
+ * each other in its graph, whichever stream that runs on. Words are slots of chunks that are
+ * allocated whole; the first chunk is allocated with the kernel, so that a capture allocates no
+ * memory. The owners of a chunk are a hash table that only grows: a lookup takes no lock (during a
+ * capture it does), and a new owner claims an empty entry by an atomic exchange. */
 #include "counters.h"
 
 #include <pthread.h>
@@ -15,17 +16,24 @@ enum { SLOTS = 128, FEW_SLOTS = 8, SLOT_BYTES = 128, CHUNK_BYTES = 1 << 22 };
 #define NOBODY ((uintptr_t)0)
 #define A_GRAPH UINTPTR_MAX
 
+/* What a graph's words belong to; no stream: no capture. */
+typedef struct capture {
+  uint64_t id;
+  cu_stream stream;
+} capture;
+
 typedef struct chunk {
   struct chunk *_Atomic next;
   cu_ptr words;
   _Atomic uintptr_t owner[SLOTS];
+  capture of[SLOTS]; /* where the owner is A_GRAPH; under the lock */
 } chunk;
 
 struct pm_counters {
   const pm_device *device;
   size_t slot_bytes;
   uint32_t n_slots;     /* of a chunk */
-  pthread_mutex_t lock; /* to add a chunk */
+  pthread_mutex_t lock; /* to add a chunk, and for captures */
   chunk *_Atomic first;
 };
 
@@ -100,9 +108,26 @@ static int find_slot(const pm_counters *c, chunk *k, uintptr_t owner) {
     uintptr_t found = atomic_load_explicit(&k->owner[i], memory_order_acquire);
     if (found == NOBODY && atomic_compare_exchange_strong(&k->owner[i], &found, owner))
       return (int)i;
-    if (found == owner && owner != A_GRAPH) return (int)i;
+    if (found == owner) return (int)i;
   }
   return -1;
+}
+
+/* The same for a capture. */
+static int find_captured(pm_counters *c, chunk *k, capture x) {
+  int slot = -1;
+  pthread_mutex_lock(&c->lock);
+  for (uint32_t i = 0; slot < 0 && i < c->n_slots; i++)
+    if (atomic_load(&k->owner[i]) == A_GRAPH && k->of[i].id == x.id && k->of[i].stream == x.stream)
+      slot = (int)i;
+  for (uint32_t i = 0; slot < 0 && i < c->n_slots; i++) {
+    uintptr_t found = NOBODY;
+    if (!atomic_compare_exchange_strong(&k->owner[i], &found, A_GRAPH)) continue;
+    k->of[i] = x;
+    slot = (int)i;
+  }
+  pthread_mutex_unlock(&c->lock);
+  return slot;
 }
 
 /* The chunk after `last`, made if there is none. */
@@ -112,7 +137,7 @@ static pm_code next_chunk(pm_counters *c, chunk *last, bool capturing, chunk **o
   *out = atomic_load(&last->next);
   if (!*out && capturing) {
     code = pm_fail(err, PM_E_RUNTIME,
-                   "a kernel with counters was captured too often: %d launches and streams have "
+                   "a kernel with counters was captured too often: %d captures and streams have "
                    "counters of their own, and no memory can be allocated during a capture. "
                    "Launch it on one more stream outside of a capture, and try again",
                    (int)c->n_slots);
@@ -129,19 +154,20 @@ static uintptr_t owner_of(cu_stream s) {
   return (uintptr_t)s + 1; /* the default stream is 0 */
 }
 
-static bool is_capturing(cu_stream s) {
+static capture capture_of(cu_stream s) {
+  capture x = {0, NULL};
   int status = 0;
-  if (!s || s == CU_STREAM_LEGACY) return false; /* cannot be captured */
-  return !pm_cu.cuStreamIsCapturing(s, &status) && status;
+  if (!s || s == CU_STREAM_LEGACY) return x; /* cannot be captured */
+  if (!pm_cu.cuStreamGetCaptureInfo(s, &status, &x.id) && status) x.stream = s;
+  return x;
 }
 
 pm_code pm_counters_of(pm_counters *c, cu_stream stream, cu_ptr *out, pm_err *err) {
   int slot;
-  const bool capturing = is_capturing(stream);
-  const uintptr_t owner = capturing ? A_GRAPH : owner_of(stream);
+  const capture x = capture_of(stream);
   chunk *k = atomic_load_explicit(&c->first, memory_order_acquire);
-  while ((slot = find_slot(c, k, owner)) < 0) {
-    if (next_chunk(c, k, capturing, &k, err)) return err->code;
+  while ((slot = x.stream ? find_captured(c, k, x) : find_slot(c, k, owner_of(stream))) < 0) {
+    if (next_chunk(c, k, x.stream != NULL, &k, err)) return err->code;
   }
   *out = k->words + (size_t)slot * c->slot_bytes;
   return PM_OK;

@@ -12,6 +12,7 @@ from pallas_mgpu import numpy as jnp
 
 F16, F32 = np.float16, np.float32
 TWO = dict(num_threads=2, thread_name="wg")
+RACES = plgpu.InterpretParams(detect_races=True)
 
 
 def halves(rng, *shape):
@@ -291,6 +292,58 @@ def test_copies_of_gmem_scratch(run, rng):
     )
     got = run(body, x, x, scratch_types=scratch, grid=(4,), grid_names=("g",))
     np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize("interpret", [RACES, "emulate"], ids=["interpret", "emulate"])
+def test_shared_scratch(rng, interpret):
+    """What all blocks see; semaphores order it. Elements of a batch have their own."""
+    x = rng.standard_normal((4, 64)).astype(F32)
+
+    def from_the_one_before(x_ref, o_ref, rows):
+        i, done = lax.axis_index("g"), pl.get_global(plgpu.SemaphoreType.REGULAR((4,)))
+        rows[i] = x_ref[i] * 2
+        plgpu.semaphore_signal(done.at[i], memory_scope="gpu")
+
+        @pl.when(i > 0)
+        def _():
+            plgpu.semaphore_wait(done.at[i - 1], memory_scope="gpu")
+
+        o_ref[i] = rows[jnp.maximum(i - 1, 0)]
+
+    options = dict(
+        out_type=plgpu.ShapeDtypeStruct(x.shape, F32),
+        scratch_types=[plgpu.ext.SharedScratch((4, 64), F32)],
+        grid=(4,),
+        grid_names=("g",),
+        interpret=interpret,
+    )
+    kernel = plgpu.kernel(from_the_one_before, **options)
+    np.testing.assert_array_equal(kernel(x), 2 * x[[0, 0, 1, 2]])
+
+    def double(x_ref, o_ref, rows):
+        i = lax.axis_index("g")
+        rows[i] = x_ref[i] * 2
+        o_ref[i] = rows[i]
+
+    both = np.stack([x, x + 1])
+    np.testing.assert_array_equal(plgpu.vmap(plgpu.kernel(double, **options))(both), 2 * both)
+
+
+def test_shared_scratch_without_an_order(rng):
+    def race(x_ref, o_ref, row):
+        row[...] = x_ref[lax.axis_index("g")]
+        o_ref[lax.axis_index("g")] = row[...]
+
+    kernel = plgpu.kernel(
+        race,
+        out_type=plgpu.ShapeDtypeStruct((2, 64), F32),
+        scratch_types=[plgpu.ext.SharedScratch((64,), F32)],
+        grid=(2,),
+        grid_names=("g",),
+        interpret=RACES,
+    )
+    with pytest.raises(plgpu.RaceError):
+        kernel(rng.standard_normal((2, 64)).astype(F32))
 
 
 def test_gmem_scratch_of_other_calls(rng):

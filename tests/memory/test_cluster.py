@@ -1179,3 +1179,35 @@ def test_parser_survives_damage(text):
         except plgpu.InternalError:
             refused += 1
     assert refused > 100
+
+
+def test_relaxed_arrival(rng):
+    """It orders what copies and products read of shared memory, not what the thread stores to
+    global memory: with it another block must not read that."""
+    x = rng.standard_normal((2, 128)).astype(np.float32)
+
+    def kernel(relaxed):
+        def body(x_ref, o_ref, rows, barrier):
+            r = lax.axis_index("c")
+            rows[r] = x_ref[r]
+            plgpu.barrier_arrive(barrier, relaxed=relaxed)
+            plgpu.barrier_wait(barrier)
+            o_ref[r] = rows[1 - r]
+
+        return plgpu.kernel(
+            body,
+            out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32),
+            scratch_types=[
+                plgpu.ext.SharedScratch(x.shape, np.float32),
+                plgpu.ClusterBarrier(collective_axes=("c",)),
+            ],
+            cluster=(2,),
+            cluster_names=("c",),
+            interpret=plgpu.InterpretParams(detect_races=True),
+        )
+
+    np.testing.assert_array_equal(kernel(False)(x), x[::-1])
+    with pytest.raises(plgpu.RaceError, match="rows"):
+        kernel(True)(x)
+    with pytest.raises(TypeError, match="relaxed must be a bool, got 1"):
+        kernel(1)(x)

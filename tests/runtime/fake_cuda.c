@@ -396,6 +396,12 @@ static R cuStreamIsCapturing(void *s, int *v) {
   *v = (int)S.capturing;
   return 0;
 }
+static R cuStreamGetCaptureInfo(void *s, int *v, uint64_t *id) {
+  (void)s;
+  *v = S.capturing != 0;
+  *id = (uint64_t)S.capturing;
+  return 0;
+}
 static R cuStreamWaitEvent(void *s, void *e, unsigned f) {
   (void)s, (void)e, (void)f;
   MAY_FAIL;

@@ -396,6 +396,26 @@ def case_garbage_in_captures():
     assert fake.fake_live_bytes() == live - 3 * x.nbytes
 
 
+def case_scratch():
+    """GMEM scratch of calls on arrays of the GPU: memory of their library, nothing is copied."""
+
+    def double(x, o, tmp):
+        tmp[...] = x[...] * 2
+        o[...] = tmp[...]
+
+    tmp = plgpu.GMEM((128,), np.float32)
+    k = plgpu.kernel(double, out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype), scratch_types=[tmp])
+    d, e = plgpu.device_put(x), plgpu.device_put(x)
+    k(d, out=e)
+    live, copies = fake.fake_live_bytes(), fake.fake_copies()
+    assert k(d, out=e) is e
+    assert fake.fake_live_bytes() == live and fake.fake_copies() == copies
+    found = k(d)
+    assert fake.fake_live_bytes() == live + x.nbytes and fake.fake_copies() == copies
+    del found
+    assert fake.fake_live_bytes() == live
+
+
 def counted(x, o):
     i = _core.next_tile(1)
 
@@ -405,7 +425,7 @@ def counted(x, o):
 
 
 def case_counters():
-    """One zeroed buffer for each stream, one for each captured launch."""
+    """One zeroed buffer for each stream, and for each stream of each capture."""
     seen = []
 
     def count(params, record):
@@ -431,18 +451,23 @@ def case_counters():
     assert len(set(seen)) == 2 and seen[0::2] == seen[:1] * 3 and seen[1::2] == seen[1:2] * 3
     own, default = seen[:2]
     seen.clear()
-    fake.fake_set_capturing(1)
-    for _ in range(40):
-        k(x)
+    for capture in range(1, 41):
+        fake.fake_set_capturing(capture)
+        for _ in range(3):
+            k(x)
+    assert len(set(seen)) == 40 and seen[0::3] == seen[1::3] == seen[2::3]
     k(d)  # the default stream is never captured
-    assert len(set(seen)) == 41 and own not in seen and seen[-1] == default
-    for _ in range(86):
+    assert own not in seen and seen[-1] == default
+    for capture in range(41, 127):
+        fake.fake_set_capturing(capture)
         k(x)
+    assert len(set(seen)) == 127
+    fake.fake_set_capturing(127)
     refused(RuntimeError, "captured too often", k, x)
     fake.fake_set_capturing(0)
     k(x)
     assert seen[-1] == own
-    fake.fake_set_capturing(1)
+    fake.fake_set_capturing(127)
     refused(RuntimeError, "captured too often", k, x)
     fake.fake_set_capturing(0)
     del k
