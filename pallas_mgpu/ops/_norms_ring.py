@@ -88,7 +88,7 @@ class _KernelPlan(Plan):
 
     def __init__(self, x, ring):
         """x: a Problem of norms.py; ring: chunk, pairs, programs."""
-        super().__init__(math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, *ring)
+        super().__init__(*x.extents[:2], x.dtype.itemsize, *ring)
         self.x, self.kept = x, self.vectors_kept(x)
         # groups that are stored together: each store is a sync, but results take registers
         self.at_once = self.chunk // self.grain

@@ -10,8 +10,11 @@ segment, sends them to all through the SMEM of the cluster, and every block puts
 the same order. Where there are many of them, and a row fits into the SMEM of an SM, a ring that
 is filled without a pause is faster: _norms_ring.py. Results repeat bit for bit.
 
-Where TMA cannot go (a pitch that is no multiple of 16 bytes, an axis that is not the last) the
-lanes load and store the tile themselves; what registers do not hold they read from memory again.
+Along another axis than the last a tile is columns: as many as make rows of 128 bytes, or fewer
+where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
+
+Where TMA cannot go (a pitch that is no multiple of 16 bytes) the lanes load and store the tile
+themselves; what registers do not hold they read from memory again.
 
 The order of a sum follows from the tile and its register layout. Both depend on the number of rows,
 and on where the array begins, unless the call is batch invariant: then they are functions of the
@@ -42,16 +45,20 @@ _RING_BYTES = 180224  # of a row: more slots than it takes
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
-_COLUMNS = 64  # of a tile along another axis than the last
+_COLUMNS = 64  # of a tile along another axis than the last, if lanes load it
+_ROW_BYTES = (128, 64, 32)  # of such a tile in SMEM, the widest that fits
+_COLUMN_BYTES = 65536  # of a block's part of it, as long as the cluster can grow
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
+_NARROW = 512  # elements of a row up to which it always has them so
+_NARROW_TILE = 4096  # elements of a tile of such rows, if there are many
 
 
 class NormConfig(NamedTuple):
     """How softmax, rms_norm and layer_norm are tiled.
 
     ``height``: rows of a tile (columns, along another axis than the last). ``cluster``: blocks that
-    share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
-    the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk if
+    share a row, with one row a tile, or columns. ``part``: elements of a row in registers at a
+    time; 0: all of the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk if
     chunks of rows pass through a ring in SMEM (the fields above then have no effect); 0: no ring.
     ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``:
     the number of blocks; 0: one for each SM.
@@ -260,6 +267,26 @@ def _layout(columns, n, itemsize):
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
 
 
+def _is_narrow(n, height, itemsize):
+    """Are rows so short that the layout of batch-invariant functions takes fewer registers than
+    one that is inferred, 28 instead of 67 for 128 columns? It has to come out even."""
+    return n <= _NARROW and height % (128 // _row_lanes(n, itemsize)) == 0
+
+
+def _column_layout(height, itemsize):
+    """Of columns in SMEM: a lane has 4 bytes of a row, so that sums along columns need no
+    shuffles, or few; None where lanes do not come out even."""
+    of_row, vector = height * itemsize // 4, 4 // itemsize
+    if of_row not in (8, 16, 32) or height % vector:
+        return None
+    if of_row == 32:
+        tiles, warps, lanes = ((4, height), (vector,)), -3, (-2,)
+    else:
+        rows = 32 // of_row
+        tiles, warps, lanes = ((4 * rows, height), (rows, height), (vector,)), -5, (-3, -2)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
+
+
 def _vector(n, itemsize):
     return max(math.gcd(n, 16 // itemsize), 2)
 
@@ -273,13 +300,15 @@ class _Plan:
     """Numbers that follow from the shape and the configuration. The array is seen as [outer, n,
     inner]; its tiles are rows of [outer, n], where inner is 1, or columns of [n, inner]."""
 
-    def __init__(self, outer, n, inner, columns, cfg, itemsize=None):
-        """itemsize: of x, in a batch-invariant function; else None."""
+    def __init__(self, outer, n, inner, columns, cfg, itemsize, invariant=False):
+        """itemsize: of x; invariant: of the batch."""
         self.outer, self.n, self.inner, self.cluster = outer, n, inner, cfg.cluster
         self.axis = 0 if columns else 1  # of a tile, that is reduced
         across = inner if columns else outer
         # of full height: rows that are missing would change how a lane adds up its registers
-        self.height = cfg.height if itemsize else min(cfg.height, _sizes.most(across))
+        fixed = invariant or not columns and _is_narrow(n, cfg.height, itemsize)
+        whole = fixed or columns and cfg.staged
+        self.height = cfg.height if whole else min(cfg.height, _sizes.most(across))
         self.width = n
         if cfg.cluster > 1:
             self.width = pl.cdiv(pl.cdiv(n, cfg.cluster), 8) * 8
@@ -293,7 +322,9 @@ class _Plan:
             self.width = part * self.parts
         self.part = part
         self.part_shape = (part, self.height) if columns else (self.height, part)
-        self.layout = _layout(columns, n, itemsize) if itemsize else None
+        self.layout = _layout(columns, n, itemsize) if fixed else None
+        if columns and cfg.staged:
+            self.layout = _column_layout(self.height, itemsize)
         self.padded = self.width * cfg.cluster != n
         over = across % self.height
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
@@ -302,13 +333,15 @@ class _Plan:
         self.staged = cfg.staged
 
     def scratch(self, x):
-        found, buffer = {}, (self.height, self.width)
+        columns = self.axis == 0
+        found, buffer = {}, (self.width, self.height) if columns else (self.height, self.width)
         if self.staged:
             found["x_smem"] = plgpu.SMEM(buffer, x.dtype)
             if x.dtype != x.out_dtype:
                 found["o_smem"] = plgpu.SMEM(buffer, x.out_dtype)
         if self.cluster > 1:
-            found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
+            of_each = (self.height,) if columns else ()
+            found["stats"] = plgpu.SMEM((self.cluster, 2, *of_each), jnp.float32)
         if self.staged:
             found["full"] = plgpu.Barrier()
         if self.cluster > 1:
@@ -322,7 +355,8 @@ class Problem(NamedTuple):
     name: str
     eps: tuple  # arguments of the function's class
     shape: tuple  # of ints; of matrices the rows may be a size of the call (plgpu.dim)
-    axis: int
+    axis: int  # the first that is reduced
+    axes: int  # how many are, one after the other
     dtype: np.dtype
     out_dtype: np.dtype
     vectors: tuple  # dtypes of weight and bias, None for one that is not there
@@ -331,10 +365,24 @@ class Problem(NamedTuple):
     def op(self):
         return _OPS[self.name](*self.eps)
 
+    @property
+    def last(self):
+        return self.axis + self.axes - 1
+
+    @property
+    def extents(self):
+        """The array as [outer, n, inner], whose axis n is reduced."""
+        stops = self.axis, self.last + 1
+        parts = self.shape[: stops[0]], self.shape[slice(*stops)], self.shape[stops[1] :]
+        return tuple(map(math.prod, parts))
+
     def given(self, refs):
         """Of all refs after x the vectors, None for one that is not there."""
         found = iter(refs)
-        return [None if v is None else next(found) for v in self.vectors]
+        refs = [None if v is None else next(found) for v in self.vectors]
+        return [
+            ref.reshape((ref.size,)) if ref is not None and self.axes > 1 else ref for ref in refs
+        ]
 
 
 class _Block:
@@ -353,6 +401,8 @@ class _Block:
         p = self.plan
         if p.staged:
             where = (pl.ds(self.across, p.height), pl.ds(self.offset, p.width))
+            if not self.rows:
+                where = (self.t // p.tiles, *reversed(where))
             plgpu.copy_gmem_to_smem(self.x.at[where], self.x_smem, self.full)
             plgpu.barrier_wait(self.full)
         tile = _Tile(p, self.read, self.inside, self.offset)
@@ -368,15 +418,23 @@ class _Block:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def exchange(self, mine):
-        """The statistics of all segments of the row."""
-        blocks = range(self.plan.cluster)
+        """The statistics of all segments of the row, or of the columns."""
+        blocks, shape = range(self.plan.cluster), self.stats.shape[2:]
         for j in blocks:
             box = plgpu.cluster_ref(self.stats, {"c": j})
             for i, value in enumerate(mine):
-                box[self.rank, i] = value.reshape(())
+                box[self.rank, i] = value.reshape(shape)
         plgpu.barrier_arrive(self.arrived)
         plgpu.barrier_wait(self.arrived)
-        return [[self.stats[j, i] for i in range(len(mine))] for j in blocks]
+
+        def one(j, i):
+            if self.rows:
+                return self.stats[j, i]
+            layout = self.plan.layout and self.plan.layout.reduce(0)
+            value = plgpu.load(self.stats.at[j, i], layout=layout)
+            return lax.broadcast_in_dim(value, (1, *shape), [1])
+
+        return [[one(j, i) for i in range(len(mine))] for j in blocks]
 
     def place(self, k, aligned=True):
         """Part k of the tile in the array."""
@@ -386,6 +444,11 @@ class _Block:
             start = unaligned(start)
         along, other = pl.ds(start, p.part), pl.ds(self.across, p.height)
         return (other, along) if self.rows else (self.t // p.tiles, along, other)
+
+    def part(self, k):
+        """Part k of the tile in SMEM."""
+        along = pl.ds(k * self.plan.part, self.plan.part)
+        return (slice(None), along) if self.rows else (along, slice(None))
 
     def inside(self, k):
         """Which elements of part k lie in the row; None: all."""
@@ -408,7 +471,7 @@ class _Block:
         """Part k of the tile, float32."""
         p, fill = self.plan, self.op.fill
         if p.staged:
-            value = self.x_smem[:, pl.ds(k * p.part, p.part)].astype(jnp.float32)
+            value = self.x_smem[self.part(k)].astype(jnp.float32)
             valid = self.inside(k)
             if valid is None or fill == 0.0:  # TMA reads zeros outside
                 return value
@@ -425,7 +488,7 @@ class _Block:
         value = tile.held if tile.held is not None else self.read(k)
         value = self.weighted(self.op.result(tile, value), k).astype(x.out_dtype)
         if p.staged:
-            self.o_smem[:, pl.ds(k * p.part, p.part)] = value
+            self.o_smem[self.part(k)] = value
             return
         keep, at = self.mask(k), self.place(k, x.aligned[-1])
         if keep is None:
@@ -452,10 +515,9 @@ class _Block:
 @cached
 def _kernel(x, cfg, invariant, interpret):
     """x: a Problem; invariant: of the batch."""
-    n = x.shape[x.axis]
-    outer, inner = math.prod(x.shape[: x.axis]), math.prod(x.shape[x.axis + 1 :])
-    rows = not _by_columns(x.shape, x.axis, inner, invariant)
-    p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize if invariant else None)
+    outer, n, inner = x.extents
+    rows = not _by_columns(x.shape, x.last, inner, invariant)
+    p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize, invariant)
     flat = (outer, n) if rows else (outer, n, inner)
     is_open = _sizes.is_open(x.shape)
 
@@ -494,9 +556,12 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
     `in_place`: the result has its dtype."""
     if inner > 1:
-        height = min(_COLUMNS, inner)
-        return NormConfig(height, 1, max(_PART // height, 1), False)
+        return _choose_columns(n, inner, itemsize, staged)
     height = max(1, min(2048 // n, outer))
+    if n <= _NARROW:
+        at_once = 128 // _row_lanes(n, itemsize)  # rows of the four warps
+        tile = _NARROW_TILE if outer * n >= 16 * sms * _NARROW_TILE else 2048
+        height = max(min(tile // n // at_once, pl.cdiv(outer, at_once)), 1) * at_once
     if not staged:
         return NormConfig(height, _blocks(n, _PART), _PART, False)
     # softmax keeps the row in registers, or it would compute each exponential twice; the others
@@ -514,6 +579,19 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
         return NormConfig(1, cluster, _PART, False)
     whole = (held or cluster == 1) and width <= 2 * _HELD
     return NormConfig(height, cluster, 0 if whole else _PART)
+
+
+def _choose_columns(n, inner, itemsize, staged):
+    rows = [row for row in _ROW_BYTES if row < 2 * inner * itemsize] or _ROW_BYTES[-1:]
+    for row in rows if staged else ():
+        height = row // itemsize
+        cluster = _blocks(n * height * itemsize, _COLUMN_BYTES)
+        rows = pl.cdiv(n, cluster)
+        if rows * height * itemsize <= _STAGED_BYTES:
+            held = rows * height <= _HELD
+            return NormConfig(height, cluster, 0 if held else _PART // height, True)
+    height = min(_COLUMNS, inner)
+    return NormConfig(height, 1, max(_PART // height, 1), False)
 
 
 def _without_clusters(config, n, itemsize, gpu):
@@ -553,6 +631,28 @@ def _blocks(n, most):
 # ---- the functions ------------------------------------------------------------------------------
 
 
+def _axes_of(name, x, axis, at_end):
+    """The first axis that is reduced, and how many are. at_end: the last one has to be."""
+    given = axis if isinstance(axis, (tuple, list)) else (axis,)
+    if any(not isinstance(a, int) or not -x.ndim <= a < x.ndim for a in given):
+        raise ValueError(
+            f"{name}: axis must be an int from {-x.ndim} to {x.ndim - 1}, or a tuple of them, got"
+            f" {axis!r}"
+        )
+    found = sorted(a % x.ndim for a in given)
+    if not found or found != list(range(found[0], found[0] + len(found))):
+        raise NotImplementedError(
+            f"{name}: axes that are reduced follow each other, got {axis!r} of {x.shape}; transpose"
+            " the array first"
+        )
+    if at_end and found[-1] != x.ndim - 1:
+        raise NotImplementedError(
+            f"{name}: the last axis is one of those that are reduced, got {axis!r} of {x.shape};"
+            " transpose the array first"
+        )
+    return found[0], len(found)
+
+
 def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     """The kernel of a call, after checks. vectors: by name, None for one that is not there.
     invariant: of the batch."""
@@ -561,47 +661,47 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{name}: x must have a dim and elements, got shape {x.shape}")
-    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"{name}: axis must be an int from {-x.ndim} to {x.ndim - 1}, got {axis!r}"
-        )
-    axis %= x.ndim
-    n = x.shape[axis]
+    axis, axes = _axes_of(name, x, axis, at_end=bool(vectors))
     for what, v in vectors.items():
-        if v is not None and v.shape != (n,):
-            raise ValueError(f"{name}: {what} must have the shape ({n},), got {v.shape}")
+        if v is not None and v.shape != x.shape[axis:]:
+            raise ValueError(f"{name}: {what} must have the shape {x.shape[axis:]}, got {v.shape}")
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     if out_dtype.name not in _FLOATS:
         raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}")
-    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    pitches = n * x.dtype.itemsize | n * out_dtype.itemsize
-    by_tma = inner == 1 and x.aligned and (pitches % 16 == 0)
-    size = max(x.dtype.itemsize, out_dtype.itemsize)
-    in_place, sms = x.dtype == out_dtype, plgpu.sm_count(x.device)
-    default = config is None
-    if config is None and invariant:
-        columns = _by_columns(x.shape, axis, inner, True)
-        config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
-        config = config._replace(staged=config.staged and by_tma)
-    elif config is None:
-        config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
-    gpu = _core.target(x.device)
-    if default and inner == 1 and "CLUSTER" not in gpu["features"]:
-        config = _without_clusters(config, n, size, gpu)
-    _check(name, config, inner, by_tma)
     given = list(vectors.values())
     aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
     dtypes = tuple(None if v is None else v.dtype for v in given)
     if eps is not None and not isinstance(eps, numbers.Real):
         raise TypeError(f"{name}: eps must be a number, got {show(eps)}")
+    if eps is not None and not isinstance(eps, numbers.Real):
+        raise TypeError(f"{name}: eps must be a number, got {show(eps)}")
     eps = () if eps is None else (float(eps),)
-    problem = Problem(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned)
-    if default and x.ndim == 2 and inner == 1 and not config.ring:
+    problem = Problem(name, eps, x.shape, axis, axes, x.dtype, out_dtype, dtypes, aligned)
+    outer, n, inner = problem.extents
+    gpu = _core.target(x.device)
+    pitch = n if inner == 1 else inner
+    pitches = pitch * x.dtype.itemsize | pitch * out_dtype.itemsize
+    by_tma = x.aligned and pitches % 16 == 0
+    if inner > 1:
+        by_tma = by_tma and "CLUSTER" in gpu["features"]
+    size = max(x.dtype.itemsize, out_dtype.itemsize)
+    in_place, sms = x.dtype == out_dtype, plgpu.sm_count(x.device)
+    default = config is None
+    if config is None and invariant:
+        columns = _by_columns(x.shape, problem.last, inner, True)
+        config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
+        config = config._replace(staged=config.staged and by_tma)
+    elif config is None:
+        config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
+    if default and inner == 1 and "CLUSTER" not in gpu["features"]:
+        config = _without_clusters(config, n, size, gpu)
+    _check(name, config, inner, by_tma)
+    if default and x.ndim == 2 and axes == 1 and inner == 1 and not config.ring:
         kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
         rows, _ = rows_of(kind, outer, ANY_ROWS)
         if rows is not outer:
             problem = problem._replace(shape=(rows, n))
-            if not invariant:  # as for many rows
+            if not invariant and n > _NARROW:  # as for many rows
                 config = config._replace(height=max(1, 2048 // n))
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
@@ -629,14 +729,15 @@ def _check(name, config, inner, by_tma):
         raise ValueError(f"{name}: a ring has 1 to 3 consumers, got {config}")
     if ring and not staged:
         raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
-    if (cluster > 1 or ring) and (height > 1 or inner > 1):
+    if cluster > 1 and height > 1 and inner == 1 or ring and (height > 1 or inner > 1):
         raise ValueError(
-            f"{name}: clusters and rings are for single rows of the last axis, got {config}"
+            f"{name}: along the last axis clusters and rings are for single rows, along others"
+            f" there are no rings, got {config}"
         )
     if staged and not by_tma:
         raise ValueError(
-            f"{name}: TMA takes the last axis of arrays that begin at, and have rows of, a multiple"
-            f" of 16 bytes; staged must be False, got {config}"
+            f"{name}: TMA takes arrays that begin at, and have rows of, a multiple of 16 bytes, and"
+            f" another axis than the last on GPUs with clusters; staged must be False, got {config}"
         )
 
 
@@ -653,10 +754,10 @@ def softmax(
 ):
     """``exp(x - max(x)) / sum(exp(x - max(x)))`` along an axis, computed in float32.
 
-    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: an int;
-    the last one is fastest. out_dtype: one of the same dtypes, that of ``x`` by default. config: a
-    :class:`NormConfig`; chosen from the shape by default. out: a preallocated result, which may be
-    ``x``.
+    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: an int, or
+    a tuple of axes that follow each other; the last one is fastest. out_dtype: one of the same
+    dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
+    default. out: a preallocated result, which may be ``x``.
 
     batch_invariant: the bits of a row depend on the row, its length, the dtypes and options alone,
     not on other rows, their number or where the array begins; some shapes then take longer.
@@ -674,6 +775,7 @@ def rms_norm(
     x,
     weight=None,
     *,
+    axis=-1,
     eps=1e-6,
     out_dtype=None,
     config=None,
@@ -683,9 +785,10 @@ def rms_norm(
 ):
     """``x / sqrt(mean(x * x) + eps) * weight`` of the rows of the last axis, computed in float32.
 
-    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight: one
-    number for each element of a row, any of these dtypes; None for ones. out_dtype: one of these
-    dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
+    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: the last
+    one, or a tuple of the last ones, over which rows go then. weight: one number for each element
+    of a row, of the shape of these axes, any of these dtypes; None for ones. out_dtype: one of
+    these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
     default. out: a preallocated result, which may be ``x``. batch_invariant, deterministic: as for
     :func:`softmax`.
 
@@ -694,7 +797,7 @@ def rms_norm(
     """
     invariant = batch_invariance("rms_norm", batch_invariant, deterministic)
     vectors = {"weight": weight}
-    return _make("rms_norm", x, vectors, -1, eps, out_dtype, config, invariant, interpret)
+    return _make("rms_norm", x, vectors, axis, eps, out_dtype, config, invariant, interpret)
 
 
 @plgpu.specialize
@@ -703,6 +806,7 @@ def layer_norm(
     weight=None,
     bias=None,
     *,
+    axis=-1,
     eps=1e-5,
     out_dtype=None,
     config=None,
@@ -713,10 +817,11 @@ def layer_norm(
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` of the rows of the last axis, computed
     in float32.
 
-    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight, bias:
-    one number for each element of a row, any of these dtypes; None for ones and zeros. out_dtype:
-    one of these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the
-    shape by default. out: a preallocated result, which may be ``x``. batch_invariant,
+    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: the last
+    one, or a tuple of the last ones, over which rows go then. weight, bias: one number for each
+    element of a row, of the shape of these axes, any of these dtypes; None for ones and zeros.
+    out_dtype: one of these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen
+    from the shape by default. out: a preallocated result, which may be ``x``. batch_invariant,
     deterministic: as for :func:`softmax`.
 
     The variance is the mean of squared differences from the mean. Returns the shape of ``x``, of
@@ -724,4 +829,4 @@ def layer_norm(
     """
     invariant = batch_invariance("layer_norm", batch_invariant, deterministic)
     vectors = {"weight": weight, "bias": bias}
-    return _make("layer_norm", x, vectors, -1, eps, out_dtype, config, invariant, interpret)
+    return _make("layer_norm", x, vectors, axis, eps, out_dtype, config, invariant, interpret)

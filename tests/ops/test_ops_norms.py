@@ -32,9 +32,9 @@ def reference(name, x, weight=None, bias=None, axis=-1, eps=None):
     if name == "softmax":
         e = np.exp(x - x.max(axis, keepdims=True))
         return e / e.sum(axis, keepdims=True)
-    y = x - x.mean(-1, keepdims=True) if name == "layer_norm" else x
+    y = x - x.mean(axis, keepdims=True) if name == "layer_norm" else x
     eps = {"rms_norm": 1e-6, "layer_norm": 1e-5}[name] if eps is None else eps
-    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + eps)
+    y = y / np.sqrt((y * y).mean(axis, keepdims=True) + eps)
     y = y if vectors[0] is None else y * vectors[0]
     return y if vectors[1] is None else y + vectors[1]
 
@@ -202,7 +202,22 @@ def test_long_rows_in_a_ring(rng, name, n, dtype):
     assert torch.equal(on_gpu[0], got)
 
 
-@pytest.mark.parametrize("shape, axis", [((3, 50, 7), 1), ((300, 64), 0), ((2, 9, 70, 3), -3)])
+@pytest.mark.parametrize("shape, axes", [((3, 5, 40), 2), ((2, 3, 7, 11), 3), ((2, 90, 200), 2)])
+def test_several_axes(run, rng, shape, axes):
+    """Rows go over the last axes, whose shape the vectors have; those of softmax over any that
+    follow each other."""
+    x = rng.standard_normal(shape).astype(F16)
+    w, b = rng.standard_normal((2, *shape[-axes:])).astype(F16)
+    last = tuple(range(-axes, 0))
+    check(run, "layer_norm", (x, w, b), axis=last)
+    check(run, "rms_norm", (x, w), axis=last)
+    check(run, "softmax", (x,), axis=(1, 0))
+
+
+@pytest.mark.parametrize(
+    "shape, axis",
+    [((3, 50, 7), 1), ((300, 64), 0), ((2, 9, 70, 3), -3), ((2, 700, 40), 1), ((1300, 72), 0)],
+)
 def test_axis(run, rng, shape, axis):
     check(run, "softmax", arrays(rng, "softmax", shape), axis=axis)
 
@@ -332,11 +347,17 @@ def test_chosen_configurations():
         for staged in (False, True):
             for itemsize in (2, 4):
                 config = choose("softmax", 10, n, 1, itemsize, staged)
-                assert config.height <= 10 and config.cluster in (1, 2, 4, 8)
+                assert config.height <= (10 if n > 512 else 128)  # as the layout has them
+                assert config.cluster in (1, 2, 4, 8)
                 assert staged or not config.staged
                 segment = -(-n // config.cluster) * itemsize
                 assert not config.staged or segment <= 3 * 65536
-    assert choose("softmax", 10**6, 16).height == 128
+    assert [choose("softmax", m, 16).height for m in (10**4, 10**6)] == [128, 256]
+    for n, inner in ((1, 8), (600, 64), (4096, 4096), (20000, 24), (30000, 24), (10**6, 8)):
+        config = choose("softmax", 3, n, inner)
+        assert config.staged == (n <= 20000)
+        if config.staged:
+            assert -(-n // config.cluster) * config.height * 2 <= 98304
     for n, itemsize in ((8200, 4), (16392, 2), (20000, 2), (32768, 4), (65536, 2), (90112, 2)):
         ring = choose("rms_norm", 264, n, 1, itemsize)[4:6]
         p = _norms_ring.Plan(264, n, itemsize, *ring, 132)
@@ -355,7 +376,11 @@ def test_chosen_configurations():
     "call, error, words",
     [
         (lambda x: softmax(x.astype(np.int32)), TypeError, "x must be float16.*got int32"),
-        (lambda x: softmax(x, axis=2), ValueError, "axis must be an int from -2 to 1, got 2"),
+        (lambda x: softmax(x, axis=2), ValueError, "axis must be an int from -2 to 1, .*got 2"),
+        (lambda x: softmax(x, axis=(0, 2)), ValueError, "or a tuple of them, got .0, 2."),
+        (lambda x: softmax(x[None], axis=(0, 2)), NotImplementedError, "follow each other"),
+        (lambda x: softmax(x, axis=(0, 0)), NotImplementedError, "follow each other"),
+        (lambda x: rms_norm(x, axis=0), NotImplementedError, "the last axis is one of those"),
         (lambda x: softmax(x[:, :0]), ValueError, "elements, got shape"),
         (lambda x: softmax(x[0, 0]), ValueError, "must have a dim"),
         (lambda x: softmax(x, out_dtype=np.int8), TypeError, "out_dtype must be"),
