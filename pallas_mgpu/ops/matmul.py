@@ -583,7 +583,10 @@ class Rates(NamedTuple):
     before, by bench_ops_matmul.py."""
 
     tensor: float = 3656  # rows * columns * bytes along K that an SM multiplies in a cycle
-    l2: float = 9670  # bytes of slots that the L2 gives to all SMs in a cycle
+    l2: float = 9670  # bytes of slots that the L2 gives to all SMs in a cycle, of small operands
+    far: float = 8250  # the same of large ones, of which a half is in the other half of the L2
+    wide: float = 6000  # and of those in slots of 32 KB or more: both from times on an H100
+    near: float = 20e6  # bytes: from there on operands are large, below the rate grows
     intake: float = 55  # bytes that one SM takes in in a cycle, of 8-bit operands
     way: tuple[float, float] = (281, 355)  # from barrier to barrier, with one consumer or more
     latency: float = 1620  # from the request for a slot to its arrival: fitted
@@ -630,7 +633,9 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
     # a step takes what limits it: the tensor cores, the L2, the way from barrier to barrier, or the
     # wait for memory, during which only the slots that are not being multiplied are under way;
     # sharing hardly helps there (equal requests of neighbours are answered at once), but in power
-    tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / rates.l2
+    far = rates.far if slot < 32768 else rates.wide
+    l2 = min(rates.l2, far * max(1, rates.near / ((m * k + k * n) * in_bytes)))
+    tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / l2
     if in_bytes == 1:
         l2 = max(l2, slot / rates.intake)
     way = rates.way[cfg.consumers > 1] * line / 128
