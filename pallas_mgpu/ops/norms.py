@@ -701,8 +701,10 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
         rows, _ = rows_of(kind, outer, ANY_ROWS)
         if rows is not outer:
             problem = problem._replace(shape=(rows, n))
-            if not invariant and n > _NARROW:  # as for many rows
-                config = config._replace(height=max(1, 2048 // n))
+            if not invariant:  # one height for any number
+                at_once = 128 // _row_lanes(n, size) if n <= _NARROW else 1
+                height = max(2048 // n // at_once, 1) * at_once
+                config = config._replace(height=height)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
     ring = config.ring, config.consumers, config.programs or sms

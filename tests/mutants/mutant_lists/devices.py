@@ -515,8 +515,8 @@ breaks(
     ),
     all_arrivals_are_relaxed=(
         "set_relaxed",
-        "= n && *(bool *)ctx && !",
-        "= n && (*(bool *)ctx || true) && !",
+        "(*(bool *)ctx && !publishes)",
+        "!publishes",
     ),
 )
 breaks(
@@ -1056,7 +1056,7 @@ breaks(
         "return n || p->kernel->copied[base] ? 0 : alloc;",
         "return p->kernel->copied[base] ? 0 : alloc;",
     ),
-    releases_are_not_kept=("set_relaxed", "&& !*pm_attr(g, op, PM_ATTR_PUBLISHES);", ";"),
+    releases_are_not_kept=("set_relaxed", "&& !publishes)", ")"),
 )
 breaks(
     f"{PASSES}/divergence.c",
