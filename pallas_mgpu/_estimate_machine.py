@@ -13,6 +13,7 @@ import dataclasses
 import heapq
 import math
 
+from . import _core
 from ._estimate_program import UNKNOWN
 
 
@@ -69,8 +70,8 @@ class Facts:
 
 # what is known of the GPUs
 GPUS = {
-    "H200": Facts("H200", 132, 4.16e12),
-    "H100": Facts("H100", 132, 3.0e12),
+    "H200": Facts("H200", _core.target("sm_90a")["sms"], 4.16e12),
+    "H100": Facts("H100", _core.target("sm_90a")["sms"], 3.0e12),
 }
 
 

@@ -97,8 +97,12 @@ def test_operands_that_are_not_row_major(rng):
 
 def test_prints(capsys):
     def body(o):
-        pl.debug_print("thread {}", lax.axis_index("t"))
-        o[...] = jnp.zeros((128,), F32)
+        thread = lax.axis_index("t")
+        pl.debug_print("thread {}", thread)
+
+        @pl.when(thread == 0)
+        def _():
+            o[...] = jnp.zeros((128,), F32)
 
     emulated(body, out(), num_threads=2, thread_name="t")()
     assert sorted(capsys.readouterr().out.split("\n")) == ["", "thread 0", "thread 1"]

@@ -101,7 +101,10 @@ def alike(steps):
     use of the registers (PTX ISA, tcgen05.wait), and one more changes nothing. A thread that has
     loaded from shared memory which an engine fills has a proxy fence here before it lets the
     engine write there again; there it has none (PTX ISA, async proxy: accesses of one location by
-    several proxies need a fence between them)."""
+    several proxies need a fence between them). A thread that issues products itself, by its first
+    warp, has both fences of tcgen05 around the synchronisation of its warps after loads and stores;
+    there it has none (PTX ISA, tcgen05 memory consistency: accesses of different threads are ordered
+    by fence::before_thread_sync, synchronisation and fence::after_thread_sync)."""
     out = []
     for step in steps:
         word, last = step[0], out[-1] if out else [None]
@@ -113,6 +116,8 @@ def alike(steps):
             last[4] |= "first block" in step
         elif word == "products" and last[0] == word:
             last[1] += step[1]
+        elif word == "fence after" and last == ["fence before"]:
+            out.pop()
         elif word != "proxy fence" and (word != "wait load" or last[0] == "load"):
             out.append(list(step))
     return out

@@ -243,7 +243,7 @@ def test_check_makes_it_an_error(capsys):
         with pytest.raises(plgpu.RaceError, match="missing synchronisation.*commit_smem") as caught:
             plgpu.testing.check(kernel, X, seeds=1, backends=backend)
         assert f"{__file__}:{line_of('no_commit')}" in str(caught.value)
-    assert "plgpu.testing.check(no_commit, ..., seeds=(0,)" in capsys.readouterr().out
+    assert "plgpu.testing.check(kernel, ..., seeds=(0,)" in capsys.readouterr().out
     with contextlib.suppress(plgpu.RaceError), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plgpu.kernel(no_commit, out_type=out(), scratch_types=[TILE, BAR], interpret="emulate")(X)

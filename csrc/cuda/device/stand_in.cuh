@@ -481,8 +481,12 @@ FN void try_cancel(u32 result, u32 barrier) {
     w[3] = k / nx / ny * cluster_blocks[2];
   }
   for (u32 rank = 0; rank < all; rank++) {
-    const u32 there = peer_offset(rank);
-    st_async<u32, 4>(result + there, w, barrier + there);
+    if (rank == cluster_rank()) {
+      answer_here(result, w, barrier);
+    } else {
+      const u32 there = peer_offset(rank);
+      st_async<u32, 4>(result + there, w, barrier + there);
+    }
   }
 }
 

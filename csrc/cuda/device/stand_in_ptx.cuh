@@ -65,6 +65,15 @@ FN void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+//! answer_here
+// four words for this block. st.async needs a launch in clusters, which a block alone may not have.
+FN void answer_here(u32 result, const u32* w, u32 barrier) {
+  st_shared<u32, 4>(result, w);
+  asm volatile("fence.acq_rel.cta;\n"
+               "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 16;"
+               :: "r"(barrier) : "memory");
+}
+
 // ---- wgmma: d += A B of 64 rows and N columns, complete when it returns
 
 //! tensor_wgmma
