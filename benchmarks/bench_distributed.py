@@ -319,7 +319,7 @@ def goal(kind, size, n, one_shot):
     return None
 
 
-def collectives(w, dtype="bfloat16", sizes=None, blocks=(16,)):
+def collectives(w, dtype="bfloat16", sizes=None, blocks=(None,)):
     for size in sizes or (SIZES[:2] if w.dry else SIZES):
         for kind in COLLECTIVES:
             for count in blocks:
@@ -346,7 +346,7 @@ def collective(w, kind, size, dtype, blocks, one_shot):
     received = most * (w.n - 1) / w.n * {None: 1, True: w.n, False: 2}[one_shot]
     name = kind + {None: "", True: " one-shot", False: " two-shot"}[one_shot]
     row = {
-        "what": f"{name} {dtype} {blocks} SMs",
+        "what": f"{name} {dtype} {'default' if blocks is None else blocks} SMs",
         "size": f"{size >> 10} KiB",
         "goal": goal(kind, received, w.n, one_shot),
         "received": received,

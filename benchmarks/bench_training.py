@@ -29,7 +29,7 @@ from pallas_mgpu import ops
 from pallas_mgpu.testing import do_bench
 
 BF16 = torch.bfloat16
-ATTENTION = [  # batch, length, heads, kv heads, head_dim, causal; cuDNN's TFLOP/s of issue 20
+ATTENTION = [  # batch, length, heads, kv heads, head_dim, causal
     (4, 4096, 16, 16, 128, False),
     (4, 4096, 16, 16, 128, True),
     (1, 16384, 16, 16, 128, True),

@@ -103,8 +103,8 @@ def alike(steps):
     engine write there again; there it has none (PTX ISA, async proxy: accesses of one location by
     several proxies need a fence between them). A thread that issues products itself, by its first
     warp, has both fences of tcgen05 around the synchronisation of its warps after loads and stores;
-    there it has none (PTX ISA, tcgen05 memory consistency: accesses of different threads are ordered
-    by fence::before_thread_sync, synchronisation and fence::after_thread_sync)."""
+    there it has none (PTX ISA, tcgen05 memory consistency: accesses of different threads need
+    fence::before_thread_sync, synchronisation and fence::after_thread_sync between them)."""
     out = []
     for step in steps:
         word, last = step[0], out[-1] if out else [None]
