@@ -513,8 +513,8 @@ def product(w, kind, m, k, cols, dtype):
 def configs(w, dtype="float16"):
     """Products of other tiles than they choose."""
     one = MatmulConfig(2, 128, cluster=1)
-    summed = one, one._replace(cluster=2), one._replace(cluster=2, group=16), one._replace(lag=0)
     wide = one._replace(tile_n=256, buffers=1)
+    summed = one, one._replace(cluster=2), wide, wide._replace(cluster=2), wide._replace(lag=0)
     gathered = (
         one._replace(buffers=1),
         one._replace(cluster=2),

@@ -99,10 +99,11 @@ class Ring:
     ``full``, ``empty``: their barriers; ``buffers``: refs whose first dim is the slot. Step number
     `it` of all tiles has slot `it % stages`, in phase `it // stages` of its barriers. Where stages
     is no power of two that takes a division, which makes short steps longer; loops of such kernels
-    carry slot and phase instead."""
+    carry slot and phase instead. ``relaxed``: releases are, see plgpu.barrier_arrive."""
 
-    def __init__(self, stages, full, empty, *buffers):
+    def __init__(self, stages, full, empty, *buffers, relaxed=False):
         self.stages, self.full, self.empty, self.buffers = stages, full, empty, buffers
+        self.relaxed = relaxed
 
     @staticmethod
     def barriers(stages, copies, consumers, axes=(), prefix=""):
@@ -137,7 +138,7 @@ class Ring:
 
     def release(self, it):
         """Consumer: the slot of step `it` may be filled again."""
-        plgpu.barrier_arrive(self.empty.at[self.slot(it)])
+        self.release_slot(self.slot(it))
 
     def await_release(self, it):
         """Producer: waits for the release of step `it`."""
@@ -178,7 +179,7 @@ class Ring:
         return lax.fori_loop(first, steps, one, at)
 
     def release_slot(self, slot):
-        plgpu.barrier_arrive(self.empty.at[slot])
+        plgpu.barrier_arrive(self.empty.at[slot], relaxed=self.relaxed)
 
     def multiply(
         self, acc, steps, at, factors, beside=lambda s, carry: carry, carry=None, before=None

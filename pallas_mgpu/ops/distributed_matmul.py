@@ -12,10 +12,10 @@ the same flag.
 
 Product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
 is one of the summands. Blocks send the tiles of a summand, float32, to the device whose rows they
-are, beginning with those of the next device; the buffer in shared memory has room for a whole tile,
-which is on its way while the next one is multiplied. They end with their own tiles, for which
-couriers fetch the summands of the others into that buffer. These are added in the order of the
-ranks. Consumers wait for no other device.
+are, beginning with those of the next device. A buffer in shared memory has room for 128 columns of
+a tile, a wider one goes through it in parts; the last of them is on its way while the next tile is
+multiplied. Blocks end with their own tiles, for which couriers fetch the summands of the others
+into that buffer. These are added in the order of the ranks. Consumers wait for no other device.
 
 Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the sum of a
 tile goes to all devices. A kernel ends once all devices have told that their sums are there.
@@ -51,7 +51,7 @@ from .matmul import (
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
 _CELLS = 8  # along K, at most
-_SUMS = 128  # most columns of a tile of summands, which shared memory has room for
+_SUMS = 128  # columns of a tile of summands that shared memory has room for, at most
 
 
 class _Plan(_KernelPlan):
@@ -78,9 +78,9 @@ class _Plan(_KernelPlan):
         }
 
 
-def _config(x, blocks, tmem, sums, given=None):
-    """The configuration, or the fastest one for a part that does not divide K. sums: shared memory
-    also holds a tile of float32; pieces of A otherwise."""
+def _config(x, blocks, tmem, sums, parts, given=None):
+    """The configuration, or the fastest one for so many parts that does not divide K. sums: shared
+    memory also holds columns of float32; pieces of A otherwise."""
     if tmem:
         return MatmulConfig(2, 128, 4, 1, serpentine=False)
     if given:
@@ -89,16 +89,17 @@ def _config(x, blocks, tmem, sums, given=None):
     for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
-        if sums and cfg.tile_n > _SUMS:
-            continue
-        found.append(_fitted(cfg if sums else cfg._replace(buffers=1), sums))
-    return min(found, key=lambda cfg: _cycles(x.m, x.n, x.k, cfg, blocks))
+        if not sums or cfg.tile_n > _SUMS:
+            cfg = cfg._replace(buffers=1)
+        found.append(_fitted(cfg, sums))
+    return min(found, key=lambda cfg: _cycles(parts * x.m, x.n, x.k, cfg, blocks))
 
 
 def _fitted(cfg, sums):
     """The same with as many slots as there is room for."""
     used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
-    used += cfg.consumers * 64 * cfg.tile_n * 4 if sums else _PIECES * math.prod(_PIECE) * 2
+    columns = min(cfg.tile_n, _SUMS)
+    used += cfg.consumers * 64 * columns * 4 if sums else _PIECES * math.prod(_PIECE) * 2
     most = min((SMEM_BYTES - used) // ((64 * cfg.consumers + cfg.tile_n) * cfg.step * 2), 12)
     return cfg._replace(stages=min(cfg.stages or most, most))
 
@@ -112,11 +113,8 @@ def _checked(config, what, m, tmem, sums):
     _check_config(config, m, False, False)
     if not isinstance(config, MatmulConfig) or config.split * config.slices > 1:
         raise ValueError(f"{what}: config must be a MatmulConfig that leaves K whole, got {config}")
-    widest = _SUMS if sums else 256
-    if config.tile_n > widest or _fitted(config, sums).stages < 2:
-        raise ValueError(
-            f"{what}: a tile_n of at most {widest}, and two slots in shared memory; got {config}"
-        )
+    if _fitted(config, sums).stages < 2:
+        raise ValueError(f"{what}: shared memory must have room for two slots; got {config}")
 
 
 class _DeviceBlock(_Block):
@@ -310,7 +308,7 @@ class _GatherBlock(_DeviceBlock):
 def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _GatherPlan(x, _config(x, blocks, tmem, False, config), blocks, size)
+    plan = _GatherPlan(x, _config(x, blocks, tmem, False, size, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -335,16 +333,20 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
 
 
 class _SumPlan(_Plan):
-    """The same with a buffer for a tile of summands, a slot for each chunk of columns."""
+    """The same with a buffer for a tile of summands, or a part of its columns, a slot for each
+    chunk of columns."""
 
     def __init__(self, x, cfg, blocks, parts, dealt=False):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
         self.units = self.each * self.cluster * self.consumers  # that devices send to each other
+        most = min(self.chunks, _SUMS // self.chunk)
+        self.slots = max(s for s in range(1, most + 1) if self.chunks % s == 0)
+        self.fills = self.chunks // self.slots  # of the buffer, for a tile
 
     def scratch(self):
-        shape = (self.consumers, self.chunks, 64, self.chunk)
+        shape = (self.consumers, self.slots, 64, self.chunk)
         tiled = swizzled(min(self.chunk, 32), np.dtype(np.float32))
-        slots = {"num_barriers": self.consumers * self.chunks}
+        slots = {"num_barriers": self.consumers * self.slots}
         return super().scratch() | {
             "sums": plgpu.SMEM(shape, jnp.float32, transforms=tiled),
             "filled": plgpu.Barrier(num_barriers=self.consumers),
@@ -375,9 +377,9 @@ class _SumBlock(_DeviceBlock):
     """Summands of the parts of other devices, then the sums of the own part.
 
     Each consumer has a courier, a warp of the producer, and a buffer that the two share. First the
-    consumer fills it, and the courier sends what is in it; then the courier fetches summands that
-    came, chunk by chunk, and the consumer adds them up. The unit of a consumer's share of a tile is
-    the number of a flag, and the place of a summand."""
+    consumer fills it, once or more for a tile, and the courier sends what is in it; then the
+    courier fetches summands that came, chunk by chunk, and the consumer adds them up. The unit of a
+    consumer's share of a tile is the number of a flag, and the place of a summand."""
 
     def source(self, t):
         """Where A of tile t is."""
@@ -421,17 +423,21 @@ class _SumBlock(_DeviceBlock):
         return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
 
     def courier(self, me):
-        tiles, sends, chunks = self.tiles(), self.sends(), range(self.plan.chunks)
+        p, tiles, sends = self.plan, self.tiles(), self.sends()
 
         def send(w, _):
             t = tiles.tile(w)
             device = self.part(t, False)
             target = self.on(self.staging, device).at[self.half, self.me]
-            plgpu.barrier_wait(self.filled.at[me], phase=w)
-            for c in chunks:
-                plgpu.copy_smem_to_gmem(self.sums.at[me, c], target.at[self.place(t, me, c)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(w + 1 < sends)(lambda: plgpu.barrier_arrive(self.sent.at[me]))
+            for i in range(p.fills):
+                fill = w * p.fills + i
+                plgpu.barrier_wait(self.filled.at[me], phase=fill)
+                for slot in range(p.slots):
+                    there = target.at[self.place(t, me, i * p.slots + slot)]
+                    plgpu.copy_smem_to_gmem(self.sums.at[me, slot], there)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                more = fill + 1 < sends * p.fills
+                pl.when(more)(lambda: plgpu.barrier_arrive(self.sent.at[me]))
             plgpu.wait_smem_to_gmem(0)
             self.tell(device, self.unit(t, me))
 
@@ -442,9 +448,9 @@ class _SumBlock(_DeviceBlock):
 
         lax.fori_loop(0, sends, send, None)
         steps = lax.fori_loop(sends, tiles.count(), fetch, jnp.int32(0))
-        for c in chunks:  # the last ones are added
-            last = (steps - c - 1) // len(chunks)
-            pl.when(steps > c)(lambda c=c, last=last: self.await_added(me, c, last))
+        for slot in range(p.slots):  # the last ones are added
+            last = (steps - slot - 1) // p.slots
+            pl.when(steps > slot)(lambda slot=slot, last=last: self.await_added(me, slot, last))
 
     @property
     def steps(self):
@@ -452,20 +458,20 @@ class _SumBlock(_DeviceBlock):
         return self.plan.chunks * (self.size - 1)
 
     def await_added(self, me, slot, phase):
-        plgpu.barrier_wait(self.added.at[me * self.plan.chunks + slot], phase=phase)
+        plgpu.barrier_wait(self.added.at[me * self.plan.slots + slot], phase=phase)
 
     def others(self):
         """The other devices, in the order of the ranks."""
         return [jnp.int32(d) + (self.me <= d).astype(jnp.int32) for d in range(self.size - 1)]
 
     def fetch_summands(self, t, me, it):
-        chunks = self.plan.chunks
+        slots = self.plan.slots
         for d in self.others():
             self.hear(d, self.unit(t, me))
-        for c in range(chunks):
+        for c in range(self.plan.chunks):
             for k, d in enumerate(self.others()):
                 step = it + (c * (self.size - 1) + k)
-                slot, phase = step % chunks, step // chunks
+                slot, phase = step % slots, step // slots
 
                 @pl.when(phase > 0)
                 def _(slot=slot, phase=phase):
@@ -474,7 +480,7 @@ class _SumBlock(_DeviceBlock):
                 plgpu.copy_gmem_to_smem(
                     self.staging.at[self.half, d, self.place(t, me, c)],
                     self.sums.at[me, slot],
-                    self.came.at[me * chunks + slot],
+                    self.came.at[me * slots + slot],
                 )
 
     # ---- consumers
@@ -494,20 +500,27 @@ class _SumBlock(_DeviceBlock):
 
     def send(self, w, me, value):
         p = self.plan
-        pl.when(w > 0)(lambda: plgpu.barrier_wait(self.sent.at[me], phase=w - 1))
-        for c in range(p.chunks):
-            self.sums[me, c] = value[:, c * p.chunk : (c + 1) * p.chunk]
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.filled.at[me])
+        for i in range(p.fills):
+            fill = w * p.fills + i
+
+            @pl.when(fill > 0)
+            def _(fill=fill):
+                plgpu.barrier_wait(self.sent.at[me], phase=fill - 1)
+
+            for slot in range(p.slots):
+                first = (i * p.slots + slot) * p.chunk
+                self.sums[me, slot] = value[:, first : first + p.chunk]
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.filled.at[me])
 
     def total(self, t, me, value, it):
         p = self.plan
 
         def summand(step):
-            slot = step % p.chunks
-            plgpu.barrier_wait(self.came.at[me * p.chunks + slot], phase=step // p.chunks)
+            slot = step % p.slots
+            plgpu.barrier_wait(self.came.at[me * p.slots + slot], phase=step // p.slots)
             found = self.sums[me, slot]
-            plgpu.barrier_arrive(self.added.at[me * p.chunks + slot])
+            plgpu.barrier_arrive(self.added.at[me * p.slots + slot])
             return found
 
         def total_of(c):
@@ -563,7 +576,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(x, blocks, tmem, True, config), blocks, size)
+    plan = _SumPlan(x, _config(x, blocks, tmem, True, size, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -578,7 +591,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
 def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(x, blocks, tmem, True, config), blocks, size, dealt=True)
+    plan = _SumPlan(x, _config(x, blocks, tmem, True, 1, config), blocks, size, dealt=True)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -693,8 +706,7 @@ def matmul_reduce_scatter(
 
     a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
-    the rows have no equal parts. ``config``: with a ``tile_n`` of at most 128. Else as
-    :func:`all_gather_matmul`."""
+    the rows have no equal parts. Else as :func:`all_gather_matmul`."""
     what = "matmul_reduce_scatter"
     (rows, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)

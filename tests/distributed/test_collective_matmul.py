@@ -101,7 +101,8 @@ CONFIGS = [
     MatmulConfig(2, 128, cluster=2, group=1, buffers=1),  # many bands of rows
     MatmulConfig(1, 64, cluster=1, cluster_n=2, group=2, stages=3),
     MatmulConfig(1, 32, cluster=2, group=8, lag=0, step=128),
-    MatmulConfig(2, 256, cluster=2, buffers=1),
+    MatmulConfig(2, 256, cluster=2, buffers=1),  # summands travel in halves
+    MatmulConfig(1, 192, cluster=1, cluster_n=2),  # and in thirds
 ]
 
 
@@ -110,8 +111,6 @@ CONFIGS = [
 def test_configs(rng, f, config):
     """Clusters of blocks, bands and cells, under several schedules."""
     n, (m, k, cols) = (3 if config is CONFIGS[0] else 2), (290, 700, 272)
-    if f is not ops.all_gather_matmul and config.tile_n > 128:
-        pytest.skip("tiles of summands are narrower")
     rows = n * m if f is ops.matmul_reduce_scatter else m
     a = [rng.integers(-3, 4, (rows, k)).astype(np.float16) for _ in range(n)]
     b = [rng.integers(-3, 4, (k, cols)).astype(np.float16) for _ in range(n)]
@@ -128,8 +127,9 @@ def test_configs(rng, f, config):
             np.testing.assert_array_equal(one, want)
 
 
+@pytest.mark.parametrize("tile_n", [64, 256])
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
-def test_on_the_emulated_machine(rng, make):
+def test_on_the_emulated_machine(rng, make, tile_n):
     """Calls in a row, with the flags and the staging memory of the last."""
     n, (m, k, cols), f16 = 2, (140, 200, 136), np.dtype(np.float16)
     rows = n * m if make is ops._scattered else m
@@ -140,7 +140,7 @@ def test_on_the_emulated_machine(rng, make):
     else:
         total = sum(x.astype("f4") @ y.astype("f4") for x, y in zip(a, b, strict=True))
         wants = np.split(total, n) if make is ops._scattered else [total] * n
-    config = MatmulConfig(1, 64, cluster=2, group=1, stages=3)
+    config = MatmulConfig(1, tile_n, cluster=2, group=1, stages=3)
     f32, mesh = np.dtype(np.float32), plgpu.DeviceMesh(n, "x")
     f = make(mesh, "x", m, k, cols, f16, f32, 4, None, config=config)
     lasting = [[np.zeros(x.shape, x.dtype) for x in row] for row in zip(*f.lasting, strict=True)]
@@ -165,7 +165,10 @@ def test_programs(make, shape):
     used = low.resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
     assert "C75" not in used["remarks"], used
-    assert "by all lanes" not in low.as_text("cuda")
+    text = low.as_text("cuda")
+    assert "by all lanes" not in text
+    # slots are released without a fence of all memory
+    assert "mbarrier_arrive_release" not in text and "mbarrier_wait_cluster" not in text
 
 
 def test_wrong_arguments(rng):
@@ -175,10 +178,9 @@ def test_wrong_arguments(rng):
         ops.matmul_reduce_scatter(a, b, mesh)
     with pytest.raises(ValueError, match=r"a must be \(m, k\)"):
         ops.all_gather_matmul(a, a, mesh)
-    wide = MatmulConfig(2, 256)
-    for f in (ops.matmul_reduce_scatter, ops.matmul_all_reduce):
-        with pytest.raises(ValueError, match="tile_n of at most 128"):
-            f([np.zeros((4, 8), np.float16)] * 2, b, mesh, config=wide)
+    with pytest.raises(ValueError, match="room for two slots"):
+        wide = MatmulConfig(2, 256, step=128)
+        ops.matmul_all_reduce([np.zeros((4, 8), np.float16)] * 2, b, mesh, config=wide)
     for config in (MatmulConfig(split=2), MatmulConfig(slices=2), FewRowsConfig()):
         with pytest.raises(ValueError, match="a MatmulConfig"):
             ops.all_gather_matmul(a, b, mesh, config=config)
