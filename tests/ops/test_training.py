@@ -8,6 +8,7 @@ from fuzz.ops_training import ACTIVATIONS
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
+from pallas_mgpu.ops.matmul import Product, _kernel
 
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -295,6 +296,15 @@ def test_accumulate_with_configs(rng, config, dtype):
     ops.matmul(a, b, accumulate=True, out=c, out_dtype=dtype, config=config, interpret=how)
     error = 1e-3 if dtype == np.float32 else 2e-2
     np.testing.assert_allclose(c.astype(np.float64), want, rtol=error, atol=2 * error)
+
+
+def test_clusters_accumulate_without_fences():
+    """Blocks of a cluster release slots to each other, but do not wait for their stores to do so."""
+    f16, f32, spec = np.dtype(np.float16), np.dtype(np.float32), plgpu.ShapeDtypeStruct
+    x = Product(1024, 512, 256, (f16, f16), f32, False, False, accumulate=True)
+    kernel = _kernel(x, ops.MatmulConfig(2, 256, cluster=2, buffers=1), 132, None)
+    text = kernel.lower(spec((1024, 256), f16), spec((256, 512), f16)).as_text("cuda")
+    assert "mbarrier_arrive_remote" in text and "mbarrier_arrive_release" not in text
 
 
 def test_errors_of_accumulate():
