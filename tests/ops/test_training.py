@@ -299,7 +299,7 @@ def test_accumulate_with_configs(rng, config, dtype):
 
 
 def test_clusters_accumulate_without_fences():
-    """Blocks of a cluster release slots to each other, but do not wait for their stores to do so."""
+    """Blocks of a cluster release slots to each other without waiting for their stores."""
     f16, f32, spec = np.dtype(np.float16), np.dtype(np.float32), plgpu.ShapeDtypeStruct
     x = Product(1024, 512, 256, (f16, f16), f32, False, False, accumulate=True)
     kernel = _kernel(x, ops.MatmulConfig(2, 256, cluster=2, buffers=1), 132, None)
