@@ -160,7 +160,9 @@ FN void tensor_product(u32* w) {
       const u32 first = m + warp * 16, strides = m / 8 * (w[3] & 0x3fff);
       const u32 chunks = m * bytes / row_bytes * (w[2] >> 16 & 0x3fff);
       const u32 a = w[2] + (ta ? chunks : strides);
-      if (in_registers) tensor_fragment(f, w, block, peer_offset(of), first, rows == 64);
+      // descriptors have 18 bits of an address; those of the block's place in the cluster come back
+      const u32 there = peer_offset(of) + (shared_base() & ~0x3ffffu);
+      if (in_registers) tensor_fragment(f, w, block, there, first, rows == 64);
 #define COLUMNS(types, ta, tb) \
   tensor_columns_of<types, ta, tb>(w, cells, columns, first, rows == 64, f, in_registers, a)
 #define TYPES_OF(types) \
