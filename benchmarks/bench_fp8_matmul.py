@@ -21,8 +21,8 @@ import torch
 from timing import all_ways
 
 from pallas_mgpu.ops import MatmulConfig, matmul
+from pallas_mgpu.ops._matmul_choice import candidates, choose_fp8, cycles
 from pallas_mgpu.ops._scaled import transposing
-from pallas_mgpu.ops.matmul import _cycles, candidates, choose_fp8
 
 SIZES = (
     "8192x8192x8192",
@@ -148,7 +148,7 @@ def configs(m, n, k, form):
     blocks = form == "blocks"
     if m * n * k < 2**34:
         found = candidates(m, n, k, in_bytes=1, blocks=blocks)
-        return sorted(found, key=lambda c: _cycles(m, n, k, c, 132, 1))[:10]
+        return sorted(found, key=lambda c: cycles(m, n, k, c, 132, 1))[:10]
     C = functools.partial(MatmulConfig, step=128)
     if blocks:
         return [

@@ -29,7 +29,7 @@ from gemm_suite import parse, suite
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import MatmulConfig, matmul
-from pallas_mgpu.ops.matmul import candidates, choose, choose_fp8
+from pallas_mgpu.ops._matmul_choice import candidates, choose, choose_fp8
 
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4, "float8_e4m3fn": 4e-3}  # error, relative in the norm
 COLD = 512  # rows up to which the weights come from memory

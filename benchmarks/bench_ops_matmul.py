@@ -31,7 +31,8 @@ from timing import WAYS, all_ways, estimate, host_seconds  # noqa: E402
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu.ops import MatmulConfig, matmul  # noqa: E402
-from pallas_mgpu.ops.matmul import candidates, choose, few_rows_candidates  # noqa: E402
+from pallas_mgpu.ops._few_rows import candidates as few_rows_candidates  # noqa: E402
+from pallas_mgpu.ops._matmul_choice import candidates, choose  # noqa: E402
 from pallas_mgpu.testing import do_bench  # noqa: E402
 
 SIZES = (

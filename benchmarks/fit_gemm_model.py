@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pallas_mgpu.ops import MatmulConfig
-from pallas_mgpu.ops.matmul import Rates, _cycles, candidates
+from pallas_mgpu.ops._matmul_choice import MatmulConfig, Rates, candidates, cycles
 
 GHZ = 1.755
 ROWS = 512
@@ -36,8 +35,8 @@ class Time(NamedTuple):
     chosen: bool
 
     def log_error(self, rates):
-        cycles = _cycles(*self.size, self.config, 132, self.in_bytes, rates)
-        return np.log(cycles / (1000 * GHZ * self.us))
+        found = cycles(*self.size, self.config, 132, self.in_bytes, rates)
+        return np.log(found / (1000 * GHZ * self.us))
 
     def others(self):
         return candidates(*self.size, 132, self.in_bytes)
@@ -103,9 +102,9 @@ def show_choices(times, rates):
     for t in times:
         if not t.chosen:
             continue
-        best = min(t.others(), key=lambda c: _cycles(*t.size, c, 132, t.in_bytes, rates))
+        best = min(t.others(), key=lambda c: cycles(*t.size, c, 132, t.in_bytes, rates))
         if best != t.config:
-            us = _cycles(*t.size, best, 132, t.in_bytes, rates) / (1000 * GHZ)
+            us = cycles(*t.size, best, 132, t.in_bytes, rates) / (1000 * GHZ)
             measured = known.get((t.rows_of, best))
             told = f"{measured:.1f} us measured" if measured else "not measured"
             print(f"{t.rows_of}: {tuple(t.config)[:8]}, {t.us:.1f} us, to {tuple(best)[:8]},"

@@ -36,25 +36,17 @@ from pallas_mgpu._caches import cached
 
 from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, SMS, StaticTiles, swizzled
+from ._matmul_choice import MatmulConfig, candidates, clusters_at_once, cycles
 from ._padding import cropping, padding
 from .distributed import Collective
-from .matmul import (
-    MatmulConfig,
-    Product,
-    _Block,
-    _check_config,
-    _clusters_at_once,
-    _cycles,
-    _KernelPlan,
-    candidates,
-)
+from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
 _CELLS = 8  # along K, at most
 _SUMS = 128  # columns of a tile of summands that shared memory has room for, at most
 
 
-class _Plan(_KernelPlan):
+class Plan(_KernelPlan):
     """A part for each device of an axis: products of the same shape, x, or tiles of x, dealt."""
 
     def __init__(self, x, cfg, blocks, parts, threads, dealt=False):
@@ -64,7 +56,7 @@ class _Plan(_KernelPlan):
         self.each = pl.cdiv(self.tiles, parts) if dealt else self.tiles
         self.total = self.each * parts
         # all of them run at once
-        most = int(_clusters_at_once(blocks, self.cluster))
+        most = int(clusters_at_once(blocks, self.cluster))
         self.clusters = min(self.total, max(most, 1))
         self.blocks = self.clusters * self.cluster
 
@@ -92,7 +84,7 @@ def _config(x, blocks, tmem, sums, parts, given=None):
         if not sums or cfg.tile_n > _SUMS:
             cfg = cfg._replace(buffers=1)
         found.append(_fitted(cfg, sums))
-    return min(found, key=lambda cfg: _cycles(parts * x.m, x.n, x.k, cfg, blocks))
+    return min(found, key=lambda cfg: cycles(parts * x.m, x.n, x.k, cfg, blocks))
 
 
 def _fitted(cfg, sums):
@@ -195,7 +187,7 @@ def _scratch(plan, tmem):
 # ---- rows that travel ---------------------------------------------------------------------------
 
 
-class _GatherPlan(_Plan):
+class _GatherPlan(Plan):
     """The same with cells. A *band* is the rows of A that tiles are worked on together for."""
 
     def __init__(self, x, cfg, blocks, parts):
@@ -332,7 +324,7 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
 # ---- summands that travel -----------------------------------------------------------------------
 
 
-class _SumPlan(_Plan):
+class _SumPlan(Plan):
     """The same with a buffer for a tile of summands, or a part of its columns, a slot for each
     chunk of columns."""
 

@@ -16,10 +16,11 @@ from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import store, swizzled
+from ._matmul_choice import MatmulConfig, choose
 from ._padding import padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
-from .matmul import MatmulConfig, Product, _Block, _KernelPlan, choose, matmul
+from .matmul import Product, _Block, _KernelPlan, matmul
 
 _NAME = "gated_matmul"
 

@@ -3,7 +3,7 @@
 import importlib.util
 import pathlib
 
-from pallas_mgpu.ops.matmul import choose, choose_fp8
+from pallas_mgpu.ops._matmul_choice import choose, choose_fp8
 
 PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "gemm_suite.py"
 spec = importlib.util.spec_from_file_location("gemm_suite", PATH)

@@ -13,7 +13,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import nn
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
-from pallas_mgpu.ops.matmul import _cycles, choose, few_rows_candidates
+from pallas_mgpu.ops._few_rows import candidates as few_rows_candidates
+from pallas_mgpu.ops._matmul_choice import choose, cycles
 
 pytestmark = pytest.mark.covering(1, share=True)
 
@@ -222,7 +223,7 @@ def test_estimate_against_measurements(slices, shape):
     for (consumers, tile_n, cluster, cluster_n, split, *parts), us in measured.items():
         cfg = C(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split)
         cfg = cfg._replace(slices=parts[0]) if parts else cfg
-        estimates.append(_cycles(*shape, cfg, 132))
+        estimates.append(cycles(*shape, cfg, 132))
         assert abs(estimates[-1] / 1755 / us - 1) < 0.25, (cfg, estimates[-1] / 1755)
     assert min(estimates) == estimates[0]
 

@@ -11,7 +11,7 @@ from by_steps import by_steps
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
-from pallas_mgpu.ops.matmul import _Plan, choose_invariant
+from pallas_mgpu.ops._matmul_choice import Plan, choose_invariant
 
 pytestmark = pytest.mark.covering(1, share=True)
 
@@ -167,7 +167,7 @@ def test_the_order_of_a_product_is_that_of_k(rng):
                 cfg = choose_invariant(m, n, k, 132, in_bytes, blocks)
                 assert cfg.split == cfg.slices == 1 and not cfg.serpentine
                 assert cfg.step == 128 // in_bytes
-                assert _Plan(m, n, k, 2, cfg, 132, in_bytes).stages > 1
+                assert Plan(m, n, k, 2, cfg, 132, in_bytes).stages > 1
                 seen.add(cfg[:2])
     assert len(seen) > 3
 

@@ -15,8 +15,8 @@ from by_steps import by_steps
 import pallas_mgpu as plgpu
 from pallas_mgpu import nn
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
+from pallas_mgpu.ops._matmul_choice import candidates, choose_fp8
 from pallas_mgpu.ops._scaled import transposing
-from pallas_mgpu.ops.matmul import candidates, choose_fp8
 
 pytestmark = pytest.mark.covering(1, share=True)
 

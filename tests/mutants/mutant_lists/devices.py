@@ -921,7 +921,7 @@ breaks(
     ),
 )
 breaks(
-    "pallas_mgpu/ops/matmul.py",
+    "pallas_mgpu/ops/_matmul_choice.py",
     "ops/test_ops_batches.py::test_the_order_of_a_product_is_that_of_k",
     every_second_tile_goes_backwards=(
         "choose_invariant",
