@@ -60,7 +60,7 @@ SIGNATURES = {
         "async_prefetch": "(ref, *, collective_axes=None, leader_tracked=None)",
         "async_store_smem": "(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True,"
         " atomic=None)",
-        "barrier_arrive": "(barrier)",
+        "barrier_arrive": "(barrier, *, relaxed=False)",  # relaxed is ours
         "barrier_test": "(barrier)",
         "barrier_wait": "(barrier, *, phase=None)",  # phase is ours
         "broadcasted_iota": "(dtype, shape, dimension, *, layout=None)",
