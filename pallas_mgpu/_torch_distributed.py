@@ -160,7 +160,7 @@ def _all_gather(
     mesh: str,
     axis_name: str | None = None,
     axis: int = 0,
-    blocks: int = 16,
+    blocks: int | None = None,
     multicast: bool = False,
     interpret: bool = False,
 ) -> list[Tensor]:
@@ -174,7 +174,7 @@ def _reduce_scatter(
     mesh: str,
     axis_name: str | None = None,
     axis: int = 0,
-    blocks: int = 16,
+    blocks: int | None = None,
     multicast: bool = False,
     interpret: bool = False,
 ) -> list[Tensor]:
@@ -187,7 +187,7 @@ def _all_reduce(
     x: list[Tensor],
     mesh: str,
     axis_name: str | None = None,
-    blocks: int = 16,
+    blocks: int | None = None,
     one_shot: bool | None = None,
     multicast: bool = False,
     interpret: bool = False,
@@ -202,7 +202,7 @@ def _all_to_all(
     x: list[Tensor],
     mesh: str,
     axis_name: str | None = None,
-    blocks: int = 16,
+    blocks: int | None = None,
     interpret: bool = False,
 ) -> list[Tensor]:
     options = {"axis_name": axis_name, "blocks": blocks, "interpret": interpret}
@@ -210,7 +210,7 @@ def _all_to_all(
 
 
 def all_gather(
-    x, mesh, axis_name=None, *, axis=0, blocks=16, multicast=False, interpret=None, out=None
+    x, mesh, axis_name=None, *, axis=0, blocks=None, multicast=False, interpret=None, out=None
 ):
     """:func:`pallas_mgpu.ops.distributed.all_gather` with its gradient, reduce_scatter."""
     given = _given(x, mesh)
@@ -222,7 +222,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    x, mesh, axis_name=None, *, axis=0, blocks=16, multicast=False, interpret=None, out=None
+    x, mesh, axis_name=None, *, axis=0, blocks=None, multicast=False, interpret=None, out=None
 ):
     """:func:`pallas_mgpu.ops.distributed.reduce_scatter` with its gradient, all_gather."""
     given = _given(x, mesh)
@@ -239,7 +239,7 @@ def all_reduce(
     mesh,
     axis_name=None,
     *,
-    blocks=16,
+    blocks=None,
     one_shot=None,
     multicast=False,
     interpret=None,
@@ -254,7 +254,7 @@ def all_reduce(
     return _result(_ops.all_reduce(given, mesh.name, axis_name, *options), mesh)
 
 
-def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None, out=None):
+def all_to_all(x, mesh, axis_name=None, *, blocks=None, interpret=None, out=None):
     """:func:`pallas_mgpu.ops.distributed.all_to_all` with its gradient, all_to_all."""
     given = _given(x, mesh)
     if _plain("all_to_all", [given], interpret, out):
