@@ -193,8 +193,8 @@ def _all_reduce(
     interpret: bool = False,
 ) -> list[Tensor]:
     options = {"blocks": blocks, "one_shot": one_shot, "multicast": multicast}
-    options |= {"axis_name": axis_name, "interpret": interpret}
-    return _call(distributed.all_reduce, mesh, [x], **options)
+    options["interpret"] = interpret
+    return _call(distributed.all_reduce, mesh, [x], axis_name=axis_name, **options)
 
 
 @_operator(_same_fake, lambda saved, grads, *options: [_ops.all_to_all(grads, *options)])
@@ -205,8 +205,8 @@ def _all_to_all(
     blocks: int | None = None,
     interpret: bool = False,
 ) -> list[Tensor]:
-    options = {"axis_name": axis_name, "blocks": blocks, "interpret": interpret}
-    return _call(distributed.all_to_all, mesh, [x], **options)
+    options = {"blocks": blocks, "interpret": interpret}
+    return _call(distributed.all_to_all, mesh, [x], axis_name=axis_name, **options)
 
 
 def all_gather(

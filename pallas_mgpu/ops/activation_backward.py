@@ -29,9 +29,13 @@ def _tanh_slope(x):
     return t, 1 - t * t
 
 
+def _slope(f):
+    return lambda x: f(x)[1]
+
+
 # the derivative of an activation by its argument, and where that needs no more, by its result
-_OF_ARGUMENT = {name: lambda x, f=f: f(x)[1] for name, f in SLOPES.items() if name != "sigmoid"}
-_OF_ARGUMENT["tanh"] = lambda x: _tanh_slope(x)[1]
+_OF_ARGUMENT = {name: _slope(f) for name, f in SLOPES.items() if name != "sigmoid"}
+_OF_ARGUMENT["tanh"] = _slope(_tanh_slope)
 _OF_RESULT = {"relu": _OF_ARGUMENT["relu"], "tanh": lambda y: 1 - y * y}
 
 

@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 
     shape: tuple
     dtypes: tuple  # of param, grad, first, second
-    count: int  # of tensors
+    tensors: int  # how many
 
 
 class _Tile:
@@ -77,23 +77,27 @@ def kernel(x, interpret):
     def body(*refs):
         overlap_launches()
         tile, which = _Tile(x), lax.axis_index("tensor")
-        operands, settings, outs = refs[: 4 * x.count], refs[4 * x.count], refs[4 * x.count + 1 :]
+        operands, settings, outs = (
+            refs[: 4 * x.tensors],
+            refs[4 * x.tensors],
+            refs[4 * x.tensors + 1 :],
+        )
 
         def one(k):
-            mine = settings if x.count == 1 else settings.at[k]
+            mine = settings if x.tensors == 1 else settings.at[k]
             _update(tile, mine, operands[4 * k : 4 * k + 4], outs[3 * k : 3 * k + 3])
 
-        if x.count == 1:
+        if x.tensors == 1:
             return one(0)
-        for k in range(x.count):
+        for k in range(x.tensors):
             pl.when(which == k)(lambda k=k: one(k))
 
     of_one = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtypes[k]) for k in (0, 2, 3))
     n = math.prod(x.shape)
     return plgpu.kernel(
         body,
-        out_type=of_one * x.count,
-        grid=(x.count, pl.cdiv(n, min(n, _TILE))),
+        out_type=of_one * x.tensors,
+        grid=(x.tensors, pl.cdiv(n, min(n, _TILE))),
         grid_names=("tensor", "tile"),
         interpret=interpret,
         kernel_name="adamw",

@@ -612,6 +612,7 @@ WAITED = "the products were awaited before"
 RING = "the slots of the ring order the same accesses: a tile has at least as many steps as slots"
 PLAIN = "lanes make the copies, since the pitch of the array allows no TMA"
 LAST = "no copy fills the slot again"
+ONE_TILE = "each chunk of the only tile has a buffer"
 
 # pattern of names: why. A mutant leaves the count only if neither judge catches it.
 EQUIVALENT = {
@@ -640,7 +641,7 @@ EQUIVALENT = {
     r"generated, no proxy_fence": "a barrier stands between the loads and the copy over them",
     r"semaphore_(wait|signal) at distributed.py: plgpu.semaphore_(wait|signal_parallel)\(": BEGIN,
     r"^(all_gather_matmul|matmul_reduce_scatter): .*wait_smem_to_gmem.*True\) #[23]": END,
-    r"^matmul_all_reduce: .*wait_smem_to_gmem\(pending": "each chunk of the only tile has a buffer",
+    r"^matmul_(all_reduce|reduce_scatter): .*wait_smem_to_gmem\(pending": ONE_TILE,
     r"^matmul_all_reduce: drop barrier_wait at .*self.added.at.* #3": UNSEEN,
     r"^matmul_all_reduce: .*semaphore_wait at .* #3": BEGIN,
     r"^matmul_all_reduce: .*wait_smem_to_gmem\(0, wait_read_only=True\)$": "a device has one tile",
