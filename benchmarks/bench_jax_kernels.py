@@ -142,7 +142,7 @@ def both(module, call, arrays):
 
 
 def seconds_each(runs, rounds, burst=0.01):
-    """Seconds of a call, (median, 10th, 90th percentile), alternating bursts of about `burst` seconds."""
+    """Seconds of a call, (median, 10th, 90th percentile), in alternating bursts of that many."""
     count, found = {}, {name: [] for name in runs}
     for name, run in runs.items():
         run(2)
