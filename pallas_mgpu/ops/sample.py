@@ -31,19 +31,20 @@ _F32 = np.float32
 _LOW = _F32(-np.inf)
 _THREADS = 4
 _PART = 1024  # elements that a thread takes at a time
+_ARRAY = "array"  # in place of a number; True would be equal to 1 where kernels are looked up
 _LEAST = _F32(1e-20)  # of temperatures and sums that are divided or compared
 _GOLDEN = np.uint32(0x9E3779B9)
 
 
 class Problem(NamedTuple):
-    """What a kernel computes. top_k, top_p, temperature: a number, None or, with True, an array."""
+    """What a kernel computes. top_k, top_p, temperature: a number, None or _ARRAY."""
 
     rows: int
     n: int
     dtype: np.dtype
-    top_k: int | bool | None
-    top_p: float | bool | None
-    temperature: float | bool
+    top_k: int | str | None
+    top_p: float | str | None
+    temperature: float | str
 
 
 class _Row:
@@ -59,7 +60,7 @@ class _Row:
     def option(self, name, dtype=jnp.float32):
         """This row's number."""
         value = getattr(self.x, name)
-        return self.refs[name][self.row] if value is True else dtype(value)
+        return self.refs[name][self.row] if value == _ARRAY else dtype(value)
 
     def read(self, step, state):
         """state = step(logits, their columns, state) for each part of this thread. Columns beyond
@@ -160,7 +161,7 @@ def _sum(parts):
 
 @cached
 def _kernel(x, interpret):
-    names = [name for name in ("top_k", "top_p", "temperature") if getattr(x, name) is True]
+    names = [name for name in ("top_k", "top_p", "temperature") if getattr(x, name) == _ARRAY]
 
     def body(logits, seed, *refs):
         overlap_launches()
@@ -210,7 +211,7 @@ def _kernel(x, interpret):
 
 
 def _option(name, value, rows, dtype, fits, accepted):
-    """None, the number, or True for an array; checked."""
+    """None, the number, or _ARRAY; checked."""
     if value is None:
         return None
     if hasattr(value, "shape"):
@@ -219,7 +220,7 @@ def _option(name, value, rows, dtype, fits, accepted):
                 f"sample: {name} must be a number or {np.dtype(dtype)} of shape {(rows,)}, got"
                 f" {value.dtype} of shape {value.shape}"
             )
-        return True
+        return _ARRAY
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
         raise ValueError(f"sample: {name} must be {accepted}; got {value!r}")
     return value
@@ -258,7 +259,7 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, interpret=N
     )
     if t is None:
         raise ValueError("sample: temperature must be a number or an array, got None")
-    if k is not True and k is not None:
+    if k not in (None, _ARRAY):
         k = None if k == 0 or k >= n else int(k)
-    p = None if p == 1 and p is not True else p
+    p = None if p == 1 else p
     return _kernel(Problem(rows, n, np.dtype(logits.dtype), k, p, t), interpret)

@@ -94,6 +94,16 @@ def test_a_draw_depends_on_its_row_alone(rng):
     )
 
 
+def test_numbers_that_equal_true(rng):
+    """Kernels for the numbers 1 are not those for arrays."""
+    x = rng.standard_normal((4, 50)).astype(np.float32)
+    assert np.array_equal(ops.sample(x, SEED, top_k=1, interpret=True), x.argmax(1))
+    k, t = np.ones(4, np.int32), np.zeros(4, np.float32)
+    assert np.array_equal(ops.sample(x, SEED, top_k=k, interpret=True), x.argmax(1))
+    ops.sample(x, SEED, temperature=1, interpret=True)
+    assert np.array_equal(ops.sample(x, SEED, temperature=t, interpret=True), x.argmax(1))
+
+
 @pytest.mark.parametrize("backend", ["interpret", "emulate"])
 def test_no_races(backend, rng):
     x = rng.standard_normal((2, 3000)).astype(ml_dtypes.bfloat16)
