@@ -24,10 +24,12 @@ _WAVES = 12  # of blocks on an SM that are simulated; more go on as the last hal
 class Estimate:
     """What :func:`estimate` returns.
 
-    ``seconds``: of one call among others in a stream. ``bound``: what limits it: one of the keys of
-    ``parts``, or "latency" if nothing is busy for half of the time. ``parts``: seconds that the
-    kernel would take if each resource alone limited it: "tensor cores", "SMEM", "L2", "HBM",
-    "exponentials", "instructions", "power" and "launch". ``flops``: of matrix products.
+    ``seconds``: of one call among others in a stream that goes on for a while, at the clock that
+    the GPU's power allows then; a short burst on a cool GPU can be a tenth faster. ``bound``: what
+    limits it: one of the keys of ``parts``, or "latency" if nothing is busy for half of the time.
+    ``parts``: seconds that the kernel would take if each resource alone limited it: "tensor
+    cores", "SMEM", "L2", "HBM", "exponentials", "instructions", "power" and "launch". ``flops``:
+    of matrix products.
     ``read``, ``written``: bytes that the SMs ask for and give. ``memory``: bytes that pass between
     L2 and memory. ``blocks``: of the launch. ``occupancy``: blocks of an SM at once. ``waves``:
     rounds of blocks. ``gpu``: which GPU it is for. ``assumed``: lines of Python with branches and
