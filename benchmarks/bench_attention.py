@@ -22,6 +22,9 @@ SHAPES = [
     (1, 16384, 16, 16, 128, False),
     (4, 4096, 16, 16, 128, True),
     (1, 16384, 16, 16, 128, True),
+    (16, 1024, 16, 16, 128, True),
+    (8, 2048, 16, 16, 128, True),
+    (2, 8192, 16, 16, 128, True),
     (4, 4096, 16, 16, 64, False),
     (1, 16384, 16, 16, 64, False),
     (4, 4096, 16, 16, 64, True),
@@ -183,7 +186,7 @@ def run(shape, args):
     flops = 4 * batch * heads * length * length * dim // (2 if causal else 1)
     args.found.add(
         "attention", title_of(shape), times, ours="pallas_mgpu", work=flops, errors=errors,
-        length=length, head_dim=dim, causal=int(causal),
+        length=length, head_dim=dim, causal=int(causal), group=heads // kv_heads,
     )  # fmt: skip
     print(f"### {title_of(shape)}\n")
     print("| kernel | " + " | ".join(f"{w}, TFLOP/s | ratio" for w in ways) + " | error |")

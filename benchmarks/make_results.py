@@ -1,16 +1,16 @@
 """Tables and plots of what the benchmarks wrote with --json.
 
-    python benchmarks/make_results.py [FILE ...]
+    python benchmarks/make_results.py
 
-Files: those of benchmarks/results, unless some are named (benchmarks/results.py has their format).
-Writes benchmarks/plots/*.svg, the generated part of benchmarks/RESULTS.md and the pictures in
-README.md; both texts have marks around what belongs to this script. What was typed by hand stays in
-RESULTS.md after the generated part, until there is a file for it. Plots need matplotlib
-(pip install -e '.[bench]').
+Reads benchmarks/results/*.json (benchmarks/results.py has their format) and writes
+benchmarks/RESULTS.md, benchmarks/plots/*.svg, and the pictures between two marks of README.md. No
+figure in RESULTS.md is typed by hand: a file NAME.md beside NAME.json is what is said above its
+tables. Plots need matplotlib (pip install -e '.[bench]').
 
 A table has a row for each case and a column for each contestant: the median, in the unit of its
 work a second or in microseconds, with how many times as long as the fastest of this package's
-contestants it takes. The spread and the errors are in the files, and in a line above the table."""
+contestants it takes. Above it stand the spread, the errors, and the fastest peer's time divided
+by ours over all cases. Long tables are folded."""
 
 import argparse
 import re
@@ -22,11 +22,52 @@ from typing import NamedTuple
 import results
 
 HERE = Path(__file__).parent
+KEPT = HERE / "results"
 RESULTS, README, PLOTS = HERE / "RESULTS.md", HERE.parent / "README.md", HERE / "plots"
+LONG = 24  # cases of a table that is not folded
 BEGIN, END = (
     "<!-- begin: benchmarks/make_results.py -->",
     "<!-- end: benchmarks/make_results.py -->",
 )
+
+
+HEAD = """# Measurements
+
+Every file of `benchmarks/results` is one run of a benchmark; `python benchmarks/make_results.py`
+makes this page of them. The input is random, new for each size, and each contestant's result is
+checked in the same run, on a poisoned output. Figures are medians; contestants take turns. Ways of
+timing: *burst*, 4 ms of each in turn; *queued*, calls that wait behind others, so the time of the
+GPU alone; *cool*, one to three calls after an idle gap; *sustained*, 0.15 s of each; *call*, one
+call on the host or in a graph. In parentheses stands how many times as long as the fastest of ours
+a contestant takes.
+Absolute figures vary from GPU to GPU and from minute to minute, so compare the ratios.
+[NOTEBOOK.md](NOTEBOOK.md) records what was tried on the way."""
+
+# The sections of RESULTS.md, in order: the benchmark, its title.
+SECTIONS = {
+    "bench_ops_matmul": "ops.matmul",
+    "bench_gemm_suite": "ops.matmul on the shapes of models",
+    "bench_fp8_matmul": "Products of 8-bit floats",
+    "bench_mixed_matmul": "Mixed products",
+    "bench_ragged_dot": "Grouped products",
+    "bench_attention": "ops.attention",
+    "bench_prefill": "Attention: prefill",
+    "bench_decode": "Attention: decoding",
+    "bench_norms": "Softmax and norms",
+    "bench_sample": "Sampling",
+    "bench_training": "Training",
+    "bench_distributed": "Several GPUs",
+    "bench_sizes": "Sizes at run time",
+    "bench_launch": "Launch",
+    "bench_compile": "Compile, cache, import",
+    "resources": "Resources",
+    "bench_estimate": "plgpu.estimate",
+    "bench_interpreter": "Interpreter",
+    "bench_checking": "Checking",
+    "bench_matmul": "One-thread pipelined matmul",
+    "bench_jax_kernels": "JAX's kernels",
+    "bench_triton_style": "Kernels in the style of Pallas' Triton backend",
+}
 
 
 class Plot(NamedTuple):
@@ -46,7 +87,7 @@ def _square(axes):
 
 
 def _causal(axes):
-    return axes["causal"] and axes["head_dim"] == 128
+    return axes["causal"] and axes["head_dim"] == 128 and axes.get("group", 1) == 1
 
 
 def _norm(name, title):
@@ -126,9 +167,29 @@ def facts(data):
     return ", ".join([*parts, f"Python {m['python']}", f"commit {m['commit']}"])
 
 
-def section(data):
+def beside_peers(rows):
+    """The fastest peer's time by that of our fastest, over the cases; None without peers."""
+    ratios = {}
+    for (case,), of_case in grouped(rows, "case").items():
+        own, peers = ([r["seconds"][0] for r in of_case if r["ours"] == o] for o in (True, False))
+        if own and peers:
+            ratios[case] = min(peers) / min(own)
+    if not ratios:
+        return None
+    least = min(ratios, key=ratios.get)
+    mean = statistics.geometric_mean(ratios.values())
+    return (
+        f"Fastest peer's time / ours: geometric mean {mean:.3f} over {len(ratios)} cases,"
+        f" least {ratios[least]:.3f} ({least}), {sum(x < 0.97 for x in ratios.values())} below 0.97"
+    )
+
+
+def section(data, note=""):
     """The text about one file."""
-    lines = [f"## {data['benchmark']}", "", f"`{data['command']}`", "", f"{facts(data)}."]
+    title = SECTIONS.get(data["benchmark"], data["benchmark"])
+    lines = [f"## {title}", "", f"`{data['command']}`", "", f"{facts(data)}."]
+    if note:
+        lines += ["", note.strip()]
     for (name, way), rows in grouped(data["rows"], "table", "way").items():
         spreads = [wide(r) for r in rows]
         errors = [r["error"] for r in rows if r["error"] is not None]
@@ -136,7 +197,15 @@ def section(data):
         told = f"{told} {max(spreads):.1%}"
         if errors:
             told += f"; errors at most {max(errors):.1e}, {len(errors)} of {len(rows)} checked"
-        lines += ["", f"### {name}, {way}", "", f"{told[0].upper()}{told[1:]}.", "", *table(rows)]
+        lines += ["", f"### {name}, {way}", "", f"{told[0].upper()}{told[1:]}."]
+        if beside := beside_peers(rows):
+            lines += ["", f"{beside}."]
+        made = table(rows)
+        if len(made) - 2 > LONG:
+            fold = f"<details><summary>{len(made) - 2} cases</summary>"
+            lines += ["", fold, "", *made, "", "</details>"]
+        else:
+            lines += ["", *made]
     return "\n".join(lines)
 
 
@@ -157,21 +226,23 @@ def pyplot():
 
 
 def lines_over(axes, rows, axis):
-    """A line for each contestant, over a number of its case; the spread as a band."""
+    """A line for each contestant over a number of its case, the spread as a band."""
+    peers = iter(f"C{k}" for k in range(1, 10))
     for (name,), own in grouped(rows, "contestant").items():
-        points = sorted((r["axes"][axis], r) for r in own)
+        points = sorted(((r["axes"][axis], r) for r in own), key=lambda p: p[0])
         if len(points) < 2:
             continue
         xs = [x for x, _ in points]
         rate = [[r["work"] / s / 1e12 for s in r["seconds"]] for _, r in points]
         ours = points[0][1]["ours"]
-        (line,) = axes.plot(
-            xs, [y[0] for y in rate], marker="o", ms=3, label=name, lw=2.2 if ours else 1.2
+        color = "C0" if ours else next(peers)
+        axes.plot(
+            xs, [y[0] for y in rate], "o-", ms=3, label=name, lw=2.2 if ours else 1.2, color=color
         )
-        axes.fill_between(
-            xs, [y[2] for y in rate], [y[1] for y in rate], color=line.get_color(), alpha=0.15, lw=0
-        )
+        low, high = ([y[k] for y in rate] for k in (2, 1))
+        axes.fill_between(xs, low, high, color=color, alpha=0.15, lw=0)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"T{rows[0]['unit']}/s")
 
@@ -244,7 +315,7 @@ def plots(files, folder):
 
 
 def between_marks(path, text, after):
-    """Put a text between the marks of a file; without marks, after the first match of `after`."""
+    """Put a text between the marks of a file; without marks, before the first match of `after`."""
     old = path.read_text()
     new = f"{BEGIN}\n{text}\n{END}"
     if BEGIN in old:
@@ -255,19 +326,27 @@ def between_marks(path, text, after):
     path.write_text(f"{old[: at.start()]}{new}\n\n{old[at.start() :]}")
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", type=Path)
-    args = parser.parse_args(argv)
-    paths = args.files or sorted((HERE / "results").glob("*.json"))
-    files = [results.read(path) for path in paths]
+def page(files, pictures):
+    """RESULTS.md. files: {path: what it holds}."""
+    order = list(SECTIONS)
+    known = sorted(files.items(), key=lambda f: (order.index(f[1]["benchmark"]), f[0].name))
+    sections = []
+    for path, data in known:
+        note = path.with_suffix(".md")
+        sections.append(section(data, note.read_text() if note.exists() else ""))
+    return "\n\n".join([HEAD, *pictures, *sections]) + "\n"
+
+
+def main():
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    files = {path: results.read(path) for path in sorted(KEPT.glob("*.json"))}
+    if unknown := {d["benchmark"] for d in files.values()} - set(SECTIONS):
+        raise SystemExit(f"no section for {', '.join(sorted(unknown))}: add it to SECTIONS")
     if not files:
-        parser.error(f"no files: run the benchmarks with --json {HERE / 'results'}/NAME.json first")
-    made = plots(files, PLOTS)
+        raise SystemExit(f"no files: run the benchmarks with --json {KEPT}/NAME.json first")
+    made = plots(list(files.values()), PLOTS)
     pictures = [f"![{title}](plots/{path.name})" for title, path in made]
-    sections = [section(data) for data in files]
-    note = "The sections up to the end mark are made from `benchmarks/results/*.json`."
-    between_marks(RESULTS, "\n\n".join([note, *pictures, *sections]), r"^## ")
+    RESULTS.write_text(page(files, pictures))
     if made:
         shown = [f"![{title}](benchmarks/plots/{path.name})" for title, path in made[:SHOWN]]
         between_marks(README, "\n".join(shown), r"^## Documentation$")

@@ -61,6 +61,37 @@ def test_other_files_are_refused(modules, tmp_path):
         modules[0].read(path)
 
 
+def test_peers_are_summed_up(modules, tmp_path):
+    results, make = modules
+    text = make.section(written(results, tmp_path / "x.json"), "What is said of it.\n")
+    assert "geometric mean 2.000 over 2 cases, least 2.000 (1024x1024), 0 below 0.97." in text
+    assert "\n\nWhat is said of it.\n\n### matmul, queued" in text
+
+
+def test_long_tables_are_folded(modules, tmp_path):
+    results, make = modules
+    found = results.Results("bench_x.py", tmp_path / "x.json")
+    for n in range(make.LONG + 1):
+        found.add_samples("call", f"case {n}", {"ops": [1e-6]})
+    text = make.section(results.read(tmp_path / "x.json"))
+    assert f"<details><summary>{make.LONG + 1} cases</summary>\n\n| case |" in text
+
+
+def test_the_page_has_the_order_of_its_sections(modules, tmp_path):
+    results, make = modules
+    files = {tmp_path / f"{n}.json": {"benchmark": n} for n in list(make.SECTIONS)[::-1]}
+    for path, data in files.items():
+        results.Results(data["benchmark"], path).write()
+        files[path] = results.read(path)
+    titles = [x for x in make.page(files, []).splitlines() if x.startswith("## ")]
+    assert titles == [f"## {title}" for title in make.SECTIONS.values()]
+
+
+def test_every_benchmark_has_a_section(modules):
+    names = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"resources"}
+    assert set(modules[1].SECTIONS) == names
+
+
 def test_a_text_keeps_what_is_not_between_the_marks(modules, tmp_path):
     make = modules[1]
     path = tmp_path / "R.md"
