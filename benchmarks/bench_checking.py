@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import results
 
 
 def array(*shape, dtype=np.float16):
@@ -143,13 +144,13 @@ def measure(tree, name, way):
 
 
 def ratio(first, second, pairs):
-    """Median of second / first, and of first."""
+    """Median of second / first, of first, and the samples of both in ms."""
     rows = []
     for k in range(pairs):
         order = (first, second) if k % 2 == 0 else (second, first)
         got = {id(x): measure(*x) for x in order}
         rows.append((got[id(first)], got[id(second)]))
-    return statistics.median(y / x for x, y in rows), statistics.median(x for x, _ in rows)
+    return statistics.median(y / x for x, y in rows), statistics.median(x for x, _ in rows), rows
 
 
 def main():
@@ -158,6 +159,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", default="", help="calls whose names hold this")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    results.argument(parser)
     o = parser.parse_args()
     if o.worker:
         return worker(*o.worker)
@@ -166,6 +168,7 @@ def main():
     here = Path(plgpu.__file__).parent.parent
     ways = ["off"] if o.against else ["races", "uninitialized"]
     titles = ["off, there", "off, here"] if o.against else ["off", *ways]
+    kept = results.Results(__file__, o.json)
     print(f"| call | {titles[0]}, ms | " + " | ".join(titles[1:]) + " |")
     print("|---|---:|" + "---:|" * len(ways))
     for name in calls(plgpu):
@@ -173,7 +176,11 @@ def main():
             continue
         base = (Path(o.against).resolve() if o.against else here, name, "off")
         shares = [ratio(base, (here, name, way), o.pairs) for way in ways]
-        row = " | ".join(f"{x:.2f} x" for x, _ in shares)
+        row = " | ".join(f"{x:.2f} x" for x, *_ in shares)
+        samples = {titles[0]: [x / 1e3 for _, _, pairs in shares for x, _ in pairs]}
+        for title, (_, _, pairs) in zip(titles[1:], shares):
+            samples[title] = [y / 1e3 for _, y in pairs]
+        kept.add_samples("checking", name, samples, ours="off", references=("races", "uninit"))
         print(f"| {name} | {shares[0][1]:.2f} | {row} |", flush=True)
 
 

@@ -28,6 +28,7 @@ import traceback
 from functools import partial
 
 import numpy as np
+import results
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import (
@@ -854,12 +855,32 @@ def table(rows):
     return "\n".join(lines)
 
 
+# Keys of a row that are times in us: the contestant in the file, is it a reference?
+TIMES = {"ours": ("ops", False), "nccl": ("NCCL", False), "goal": ("goal", True),
+         "matmul": ("ops.matmul alone", True), "cublas": ("cuBLAS alone", True),
+         "link": ("transfer alone", True)}  # fmt: skip
+
+
+def keep(args, rows):
+    """A file of results.py."""
+    kept = results.Results(__file__, args.json, spread="a single figure, so no spread")
+    for r in rows:
+        times = {name: [r[k] / 1e6] * 3 for k, (name, _) in TIMES.items() if r.get(k)}
+        if times and "failed" not in r:
+            kept.add(
+                r["section"], f"{r['what']}, {r['size']}", {"call": times},
+                references=tuple(name for name, other in TIMES.values() if other),
+                errors={"ops": r["wrong"]} if "wrong" in r else None, gpus=args.gpus,
+            )  # fmt: skip
+    kept.write()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--gpus", type=int, default=0, help="how many, 0: all")
     parser.add_argument("--seconds", type=float, default=240, help="of the whole run")
     parser.add_argument("--patience", type=float, default=20, help="seconds of a measurement")
-    parser.add_argument("--json", default="distributed.json")
+    results.argument(parser)
     parser.add_argument("--dry", action="store_true", help="on the interpreter")
     parser.add_argument("--sections", nargs="*", choices=[*SECTIONS, "one process"])
     for hidden in ("--worker", "--mode"):
@@ -885,16 +906,8 @@ def main():
     with open(f"{place}/rows") as f:
         found = [json.loads(line) for line in f]
     shutil.rmtree(place)
-    info = {
-        "devices": [str(d) for d in devices],
-        "gpus": n,
-        "dry": args.dry,
-        "seconds": time.time() - args.start,
-        "rows": found,
-    }
-    with open(args.json, "w") as f:
-        json.dump(info, f, indent=1)
-    print(f"\n{n} x {str(devices[0])[:70] if devices else 'the interpreter'}; {args.json}")
+    keep(args, found)
+    print(f"\n{n} x {str(devices[0])[:70] if devices else 'the interpreter'}")
     print(table(found))
     return 1 if any("failed" in r or r.get("wrong") for r in found) else 0
 

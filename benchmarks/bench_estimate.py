@@ -99,8 +99,9 @@ def main():
         middle = statistics.median(samples)
         found.append((case, e.seconds, middle))
         kept.add_samples(
-            "estimate", title, {"ops": samples, "predicted": [e.seconds]}, fitted=int(case.fitted)
-        )
+            "estimate", title, {"ops": samples, "predicted": [e.seconds]},
+            references="predicted", fitted=int(case.fitted),
+        )  # fmt: skip
         mark = " *" if case.fitted else ""
         print(
             f"| {title}{mark} | {e.seconds * 1e6:.2f} | {middle * 1e6:.2f} |"

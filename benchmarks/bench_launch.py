@@ -103,7 +103,7 @@ def table(title, c_time, contestants, scope):
     median = statistics.median(samples[base])
     FOUND.add_samples(
         "launch", title, {n: [x / 1e9 for x in s] for n, s in samples.items()},
-        ours=("pallas_mgpu", "ops."),
+        ours=("pallas_mgpu", "ops."), references=base,
     )  # fmt: skip
     print(f"\n### {title}\n")
     print("| what | us per launch (median) | quartiles | above the C loop, us |")

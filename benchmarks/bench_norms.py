@@ -327,7 +327,7 @@ def run(op, shape, args):
     moved = 2 * x.numel() * x.element_size()
     args.found.add(
         op, f"{op} {shape[0]} x {shape[1]}", times, work=moved, unit="B", errors=errors,
-        columns=shape[1],
+        references="torch copy_", columns=shape[1],
     )  # fmt: skip
     print(f"### {op}, {shape[0]} x {shape[1]}, {moved / 2**20:.0f} MiB moved\n")
     print("| kernel | " + " | ".join(f"{way}, GB/s | of copy" for way in ways) + " | error |")

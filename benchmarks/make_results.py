@@ -171,7 +171,8 @@ def beside_peers(rows):
     """The fastest peer's time by that of our fastest, over the cases; None without peers."""
     ratios = {}
     for (case,), of_case in grouped(rows, "case").items():
-        own, peers = ([r["seconds"][0] for r in of_case if r["ours"] == o] for o in (True, False))
+        own = [r["seconds"][0] for r in of_case if r["ours"]]
+        peers = [r["seconds"][0] for r in of_case if not r["ours"] and not r["reference"]]
         if own and peers:
             ratios[case] = min(peers) / min(own)
     if not ratios:

@@ -5,7 +5,8 @@ what one contestant took in one way of timing:
 
     table       a part of the benchmark, as "attention"
     case        what was timed, as "B=4 S=4096 H=16/16 D=128 causal"
-    contestant  who, as "ops" or "torch"; `ours` tells which of them is this package
+    contestant  who, as "ops" or "torch"; `ours` tells which of them is this package, `reference`
+                which of them is no peer, as a copy or a bound
     way         how, as "burst": see plgpu.testing.do_bench
     seconds     of a call: [median, low, high]; `spread` says what low and high are
     work, unit  what a call does, in FLOP or B; None
@@ -81,9 +82,11 @@ class Results:
         self.head = {"format": FORMAT, "benchmark": Path(benchmark).stem, "spread": spread}
         self.head["command"] = shlex.join(["python", _script(), *sys.argv[1:]])
 
-    def add(self, table, case, times, *, ours="ops", work=None, unit="FLOP", errors=None, **axes):
-        """times: {way: {contestant: (median, low, high)}}, seconds of a call. ours: the start of
-        the names of this package's contestants. work: a number, or one for each contestant."""
+    def add(self, table, case, times, *, ours="ops", references=(), work=None, unit="FLOP",
+            errors=None, **axes):  # fmt: skip
+        """times: {way: {contestant: (median, low, high)}}, seconds of a call. ours, references: the
+        start of the names of this package's contestants, and of those that are no peers (a string
+        or several). work: a number, or one for each contestant."""
         if not self.path:
             return
         for way, found in times.items():
@@ -92,7 +95,9 @@ class Results:
                 error = (errors or {}).get(name)
                 self.rows.append({
                     "table": table, "case": case, "contestant": name.strip(), "way": way,
-                    "ours": name.strip().startswith(ours), "seconds": list(map(float, seconds)),
+                    "ours": name.strip().startswith(ours),
+                    "reference": name.strip().startswith(references),
+                    "seconds": list(map(float, seconds)),
                     "work": of_it, "unit": unit if of_it is not None else None,
                     "error": None if error is None else float(error), "axes": axes,
                 })  # fmt: skip

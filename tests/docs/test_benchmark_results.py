@@ -114,12 +114,9 @@ def test_plots(modules, tmp_path):
 
 
 def test_every_benchmark_can_write_a_file():
-    """Those that compare two trees or search time nothing that is shown."""
-    other = {"bench_checking.py", "bench_distributed.py"}
     for path in sorted(BENCHMARKS.glob("bench_*.py")):
         names = {
             n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
         }
-        if path.name not in other:
-            assert {"Results", "argument"} <= names, path.name
-            assert names & {"add", "add_samples"}, path.name
+        assert {"Results", "argument"} <= names, path.name
+        assert names & {"add", "add_samples"}, path.name
