@@ -402,8 +402,8 @@ def barrier_arrive(barrier, *, relaxed=False):
     what = "barrier_arrive"
     if not isinstance(relaxed, bool):
         raise TypeError(f"{what}: relaxed must be a bool, got {show(relaxed)}")
-    publishes = {"publishes": 2} if relaxed else {}
-    _core.effect(what, (_barrier(barrier, what),), **publishes)
+    order = "relaxed" if relaxed else "auto"
+    _core.effect(what, (_barrier(barrier, what),), memory_order=order)
 
 
 def barrier_wait(barrier, *, phase=None):

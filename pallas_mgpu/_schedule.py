@@ -108,7 +108,7 @@ class TileScheduler:
         def _():
             barrier_wait(self.read.at[slot])
             if self.free is not None:
-                _core.effect("barrier_arrive", (self.free.at[slot],), publishes=1)
+                _core.effect("barrier_arrive", (self.free.at[slot],), memory_order="release")
                 barrier_wait(self.free.at[slot])
 
         _core.effect("broadcast_tile", (tile, self.tiles.at[slot], self.ready.at[slot]))
@@ -404,7 +404,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
                 barrier_wait(read.at[(steps - 1) % 2])
                 when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
                 if rounds is not None and wide:  # also in other blocks, before the next round
-                    _core.effect("barrier_arrive", (scheduler.free.at[0],), publishes=1)
+                    _core.effect("barrier_arrive", (scheduler.free.at[0],), memory_order="release")
                     barrier_wait(scheduler.free.at[0])
 
             return value

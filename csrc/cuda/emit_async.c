@@ -112,7 +112,7 @@ pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-static void arrive_in_cluster(pm_gen *e, const barrier *b, bool relaxed) {
+static void arrive_in_cluster(pm_gen *e, const barrier *b, int64_t order) {
   const long long n = pm_cluster_targets(e->g, b->groups, b->n_groups);
   const char *k = e->lane ? "k" : "tid";
   const char *target = b->leader ? pm_cluster_leader(e, b->groups[0])
@@ -124,7 +124,8 @@ static void arrive_in_cluster(pm_gen *e, const barrier *b, bool relaxed) {
   } else {
     pm_line(e, "if (tid < %lld)", n);
   }
-  pm_line(e, "  mbarrier_arrive_%s(%s, %s);", relaxed ? "remote" : "release", b->address, target);
+  pm_line(e, "  mbarrier_arrive_%s(%s, %s);", order == PM_ORDER_RELAXED ? "remote" : "release",
+          b->address, target);
 }
 
 pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
@@ -136,7 +137,7 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
     if (!e->lane && !b.warps) pm_line(e, "%s", pm_meet(e));
   }
   if (b.n_groups) {
-    arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
+    arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_ORDER));
   } else if (!b.warps) {
     if (e->lane) {
       pm_line(e, "mbarrier_arrive(%s);", b.address);

@@ -334,7 +334,7 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->program->multicasts = true;
   } else if (code == PM_OP_ASYNC_STORE) {
     s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
-  } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
+  } else if (code == PM_OP_ARRIVE && *pm_attr(g, op, PM_ATTR_ORDER) != PM_ORDER_RELAXED) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_SCATTER_S2G) {
     s->e->warps_store = true; /* a lane of each warp */

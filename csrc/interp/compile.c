@@ -381,7 +381,7 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h) {
 static bool is_lowered(const pm_graph *g, pm_opid op) {
   if (pm_has_attr(g, op, PM_ATTR_ENGINE)) return *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
   if (pm_has_attr(g, op, PM_ATTR_PLACED)) return *pm_attr(g, op, PM_ATTR_PLACED);
-  return pm_has_attr(g, op, PM_ATTR_RELAXED) && *pm_attr(g, op, PM_ATTR_RELAXED);
+  return pm_has_attr(g, op, PM_ATTR_ORDER) && *pm_attr(g, op, PM_ATTR_ORDER) == PM_ORDER_RELAXED;
 }
 
 /* The instruction writes to the ref. */

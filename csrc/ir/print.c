@@ -113,16 +113,16 @@ static void put_indent(printer *p, int indent) {
 /* ---- attributes --------------------------------------------------------------------------- */
 
 static const bool quiet[PM_ATTR_COUNT] = {
-    [PM_ATTR_LAYOUT] = true,      [PM_ATTR_OPTIMIZED] = true,   [PM_ATTR_TILING] = true,
-    [PM_ATTR_SWIZZLE] = true,     [PM_ATTR_GIVEN] = true,       [PM_ATTR_OFFSET] = true,
-    [PM_ATTR_COMMIT] = true,      [PM_ATTR_PREDICATED] = true,  [PM_ATTR_COLLECTIVE] = true,
-    [PM_ATTR_READ_ONLY] = true,   [PM_ATTR_CLUSTER] = true,     [PM_ATTR_RELAXED] = true,
-    [PM_ATTR_PUBLISHES] = true,   [PM_ATTR_STRIDES] = true,     [PM_ATTR_UNION] = true,
-    [PM_ATTR_DIMS] = true,        [PM_ATTR_EVICT_FIRST] = true, [PM_ATTR_APART] = true,
-    [PM_ATTR_LEADER] = true,      [PM_ATTR_EXACT] = true,       [PM_ATTR_INTERPRET] = true,
-    [PM_ATTR_LABEL] = true,       [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,
-    [PM_ATTR_PLACED] = true,      [PM_ATTR_TENSOR_CORE] = true, [PM_ATTR_PAIR] = true,
-    [PM_ATTR_TMEM_REDUCE] = true, [PM_ATTR_RELEASE] = true,
+    [PM_ATTR_LAYOUT] = true,      [PM_ATTR_OPTIMIZED] = true,  [PM_ATTR_TILING] = true,
+    [PM_ATTR_SWIZZLE] = true,     [PM_ATTR_GIVEN] = true,      [PM_ATTR_OFFSET] = true,
+    [PM_ATTR_COMMIT] = true,      [PM_ATTR_PREDICATED] = true, [PM_ATTR_COLLECTIVE] = true,
+    [PM_ATTR_READ_ONLY] = true,   [PM_ATTR_CLUSTER] = true,    [PM_ATTR_ORDER] = true,
+    [PM_ATTR_STRIDES] = true,     [PM_ATTR_UNION] = true,      [PM_ATTR_DIMS] = true,
+    [PM_ATTR_EVICT_FIRST] = true, [PM_ATTR_APART] = true,      [PM_ATTR_LEADER] = true,
+    [PM_ATTR_EXACT] = true,       [PM_ATTR_INTERPRET] = true,  [PM_ATTR_LABEL] = true,
+    [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,      [PM_ATTR_PLACED] = true,
+    [PM_ATTR_TENSOR_CORE] = true, [PM_ATTR_PAIR] = true,       [PM_ATTR_TMEM_REDUCE] = true,
+    [PM_ATTR_RELEASE] = true,
 };
 
 static int64_t default_of(uint8_t id) { return id == PM_ATTR_OFFSET ? -1 : 0; }

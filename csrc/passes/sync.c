@@ -27,9 +27,9 @@
  * interest. That memory is the SMEM that a collective copy fills or that a CLUSTER_REF refers to,
  * the GMEM that the kernel both reads and writes, and the TMEM of a pair: a load or store of it is
  * ordered before the other block's products by a synchronisation of both blocks, which one of the
- * scope of a block is not (PTX ISA, memory consistency model, scopes). An ARRIVE that PUBLISHES
- * something else (that the threads of its block have read a tile index) is never RELAXED, and one
- * whose program says that semaphores order that memory always is.
+ * scope of a block is not (PTX ISA, memory consistency model, scopes). This is what AUTO means. An
+ * ARRIVE that tells of something else (that the threads of its block have read a tile index) comes
+ * here as RELEASE, and one whose program says that semaphores order that memory as RELAXED.
  *
  * All lanes perform a scalar store with the same value, so no SYNC is needed after it. But a late
  * lane must not read what an early lane has already stored, so a SYNC comes before it if the same
@@ -294,7 +294,7 @@ static void note_reach(survey *s, const pm_graph *g, const pm_access *a) {
 
 /* COPIED is a barrier at which more arrives than all lanes of a thread together: an engine, source
  * text, or a warp on behalf of its thread. BROADCAST_TILE is not among what an arrival must
- * release: the one that says that its number was read PUBLISHES that. */
+ * release: the one that says that its number was read is a RELEASE. */
 static void note_accesses(pm_graph *g, pm_opid op, void *ctx) {
   survey *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
@@ -634,20 +634,21 @@ static bool needs_release(const pm_graph *g, pm_val v, uint8_t how) {
   return (how & REMOTE) && (how & GENERIC);
 }
 
-static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
+static void set_order(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
-  int64_t *out = pm_attr(g, op, PM_ATTR_RELAXED);
+  int64_t *order = pm_attr(g, op, PM_ATTR_ORDER);
   pm_attr_list(g, pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
-  const int64_t publishes = *pm_attr(g, op, PM_ATTR_PUBLISHES);
-  *out = n && (publishes == 2 || (*(bool *)ctx && !publishes));
+  if (!n) *order = PM_ORDER_AUTO;
+  else if (*order == PM_ORDER_AUTO) *order = *(int64_t *)ctx;
 }
 
-static void relax(placer *p) {
-  bool relaxed = true;
+static void order_arrivals(placer *p) {
+  int64_t order = PM_ORDER_RELAXED;
   const uint8_t *reach = p->kernel->reach;
-  for (pm_val v = 1; v < p->g->values.n; v++) relaxed &= !needs_release(p->g, v, reach[v]);
-  pm_walk(p->g, 1, set_relaxed, &relaxed);
+  for (pm_val v = 1; v < p->g->values.n; v++)
+    if (needs_release(p->g, v, reach[v])) order = PM_ORDER_RELEASE;
+  pm_walk(p->g, 1, set_order, &order);
 }
 
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
@@ -658,7 +659,7 @@ pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   pm_walk(g, 1, note_accesses, &kernel);
   placer p = {.g = g, .at = ORDERED, .kernel = &kernel, .summaries = pm_new_summaries(g)};
   visit_block(&p, 1);
-  relax(&p);
+  order_arrivals(&p);
   g->stage = PM_SYNCED;
   return PM_OK;
 }

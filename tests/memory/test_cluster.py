@@ -1024,7 +1024,7 @@ def test_meetings_before_arrivals(first, second, before, meets, relaxed, groups)
     else:
         assert by_warps == (meets and not groups)
         assert (ops[at - 1][0] == "sync") == ((meets and bool(groups)) or ops[at - 2][0] == "store")
-    assert ("relaxed = 1" in ops[at][1]) == bool(groups and relaxed)
+    assert ("memory_order = relaxed" in ops[at][1]) == bool(groups and relaxed)
 
 
 IN_CLUSTER = ", cluster = [0, -1]"

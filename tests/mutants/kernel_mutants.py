@@ -661,19 +661,9 @@ def generated(kernel):
     barriers of other blocks relaxed."""
     text = lowered(kernel.text).text()
     first, args, body = parse(text)
-    clustered = set()
-    for op in (x for top in body for x in top.inside()):
-        if op.name == "alloc_barrier" and " cluster = " in op.head:
-            clustered.update(op.results)
-        elif op.name == "index" and op.operands[0] in clustered:
-            clustered.update(op.results)
 
     def relaxed(op):
-        if op.operands[0] not in clustered or "relaxed" in op.head:
-            return [op]
-        head, _, attributes = op.head.partition(" {")
-        more = f", {attributes}" if attributes else "}"
-        return [Op(f"{head} {{relaxed = 1{more}", op.place)]
+        return [Op(op.head.replace("memory_order = release", "memory_order = relaxed"), op.place)]
 
     ways = {"proxy_fence": lambda op: [], "barrier_arrive": relaxed}
     for name, change in ways.items():

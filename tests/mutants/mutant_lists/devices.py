@@ -514,9 +514,9 @@ breaks(
         "if (!p->touched) return;",
     ),
     all_arrivals_are_relaxed=(
-        "set_relaxed",
-        "(*(bool *)ctx && !publishes)",
-        "!publishes",
+        "set_order",
+        "*order = *(int64_t *)ctx",
+        "*order = PM_ORDER_RELAXED",
     ),
 )
 breaks(
@@ -1056,7 +1056,7 @@ breaks(
         "return n || p->kernel->copied[base] ? 0 : alloc;",
         "return p->kernel->copied[base] ? 0 : alloc;",
     ),
-    releases_are_not_kept=("set_relaxed", "&& !publishes)", ")"),
+    releases_are_not_kept=("set_order", "*order == PM_ORDER_AUTO", "*order != PM_ORDER_RELAXED"),
 )
 breaks(
     f"{PASSES}/divergence.c",
@@ -1144,8 +1144,8 @@ breaks(
     ),
     other_blocks_may_still_read=(
         "TileScheduler.broadcast",
-        "publishes=1)\n                barrier_wait(self.free.at[slot])",
-        "publishes=1)",
+        'memory_order="release")\n                barrier_wait(self.free.at[slot])',
+        'memory_order="release")',
     ),
     tiles_have_one_slot=("TileScheduler.broadcast", "slot = step % self.slots", "slot = step * 0"),
 )
