@@ -7,10 +7,10 @@
  * inline_cuda source), no keyword. A value may have a name that occurs only in the device
  * functions.
  *
- * Comments, #line directives and strings are left unchanged, except strings of functions that are
- * printed for this program: those are PTX and name its registers. In these, a word may also be a
- * name with a suffix: accumulator acc_39 has the registers acc_39_0 ... and the function
- * acc_39_zero. */
+ * A word of the program may also be a name with a suffix: accumulator acc_39 has the registers
+ * acc_39_0 ... and the function acc_39_zero. Comments, #line directives and strings are left
+ * unchanged, except strings of functions that are printed for this program: those are PTX and name
+ * its registers. */
 #include "gen.h"
 
 typedef struct word {
@@ -141,7 +141,7 @@ static void note_words(words *t, const char *s, size_t size, bool ptx, bool cata
     const uint32_t n = (uint32_t)(s - begin), number = *slot_of(t, begin, n, hash);
     const bool member = !ptx && begin > first && begin[-1] == '.';
     word *w = number ? &t->all.at[number - 1] : NULL, *name = w && w->issued ? w : NULL;
-    if (!w && ptx) name = issued_before(t, begin, n);
+    if (!w && !catalogue) name = issued_before(t, begin, n);
     if (name) pm_vec_push(t->arena, issued, ((occurrence){begin, (uint32_t)(name - t->all.at)}));
     if (member) continue;
     if (!name) {
@@ -186,9 +186,10 @@ static bool begins_other(const words *t, const word *w) {
 /* Reserved, of another number, of a value without a name, or perhaps a macro of the compiler. */
 static bool keeps_number(const word *w) {
   const char last = w->at[w->stem - 1];
+  const bool unnamed = w->stem == 1 && *w->at == 'v';
   bool small = w->stem == 1;
   for (uint32_t k = 0; k < w->stem; k++) small |= w->at[k] >= 'a' && w->at[k] <= 'z';
-  return *w->at == '_' || (last >= '0' && last <= '9') || !strncmp(w->at, "v_", 2) || !small;
+  return *w->at == '_' || (last >= '0' && last <= '9') || unnamed || !small;
 }
 
 /* After this an issued name that keeps its number is its own stem. */

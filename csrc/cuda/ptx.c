@@ -73,8 +73,10 @@ static const char *part_name(pm_gen *e, const char *acc, const char *what, int64
 
 const char *pm_ptx_declare(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   return add_own(e, pm_str(e, "%s_declare", acc),
-                 pm_str(e, "FN void %s_declare() { asm volatile(\".reg .%s %s_<%lld>;\"); }\n", acc,
-                        pm_dtypes[d].short_name, acc, (long long)n));
+                 pm_str(e,
+                        "// an accumulator in registers of PTX, which every product names\n"
+                        "FN void %s_declare() { asm volatile(\".reg .%s %s_<%lld>;\"); }\n",
+                        acc, pm_dtypes[d].short_name, acc, (long long)n));
 }
 
 const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
@@ -82,7 +84,8 @@ const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "#define %s \"{", name);
+  pm_putf(&t, "// the operand of a product: registers %lld to %lld\n#define %s \"{",
+          (long long)first, (long long)(first + n - 1), name);
   for (int64_t k = 0; k < n; k++) {
     pm_putf(&t, "%s_%lld%s", acc, (long long)(first + k), k + 1 < n ? "," : "}\"\n");
   }
@@ -94,7 +97,8 @@ const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, i
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "FN void %s(%s* d) {\n", name, pm_cpp_type(d));
+  pm_putf(&t, "// copies registers %lld to %lld\nFN void %s(%s* d) {\n", (long long)first,
+          (long long)(first + n - 1), name, pm_cpp_type(d));
   for (int64_t from = 0; from < n; from += READ_AT_ONCE) {
     const int64_t count = pm_min(n - from, READ_AT_ONCE);
     pm_put(&t, "  asm volatile(\"");
@@ -121,7 +125,7 @@ const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "FN void %s() {\n  asm volatile(\"", name);
+  pm_putf(&t, "// begins a sum\nFN void %s() {\n  asm volatile(\"", name);
   for (int64_t k = 0; k < n; k++) {
     pm_putf(&t, "%smov.%s %s_%lld, %s;",
             !k      ? ""

@@ -187,6 +187,19 @@ def test_generated_cuda_can_be_followed():
     assert "wgmma" in entry and "asm" not in entry and "#pragma unroll 1" in entry
 
 
+def test_instructions_of_a_program_stand_in_one_section():
+    """Each has a comment, lines end at 100 columns, and the only accumulator has no number."""
+    text = CASES[1][1].lower(*CASES[1][2]).as_text("cuda")
+    before, section = text.split("// ---- instructions of this program ----\n")
+    section, entry = section.split('extern "C"')
+    lines = section.splitlines()
+    begun = [k for k, x in enumerate(lines) if re.match(r"FN |constexpr |#define (?!D )", x)]
+    assert len(begun) > 5 and all(lines[k - 1].startswith("// ") for k in begun)
+    assert max(map(len, lines)) <= 100 and "wgmma_m64" not in before
+    assert "acc_declare();" in entry and "acc_zero();" in entry and "acc_list_0_" in entry
+    assert not re.search(r"\bacc_\d+_", text)
+
+
 def test_resources_of_the_matmul():
     """No spills, no stack, no remark of serialised wgmma; the PTX holds what was asked for."""
     lowered = CASES[1][1].lower(*CASES[1][2])
