@@ -18,6 +18,14 @@ bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
   return pm_is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !pm_makes_array(e, op, NULL));
 }
 
+/* Does an op print the text of an operand once? */
+static bool prints_once(pm_gen *e, const pm_op *user) {
+  if (user->code == PM_OP_IF || user->code == PM_OP_WAIT) return true;
+  if (user->code == PM_OP_YIELD) return user->n_in == 1;
+  return pm_ops[user->code].layout == PM_LAY_POINTWISE && user->code != PM_OP_OPT_BARRIER &&
+         !pm_typeof(e->g, user->out)->rank;
+}
+
 /* Does the text of a scalar without a name stand where its one use is? C++ gives it the op's dtype
  * without a variable; what the use computes is printed once. */
 static bool is_inlined(pm_gen *e, pm_opid op) {
@@ -26,15 +34,16 @@ static bool is_inlined(pm_gen *e, pm_opid op) {
   const pm_value *v = pm_value_of(e->g, o->out);
   const bool flag = v->type.dtype == PM_BOOL;
   if (v->name || v->type.rank || e->uses[o->out] != 1 || strlen(e->expr) > LONGEST) return false;
-  if (pm_ops[o->code].layout != PM_LAY_POINTWISE || o->code == PM_OP_OPT_BARRIER) return false;
+  const bool pointwise = pm_ops[o->code].layout == PM_LAY_POINTWISE;
+  if ((!pointwise && o->code != PM_OP_AXIS) || o->code == PM_OP_OPT_BARRIER) return false;
   const pm_op *user = pm_get(e->g, e->user[o->out]);
-  if (user->parent != o->parent) return false;
+  if (user->parent != o->parent || !prints_once(e, user)) return false;
   if (user->code == PM_OP_IF) return true;
   for (uint32_t k = 0; k < o->n_in; k++) {
-    if (pm_typeof(e->g, pm_in(e->g, op, k))->dtype != PM_I32) return false;
+    const pm_dtype d = pm_typeof(e->g, pm_in(e->g, op, k))->dtype;
+    if (d != PM_I32 && d != PM_BOOL) return false;
   }
-  return (flag || v->type.dtype == PM_I32) && pm_ops[user->code].layout == PM_LAY_POINTWISE &&
-         user->code != PM_OP_OPT_BARRIER && !pm_typeof(e->g, user->out)->rank;
+  return flag || v->type.dtype == PM_I32;
 }
 
 const char *pm_condition(pm_gen *e, pm_val v) {
