@@ -88,19 +88,19 @@ class Problem:
         )
         self.errors[name] = error
 
-    def ours(self, name, form, config=None, turned=False):
+    def ours(self, name, form, config=None, transposed=False):
         m, n, _ = self.shape
         out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         scale_a, scale_b = self.scales[form]
         options = {} if config is None else {"config": config}
-        bs = [b.T.contiguous() for b in self.b] if turned else self.b
+        bs = [b.T.contiguous() for b in self.b] if transposed else self.b
         turn = itertools.cycle(bs)
 
         def run():
             matmul(
                 self.a,
                 next(turn),
-                transpose_b=not turned,
+                transpose_b=not transposed,
                 scale_a=scale_a,
                 scale_b=scale_b,
                 out=out,
@@ -189,7 +189,7 @@ def bench(text, args):
     admit("torch.matmul, bfloat16", problem.bfloat16)
     for form in FORMS:
         admit(f"ops, {form}", problem.ours, form)
-    admit("ops, one, B as (K, N)", problem.ours, "one", turned=True)
+    admit("ops, one, B as (K, N)", problem.ours, "one", transposed=True)
     for form in ("one", "blocks") if args.configs else ():
         for config in configs(*problem.shape, form):
             admit(f"  {form} {tuple(config)}", problem.ours, form, config)

@@ -26,7 +26,7 @@ class DeviceIdType(enum.Enum):
 def mesh_axes(what):
     """{name: size} of the mesh, in its order; ValueError where the kernel has none."""
     axes = env(what).axes
-    found = {name: size for name, (family, _, size) in axes.items() if family == "device"}
+    found = {name: size for name, (kind, _, size) in axes.items() if kind == "device"}
     if not found:
         raise ValueError(f"{what}: the kernel has no mesh of devices; call it by plgpu.spmd")
     return found

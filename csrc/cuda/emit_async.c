@@ -693,9 +693,9 @@ pm_code pm_cuda_FETCH_TILE(pm_gen *e, pm_opid op) {
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
   pm_note(e, op, "fetch_tile");
   if (!e->program->shares_grid) {
-    const bool told = pm_get(e->g, op)->n_in;
-    const char *next = told ? pm_scalar_of(e, pm_in(e->g, op, 0))
-                            : pm_str(e, "%lld", (long long)pm_grid_size(e->g));
+    const bool given = pm_get(e->g, op)->n_in;
+    const char *next = given ? pm_scalar_of(e, pm_in(e->g, op, 0))
+                             : pm_str(e, "%lld", (long long)pm_grid_size(e->g));
     pm_bind(e, out, next, PM_FORM_SCALAR);
     return PM_OK;
   }

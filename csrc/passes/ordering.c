@@ -39,7 +39,7 @@ typedef struct state {
 
 typedef struct checker {
   pm_graph *g;
-  bool *told; /* by op: it has a warning */
+  bool *warned; /* by op: it has a warning */
 } checker;
 
 static void walk(checker *c, pm_blk block, state *s);
@@ -101,8 +101,8 @@ static void warn(checker *c, const pm_access *a, const pending *p) {
   pm_graph *g = c->g;
   const pm_op *o = pm_get(g, a->op);
   const uint32_t name = pm_value_of(g, pm_view_base(g, a->view))->name;
-  if (c->told[a->op] || !o->line) return;
-  c->told[a->op] = true;
+  if (c->warned[a->op] || !o->line) return;
+  c->warned[a->op] = true;
   const char *other = p->kind == STORED ? ""
                       : p->kind == MULTIPLYING
                           ? " the product"

@@ -22,8 +22,8 @@ enum { RAN_OUT = 1, ASKED = 2 }; /* values of the first word */
 typedef struct watch {
   volatile uint32_t *words;
   uint32_t n_devices;
-  char why[256];    /* under the lock */
-  atomic_bool told; /* pm_watch_results has said so */
+  char why[256];        /* under the lock */
+  atomic_bool reported; /* pm_watch_results has said so */
 } watch;
 
 typedef struct watched_kernel {
@@ -109,7 +109,7 @@ void pm_watch_end(uint32_t mesh, const char *why) {
   pthread_mutex_unlock(&lock);
 }
 
-/* ---- what is told ------------------------------------------------------------------------- */
+/* ---- what is reported --------------------------------------------------------------------- */
 
 /* The first wait that ended early on a device; 0: none did. */
 static size_t tell_row(const watch *w, uint32_t rank, char *buf, size_t size) {
@@ -157,9 +157,9 @@ pm_code pm_watch_results(pm_err *err) {
   for (uint32_t k = 1; k < n; k++) {
     watch *w = &meshes[k];
     bool ended = false;
-    if (!w->words[0] || atomic_load(&w->told)) continue;
+    if (!w->words[0] || atomic_load(&w->reported)) continue;
     for (uint32_t rank = 0; rank < w->n_devices; rank++) ended |= w->words[HEAD + ROW * rank] != 0;
-    if (ended && !atomic_exchange(&w->told, true)) return pm_watch_check(k, err);
+    if (ended && !atomic_exchange(&w->reported, true)) return pm_watch_check(k, err);
   }
   return PM_OK;
 }

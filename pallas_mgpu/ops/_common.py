@@ -285,18 +285,18 @@ class CountedTiles:
         w, t, carry = lax.while_loop(lambda x: x[1] < self.total, step, start)
         if beyond:
             carry = work(t, carry)
-        heard, ahead = self.scheduler.read, self.scheduler.slots
-        plgpu.barrier_wait(heard.at[w % ahead])
+        read, ahead = self.scheduler.read, self.scheduler.slots
+        plgpu.barrier_wait(read.at[w % ahead])
         for k in range(1, ahead):
 
             def await_heard(k=k):
-                plgpu.barrier_wait(heard.at[(w + (ahead - k)) % ahead])
+                plgpu.barrier_wait(read.at[(w + (ahead - k)) % ahead])
 
             pl.when(some and k == 1 or w > k - 1)(await_heard)
         return carry
 
     def tile(self, w):
-        """Consumer: tile w of those that this cluster gets; they are heard in order."""
+        """Consumer: tile w of those that this cluster gets; their numbers come in order."""
         return self.scheduler.receive(w)
 
     def consume(self, work, carry):

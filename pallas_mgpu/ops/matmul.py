@@ -202,14 +202,14 @@ class _Block(WarpSpecialized):
         row = (row * cfg.cluster + self.rank("cm")) * p.rows
         return row, (col * cfg.cluster_n + self.rank("cn")) * p.cols
 
-    def order(self, it0, turns=True):
-        """The place along K of each step of a tile that begins with step it0 of the block. turns:
-        may it be walked backwards?"""
+    def order(self, it0, backwards=True):
+        """The place along K of each step of a tile that begins with step it0 of the block.
+        backwards: may it be walked so?"""
         steps = self.plan.steps
         if not self.cfg.serpentine:
             return lambda s: s
         # every second tile backwards: the end of its rows of A is still in the L2
-        odd = (it0 // steps % 2 == 1) & turns
+        odd = (it0 // steps % 2 == 1) & backwards
         return lambda s: lax.select(odd, steps - 1 - s, s)
 
     # ---- producer
@@ -222,13 +222,13 @@ class _Block(WarpSpecialized):
         first = self.share_of_k(part) * (self.plan.steps * self.cfg.step)
         return self.fetch_steps(it0, *self.origin(t), first, [(True, self.a)])
 
-    def fetch_steps(self, it0, row, col, first, sources, turns=True, before=None):
+    def fetch_steps(self, it0, row, col, first, sources, backwards=True, before=None):
         """All steps of a tile. first: where it begins along K. sources: pairs (condition, ref), of
-        which the one that holds has the rows of A. turns: as for order(). before(s): called in step
-        s before all else."""
+        which the one that holds has the rows of A. backwards: as for order(). before(s): called
+        in step s before all else."""
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
-        place = self.order(it0, turns)
+        place = self.order(it0, backwards)
         if x.accumulate:
             plgpu.async_prefetch(self.o.at[along_m, along_n])
 

@@ -314,10 +314,10 @@ def test_transposed_refs_of_small_dtypes(run, rng):
             part_ref[...] = plgpu.transpose_ref(part, (2, 0, 1))[...].astype(jnp.float32)
             row_ref[...] = y.at[8:40, n_ref[0]].at[:, 3][...].astype(jnp.float32)
             tile[...] = x_ref[1]
-            turned = plgpu.transpose_ref(back_ref, (1, 2, 0))
-            turned[:, 0:32, 0] = x_ref[0, :, 0:32]
-            turned[:, 32:64, 0] = x_ref[0, :, 32:64]
-            turned[:, :, 1] = tile.T[...].T
+            transposed = plgpu.transpose_ref(back_ref, (1, 2, 0))
+            transposed[:, 0:32, 0] = x_ref[0, :, 0:32]
+            transposed[:, 32:64, 0] = x_ref[0, :, 32:64]
+            transposed[:, :, 1] = tile.T[...].T
             laid = plgpu.load(x_ref.at[2].T, layout=plgpu.Layout.WGMMA)
             laid_ref[...] = laid.astype(jnp.float32)
 

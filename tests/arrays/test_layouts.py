@@ -312,9 +312,9 @@ def test_matrices_of_swizzled_memory(run, rng, layout):
     text = kernel.lower(x).as_text("cuda")
     for name in ("stmatrix_x4(", "ldmatrix_x4(", "ldmatrix_x4_trans("):
         assert f"      {name}" in text
-    got, turned = run.call(kernel, x)
+    got, transposed = run.call(kernel, x)
     np.testing.assert_array_equal(got, x)
-    np.testing.assert_array_equal(turned, x.T)
+    np.testing.assert_array_equal(transposed, x.T)
 
 
 def test_row_reduction_and_broadcast_need_no_shared_memory():

@@ -215,15 +215,15 @@ def test_wgmma_of_a_result(run, rng):
 
 
 @pytest.mark.parametrize("dtype, acc", [(E4M3, F32), (I8, I32), (F32, F32)])
-def test_wgmma_of_turned_operands(run, rng, dtype, acc):
-    """b along N, turned in SMEM as the error says."""
+def test_wgmma_of_transposed_operands(run, rng, dtype, acc):
+    """b along N, transposed in SMEM as the error says."""
     x, y = (rng.integers(-4, 5, shape).astype(dtype) for shape in ((64, 64), (64, 32)))
 
     def body(a, b, out):
-        def scope(turned, c):
-            turned[...] = b[...].T
+        def scope(transposed, c):
+            transposed[...] = b[...].T
             plgpu.commit_smem()
-            plgpu.wgmma(c, a, turned.T)
+            plgpu.wgmma(c, a, transposed.T)
             return c[...]
 
         out[...] = pl.run_scoped(scope, plgpu.SMEM((32, 64), dtype), plgpu.ACC((64, 32), acc))
@@ -441,7 +441,7 @@ def test_slices_of_narrow_operands(run, rng, dtype, to):
 
 @pytest.mark.parametrize("form, waits", [("waited", None), ("last", 0), ("after", 1), ("if", 0)])
 def test_registers_of_a_product_in_flight(run, rng, form, waits):
-    """No turn of a loop ends with a product in flight that reads registers, which the next turn may
+    """No iteration ends with a product in flight that reads registers, which the next one may
     write: it waits for that one, if the kernel has not, and not for those after it."""
     m, n, k, steps = 128, 64, 64, 24
     x, y = values(rng, (2, m, k), F16), values(rng, (2, n, k), F16)
@@ -510,18 +510,20 @@ def refused(kernel, a, b, acc, shapes=((64, 64), (64, 64), (64, 64))):
     )
 
 
-def plain_product(a, b, acc, registers=False, n=64, b_is_turned=True):
+def plain_product(a, b, acc, registers=False, n=64, b_is_transposed=True):
     def body(a_ref, b_ref, out):
         def accumulate(c):
-            plgpu.wgmma(c, a_ref[...] if registers else a_ref, b_ref.T if b_is_turned else b_ref)
+            plgpu.wgmma(
+                c, a_ref[...] if registers else a_ref, b_ref.T if b_is_transposed else b_ref
+            )
             return c[...]
 
         out[...] = pl.run_scoped(accumulate, plgpu.ACC((64, n), acc))
 
     kernel = staged(
-        body, plgpu.SMEM((64, 64), a), plgpu.SMEM((n, 64) if b_is_turned else (64, n), b)
+        body, plgpu.SMEM((64, 64), a), plgpu.SMEM((n, 64) if b_is_transposed else (64, n), b)
     )
-    shape = (n, 64) if b_is_turned else (64, n)
+    shape = (n, 64) if b_is_transposed else (64, n)
     return lambda: refused(kernel, a, b, acc, ((64, 64), shape, (64, n)))
 
 
@@ -532,7 +534,7 @@ def plain_mma(a, b, acc, shapes=((64, 64), (64, 64), (64, 64))):
     return lambda: refused(body, a, b, acc, shapes)
 
 
-def a_turned():
+def a_transposed():
     def body(a_ref, b_ref, out):
         def accumulate(c):
             plgpu.wgmma(c, a_ref.T, b_ref.T)
@@ -548,11 +550,11 @@ REFUSED = {
     "b along N": (
         ValueError,
         "Keep it in SMEM as",
-        plain_product(E4M3, E4M3, F32, b_is_turned=False),
+        plain_product(E4M3, E4M3, F32, b_is_transposed=False),
     ),
-    "b of int8 along N": (ValueError, "b.T", plain_product(I8, I8, I32, b_is_turned=False)),
-    "b of f32 along N": (ValueError, "b.T", plain_product(F32, F32, F32, b_is_turned=False)),
-    "a along M": (ValueError, "a is contiguous along M", a_turned),
+    "b of int8 along N": (ValueError, "b.T", plain_product(I8, I8, I32, b_is_transposed=False)),
+    "b of f32 along N": (ValueError, "b.T", plain_product(F32, F32, F32, b_is_transposed=False)),
+    "a along M": (ValueError, "a is contiguous along M", a_transposed),
     "types differ": (ValueError, "must be equal", plain_product(E4M3, I8, F32)),
     "f16 and bf16": (ValueError, "must be equal", plain_product(F16, BF16, F32)),
     "fp8 into int32": (NotImplementedError, "float32 accumulator", plain_product(E4M3, E4M3, I32)),
@@ -606,17 +608,17 @@ def test_what_is_written_before_several_statements(run, rng, form):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("k, n", [(16, 16), (64, 48), (32, 128), (64, 24)])
-def test_right_operand_of_mma_from_smem(run, rng, dtype, k, n, turned):
+def test_right_operand_of_mma_from_smem(run, rng, dtype, k, n, transposed):
     """Loaded as matrices, from rows or from columns; 24 columns, by elements."""
     a = rng.standard_normal((64, k)).astype(dtype)
-    b = rng.standard_normal((n, k) if turned else (k, n)).astype(dtype)
+    b = rng.standard_normal((n, k) if transposed else (k, n)).astype(dtype)
 
     def body(a_ref, b_ref, o_ref, s_ref):
         s_ref[...] = b_ref[...]
-        right = plgpu.load(s_ref.T if turned else s_ref, layout=plgpu.Layout.MMA_RHS(dtype))
+        right = plgpu.load(s_ref.T if transposed else s_ref, layout=plgpu.Layout.MMA_RHS(dtype))
         left = plgpu.load(a_ref, layout=plgpu.Layout.MMA_LHS(dtype))
         acc = plgpu.layout_cast(jnp.zeros((64, n), np.float32), plgpu.Layout.WGMMA)
         o_ref[...] = plgpu.mma(acc, left, right)
@@ -624,10 +626,10 @@ def test_right_operand_of_mma_from_smem(run, rng, dtype, k, n, turned):
     out, scratch = np.zeros((64, n), np.float32), [plgpu.SMEM(b.shape, dtype)]
     text = run.kernel(body, out, scratch_types=scratch).lower(a, b).as_text("cuda")
     text = text[text.index('extern "C"') :]
-    assert ("ldmatrix_x4_trans(" in text) == (not turned and n % 16 == 0)
-    assert ("ldmatrix_x4(" in text) == (turned and n % 16 == 0)
+    assert ("ldmatrix_x4_trans(" in text) == (not transposed and n % 16 == 0)
+    assert ("ldmatrix_x4(" in text) == (transposed and n % 16 == 0)
     wide = [x.astype(np.float32) for x in (a, b)]
-    want = wide[0] @ (wide[1].T if turned else wide[1])
+    want = wide[0] @ (wide[1].T if transposed else wide[1])
     got = run(body, out, a, b, scratch_types=scratch)
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
 

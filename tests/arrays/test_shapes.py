@@ -329,7 +329,7 @@ def test_transposes_beside_shared_memory(run, rng):
 
 
 def test_a_transpose_of_what_was_loaded_before(run, rng):
-    """What is turned is what was there when it was loaded."""
+    """What is transposed is what was there when it was loaded."""
     x = data(rng, (48, 33))
 
     def body(x_ref, o_ref, smem):
@@ -465,7 +465,7 @@ def test_products(run, rng, dtype):
 
 
 def test_contractions(run, rng):
-    """dot_general with batches and turned operands, vectors, @, tensordot, outer; results are
+    """dot_general with batches and transposed operands, vectors, @, tensordot, outer; results are
     rounded to the dtype of the operands."""
     a, b = data(rng, (3, 16, 20), bf16), data(rng, (3, 20, 8), bf16)
     v, w = data(rng, (20,)), data(rng, (16, 20))
@@ -494,7 +494,7 @@ def test_contractions(run, rng):
 
 
 def test_products_of_refs(run, rng):
-    """SMEM refs go to the tensor cores as they are, also turned; others are loaded."""
+    """SMEM refs go to the tensor cores as they are, also transposed; others are loaded."""
     a, b = data(rng, (64, 32), np.float16), data(rng, (48, 32), np.float16)
 
     def body(a_ref, b_ref, o_ref, a_smem, b_smem):

@@ -25,18 +25,18 @@ def numbers(*dims, dtype=F16, seed=0):
     return rng.standard_normal(dims).astype(dtype)
 
 
-def product(a, b, turned=False):
+def product(a, b, transposed=False):
     exact = I32 if a.dtype == I8 else F32
-    return a.astype(exact) @ (b.T if turned else b).astype(exact)
+    return a.astype(exact) @ (b.T if transposed else b).astype(exact)
 
 
 # ---- products that ptxas 13.3 to 13.5 lost -------------------------------------------------------
 
 
-def lost(m, n, k, dtype=F16, acc=F32, swizzle=128, fill="registers", turned=False, begin=None):
-    """One product of operands in SMEM. `fill`: how they come there; `turned`: b is (n, k); `begin`:
-    what the accumulator holds first."""
-    dims = ((m, k), (n, k) if turned else (k, n))
+def lost(m, n, k, dtype=F16, acc=F32, swizzle=128, fill="registers", transposed=False, begin=None):
+    """One product of operands in SMEM. `fill`: how they come there; `transposed`: b is (n, k);
+    `begin`: what the accumulator holds first."""
+    dims = ((m, k), (n, k) if transposed else (k, n))
     tiled = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
 
     def body(a, b, o):
@@ -53,7 +53,7 @@ def lost(m, n, k, dtype=F16, acc=F32, swizzle=128, fill="registers", turned=Fals
             def multiply(ref):
                 if begin is not None:
                     ref[...] = jnp.full((m, n), begin, acc)
-                plgpu.wgmma(ref, sa, plgpu.transpose_ref(sb, (1, 0)) if turned else sb)
+                plgpu.wgmma(ref, sa, plgpu.transpose_ref(sb, (1, 0)) if transposed else sb)
                 return plgpu.wgmma_accumulator_load(ref)
 
             o[...] = pl.run_scoped(multiply, plgpu.ACC((m, n), acc))
@@ -63,7 +63,7 @@ def lost(m, n, k, dtype=F16, acc=F32, swizzle=128, fill="registers", turned=Fals
 
     kernel = plgpu.kernel(body, out_type=shape((m, n), acc))
     a, b = (numbers(*d, dtype=dtype, seed=k) for k, d in enumerate(dims))
-    return kernel, (a, b), product(a, b, turned) + (begin or 0)
+    return kernel, (a, b), product(a, b, transposed) + (begin or 0)
 
 
 # ---- A in registers that ptxas before 13.1 overwrote ---------------------------------------------
@@ -387,8 +387,8 @@ def stepped():
 REPRODUCTIONS = {
     **{f"lost {m} x {n} x {k}": functools.partial(lost, m, n, k)
        for m, n, k in ((64, 64, 64), (64, 64, 128), (128, 64, 64), (64, 128, 64))},
-    "lost 64 x 8 x 64": functools.partial(lost, 64, 8, 64, turned=True),
-    "lost 64 x 64 x 64, B turned": functools.partial(lost, 64, 64, 64, turned=True),
+    "lost 64 x 8 x 64": functools.partial(lost, 64, 8, 64, transposed=True),
+    "lost 64 x 64 x 64, B transposed": functools.partial(lost, 64, 64, 64, transposed=True),
     "overwritten": reproduction,
     "stepped": stepped,
 }  # fmt: skip
@@ -400,9 +400,9 @@ CASES = {
     "swizzle 32": functools.partial(lost, 64, 16, 64, swizzle=32),
     "by TMA": functools.partial(lost, 64, 64, 64, fill="tma"),
     "begins with 3": functools.partial(lost, 64, 64, 64, begin=3.0),
-    "float32": functools.partial(lost, 64, 64, 32, dtype=F32, turned=True),
-    "float8": functools.partial(lost, 64, 64, 128, dtype=E4M3, turned=True),
-    "int8": functools.partial(lost, 64, 64, 128, dtype=I8, acc=I32, turned=True),
+    "float32": functools.partial(lost, 64, 64, 32, dtype=F32, transposed=True),
+    "float8": functools.partial(lost, 64, 64, 128, dtype=E4M3, transposed=True),
+    "int8": functools.partial(lost, 64, 64, 128, dtype=I8, acc=I32, transposed=True),
     "branch": functools.partial(overwritten, branch),
     "branch, bfloat16": functools.partial(overwritten, branch, half=BF16),
     "computed in the loop": computed,

@@ -584,7 +584,7 @@ def test_shared_memory_begins_at_1024():
 # ---- products, which csrc/cuda/ptx.c prints ---------------------------------------------------
 
 
-def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=None):
+def product(a_transposed, b_transposed, registers, acc, dtype, written=True, begun=None):
     """The program of a product of 64x64 and 64x16. written: by plain code too, so that the
     accumulator is an array; else several products add up. begun: what is stored before, if any."""
 
@@ -600,8 +600,8 @@ def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=None)
 
             @plgpu.pl.loop(0, 1 if written else 2)
             def _(_):
-                b = b_smem.T if b_turned else b_smem
-                plgpu.wgmma(acc_ref, a_smem.T if a_turned else a, b)
+                b = b_smem.T if b_transposed else b_smem
+                plgpu.wgmma(acc_ref, a_smem.T if a_transposed else a, b)
 
             value = acc_ref[...]
             if written:
@@ -611,11 +611,11 @@ def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=None)
         o_ref[...] = plgpu.pl.run_scoped(scoped, plgpu.ACC((64, 16), acc))
 
     def swizzled(shape):
-        s = 128 if b_turned else 32
+        s = 128 if b_transposed else 32
         tiling = plgpu.TilingTransform((8, s // 2)), plgpu.SwizzleTransform(s)
         return plgpu.SMEM(shape, dtype, transforms=tiling)
 
-    b_shape = (16, 64) if b_turned else (64, 16)
+    b_shape = (16, 64) if b_transposed else (64, 16)
     shapes = [plgpu.ShapeDtypeStruct(x, dtype) for x in ((64, 64), b_shape)]
     scratch = [swizzled((64, 64)), swizzled(b_shape), plgpu.Barrier(num_arrivals=2)]
     out = plgpu.ShapeDtypeStruct((64, 16), acc)
@@ -626,7 +626,7 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
 
 
 @pytest.mark.parametrize(
-    "a_turned,b_turned,registers,acc,dtype",
+    "a_transposed,b_transposed,registers,acc,dtype",
     [
         (False, False, False, F32, F16),
         (False, True, False, F32, BF16),
@@ -637,7 +637,7 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
     ],
 )
 @pytest.mark.parametrize("contents", ["fresh", "held", "ptx"])
-def test_products(a_turned, b_turned, registers, acc, dtype, contents):
+def test_products(a_transposed, b_transposed, registers, acc, dtype, contents):
     """The fence stands first. Each register of a statement is assigned once. A before B, low words
     before high ones; scale-d is true but in the first product of a fresh accumulator, or into
     zeros, both scales of the inputs are 1, and then come the bits that say which operands are not
@@ -648,7 +648,9 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     if in_ptx and acc is F16:
         pytest.skip("halves are not kept there")
     begun = 0 if contents == "held" else None
-    text = product(a_turned, b_turned, registers, acc, dtype, not in_ptx, begun).as_text("cuda")
+    text = product(a_transposed, b_transposed, registers, acc, dtype, not in_ptx, begun).as_text(
+        "cuda"
+    )
     n = 8 if acc is F32 else 4
     if in_ptx:
         found = re.findall(r"#define (wgmma_m64n16k16_\w+)\((D, [^)]*)\) \\\n"
@@ -679,17 +681,17 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     declared = [] if registers else [".reg .b64 ma<4>", ".reg .b32 ta<4>"]
     assert opening[1:-1] == [*declared, ".reg .b64 mb<4>", ".reg .b32 tb<4>"]
     steps = (first + rest).rstrip(" }").split(" D , ")
-    swizzle = 128 if b_turned else 32
+    swizzle = 128 if b_transposed else 32
 
-    def begins(k, turned, rows):
+    def begins(k, transposed, rows):
         """In units of 16 bytes; tiles of all rows by the bytes of the swizzle follow each other."""
-        if turned:
+        if transposed:
             return k * 16 * swizzle // 16
         tile, inside = divmod(k, swizzle // 32)
         return tile * rows * swizzle // 16 + inside * 2
 
-    a_at = [begins(k, a_turned, 64) for k in range(4)]
-    b_at = [begins(k, not b_turned, 16) for k in range(4)]
+    a_at = [begins(k, a_transposed, 64) for k in range(4)]
+    b_at = [begins(k, not b_transposed, 16) for k in range(4)]
 
     def descriptor(which, k, low, at):
         step = f"t{which}{k}"
@@ -708,8 +710,8 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
         t = types[dtype]
         want.append(f"{step}wgmma.mma_async.sync.aligned.m64n16k16.{types[acc]}.{t}.{t}")
         a = "{" + ",".join(f"%{n + 4 * k + i}" for i in range(4)) + f"}}, mb{k}, {p}, 1, 1, "
-        tail = a if registers else f"ma{k}, mb{k}, {p}, 1, 1, {int(a_turned)}, "
-        want.append(f"{tail}{int(not b_turned)};")
+        tail = a if registers else f"ma{k}, mb{k}, {p}, 1, 1, {int(a_transposed)}, "
+        want.append(f"{tail}{int(not b_transposed)};")
     got = [
         x.strip()
         for step in steps
@@ -724,8 +726,8 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     assert operands[2] == '"memory"'
     (call,) = re.findall(rf"  {name}\((.*)\);", text)
     # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
-    b_high = "stride_1024_swizzle_128" if b_turned else "stride_256_swizzle_32"
-    value = "0x40000040u" if b_turned else "0xc0000010u"
+    b_high = "stride_1024_swizzle_128" if b_transposed else "stride_256_swizzle_32"
+    value = "0x40000040u" if b_transposed else "0xc0000010u"
     assert set(re.findall(r"stride_\w+", call)) == {b_high} and call.endswith(b_high)
     assert re.findall(rf"constexpr u32 {b_high} = (\w+);", text) == [value]
 

@@ -209,10 +209,10 @@ class _Run:
 
     def multiply(self, tile, fetch=False):
         x = self.x
-        which, turn = tile % x.accumulators, tile // x.accumulators
+        which, use = tile % x.accumulators, tile // x.accumulators
 
         def products():
-            phase = turn if x.initial else turn - 1
+            phase = use if x.initial else use - 1
             wait = lambda: plgpu.barrier_wait(self.taken.at[which], phase=phase)  # noqa: E731
             if x.initial:
                 self.leader(wait)

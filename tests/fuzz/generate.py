@@ -491,8 +491,8 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         k = step * self.rng.randint(1, 2)
         layout = f"plgpu.Layout.MMA_LHS(jnp.{dtype})"
         a, c = self.operand((m, k), dtype, low), self.operand((m, n), acc, (-9, 9))
-        turned = self.chance(0.5) and step < 64
-        b = self.operand((n, k) if turned else (k, n), dtype, low)
+        transposed = self.chance(0.5) and step < 64
+        b = self.operand((n, k) if transposed else (k, n), dtype, low)
         a = (
             f"plgpu.load({a}, layout={layout}, optimized=False)"
             if self.chance(0.5)
@@ -500,7 +500,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         )
         c = f"jnp.zeros({tup((m, n))}, jnp.{acc})" if self.chance(0.3) else f"{c}[...]"
         v = self.name("v")
-        self.emit(Node(f"{v} = plgpu.mma({c}, {a}, {b}{'.T' * turned}[...])", keep=True))
+        self.emit(Node(f"{v} = plgpu.mma({c}, {a}, {b}{'.T' * transposed}[...])", keep=True))
         self.epilogue(v, (m, n), acc, True)
 
     def seg_wgmma(self):

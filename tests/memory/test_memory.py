@@ -470,7 +470,7 @@ def test_wgmma_layout_meets_swizzled_rows_anywhere(run, rng, width):
 
     def body(x_ref, y_ref, *rest):
         i = lax.axis_index("g")
-        *o, xs, ys, turned, turned32 = rest
+        *o, xs, ys, transposed, transposed32 = rest
         xs[...] = x_ref[...]
         ys[...] = y_ref[...]
         o[0][...] = plgpu.load(xs.at[pl.ds(1, 64)], layout=wgmma).astype(np.float32)
@@ -480,11 +480,11 @@ def test_wgmma_layout_meets_swizzled_rows_anywhere(run, rng, width):
         o[1][...] = xs[pl.ds(9, 64)].astype(np.float32)
         ys[pl.ds(2, 64)] = b
         o[2][...] = ys[pl.ds(2, 64)]
-        turned.T[...] = a
-        o[3][...] = turned[...].astype(np.float32)
-        inside = turned32.at[pl.ds(1, 128)]
+        transposed.T[...] = a
+        o[3][...] = transposed[...].astype(np.float32)
+        inside = transposed32.at[pl.ds(1, 128)]
         inside.T[...] = b
-        more = plgpu.load(turned.T, layout=wgmma).astype(np.float32)
+        more = plgpu.load(transposed.T, layout=wgmma).astype(np.float32)
         again = plgpu.load(inside.T, layout=wgmma) + more
         inside.T[...] = again
         o[4][...] = inside[...]
@@ -613,7 +613,7 @@ def test_contiguous_copies_begin_anywhere(run, rng, step):
 
 @pytest.mark.filterwarnings("ignore:copy_")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["f32", "f16"])
-def test_copies_of_turned_blocks(run, rng, dtype):
+def test_copies_of_transposed_blocks(run, rng, dtype):
     """No engine transposes."""
     x = random(rng, (64, 32), dtype)
 

@@ -20,7 +20,7 @@ MXFP8, MXF4, NVFP4 = (E8M0, 32), (E8M0, 32), (E4M3, 16)
 CASES = {  # shape, configuration, SMs, dtypes, scales: dtype and block, options
     "mxfp8": ((300, 520, 640), C(256, False, 3), 2, (E4M3, E5M2), MXFP8, {}),
     "mxfp8, pairs": ((700, 520, 144), C(256), 4, (E4M3, E4M3), MXFP8, {"out_dtype": bf16}),
-    "mxfp8, transposed": ((304, 528, 200), C(256), 4, (E4M3, E5M2), MXFP8, {"turned": True}),
+    "mxfp8, transposed": ((304, 528, 200), C(256), 4, (E4M3, E5M2), MXFP8, {"transposed": True}),
     "narrow": ((200, 72, 64), C(128, False), 4, (E5M2, E5M2), MXFP8, {"bias": True}),
     "mxf4": ((300, 520, 704), C(256, False), 2, (E2M1, E2M1), MXF4, {"out_dtype": f16}),
     "mxf4, blocks of 16": ((300, 264, 704), C(128, False), 2, (E2M1, E2M1), (E8M0, 16), {}),
@@ -51,14 +51,14 @@ def test_products(name, rng, monkeypatch, some):
     a, scale_a, left = scaled(rng, (m, k), of_a, kind)
     b, scale_b, right = scaled(rng, (n, k), of_b, kind)
     want, operands = left @ right.T, {"scale_a": scale_a, "scale_b": scale_b}
-    turned = options.pop("turned", False)
-    if turned:
+    transposed = options.pop("transposed", False)
+    if transposed:
         a, b = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
     if options.pop("bias", False):
         operands["bias"] = rng.integers(-3, 4, n).astype(bf16)
         want = want + operands["bias"].astype(f32)
     want = want.astype(options["out_dtype"])
-    how = dict(config=config, transpose_a=turned, transpose_b=not turned, **options)
+    how = dict(config=config, transpose_a=transposed, transpose_b=not transposed, **options)
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: sms)
     matmul.maker.forget()  # kernels for other numbers of SMs
     f = matmul.kernel(a, b, **operands, **how)

@@ -187,7 +187,7 @@ def test_other_steps(run, rng, step):
 @pytest.mark.parametrize("tb", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 130), (33, 130, 17), (130, 1, 48)], ids=str)
 def test_orders(run, rng, shape, ta, tb):
-    """Operands that are turned or padded, results that TMA cannot store."""
+    """Operands that are transposed or padded, results that TMA cannot store."""
     check(run, rng, *shape, ((shape[0],), ()), dtypes=(E5M2, E4M3), ta=ta, tb=tb)
 
 

@@ -32,14 +32,16 @@ DEFAULT = ["rest", "nothing"]
 @pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
 def test_products(name, rng, monkeypatch, some):
     m, n, k, sizes, dtype, cfg, options = CASES[name]
-    turned, out = options.get("transpose_rhs"), options.get("out_dtype", dtype)
+    transposed, out = options.get("transpose_rhs"), options.get("out_dtype", dtype)
     lhs = rng.integers(-3, 4, (m, k)).astype(dtype)
-    rhs = rng.integers(-3, 4, (len(sizes), n, k) if turned else (len(sizes), k, n)).astype(dtype)
+    rhs = rng.integers(-3, 4, (len(sizes), n, k) if transposed else (len(sizes), k, n)).astype(
+        dtype
+    )
     ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), m)
     want = np.zeros((m, n), f32)
     for g, (a, b) in enumerate(zip((0, *ends), ends)):
         right = rhs[g].astype(f32)
-        want[a:b] = lhs[a:b].astype(f32) @ (right.T if turned else right)
+        want[a:b] = lhs[a:b].astype(f32) @ (right.T if transposed else right)
     args = [lhs, rhs, np.array(sizes, np.int32)]
     check(ragged_dot, args, cfg, options, want.astype(out), monkeypatch, some)
 

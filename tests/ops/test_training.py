@@ -61,8 +61,8 @@ def test_rotary(rng, shape, dtype):
     got = ops.rotary(x, cos, sin, interpret=True)
     half = shape[3] // 2
     pairs = x[..., :half].astype(np.float64) + 1j * x[..., half:].astype(np.float64)
-    turned = pairs * np.exp(1j * angles)[None, :, None]
-    check(got, np.concatenate([turned.real, turned.imag], -1), dtype)
+    rotated = pairs * np.exp(1j * angles)[None, :, None]
+    check(got, np.concatenate([rotated.real, rotated.imag], -1), dtype)
     back = ops.rotary(got, cos, sin, inverse=True, interpret=True)
     check(back, x.astype(np.float64), dtype)
 

@@ -248,8 +248,8 @@ def test_buffered(run, rng, counts, dynamic):
         )(a_ref, b_ref, a_ref, o_ref)
 
     got = run(body, a, a, b, np.array([7], np.int32))
-    turned = a.reshape(7, 16, 64)[::-1].reshape(a.shape)
-    np.testing.assert_allclose(got, a * 2 + np.tile(b, (7, 1)) + turned, rtol=1e-5, atol=1e-5)
+    backwards = a.reshape(7, 16, 64)[::-1].reshape(a.shape)
+    np.testing.assert_allclose(got, a * 2 + np.tile(b, (7, 1)) + backwards, rtol=1e-5, atol=1e-5)
 
 
 def test_buffered_input_is_fetched_once(rng):

@@ -534,12 +534,12 @@ def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows
             plgpu.wgmma(acc, left, b_s)
             return acc[...]
 
-        def turn(i, total):
+        def step(i, total):
             new = pl.run_scoped(product, plgpu.ACC((rows, 64), f16 if half else f32))
             return jnp.maximum(total, new.astype(f32))
 
         zero = plgpu.layout_cast(jnp.zeros((rows, 64), f32), plgpu.Layout.WGMMA)
-        o[...] = lax.fori_loop(0, 2, turn, zero)
+        o[...] = lax.fori_loop(0, 2, step, zero)
 
     a = (rng.standard_normal((rows, k)) / 4).astype(f16)
     b = (rng.standard_normal((k, 64)) / 4).astype(f16)

@@ -177,8 +177,8 @@ def test_buffered(run, rng, counts, delay, ready, consumed, dynamic):
         )(x_ref, x_ref, o_ref)
 
     got = run(body, x, x, np.array([7], i32), **THREADS)
-    turned = x.reshape(7, 8, 128)[::-1].reshape(x.shape)
-    np.testing.assert_allclose(got, x * 2 + turned, rtol=1e-6)
+    backwards = x.reshape(7, 8, 128)[::-1].reshape(x.shape)
+    np.testing.assert_allclose(got, x * 2 + backwards, rtol=1e-6)
 
 
 def test_buffered_and_a_state_are_refused():

@@ -164,7 +164,7 @@ def test_matmul_is_right_at_size(rng):
 
 
 def test_products_of_8_bit_floats_of_torch():
-    """Tensors of torch as they are, beside its own function; operands that are turned."""
+    """Tensors of torch as they are, beside its own function; operands that are transposed."""
     torch = pytest.importorskip("torch")
     m, n, k = 384, 512, 1024
     for types in (("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")):
@@ -177,8 +177,8 @@ def test_products_of_8_bit_floats_of_torch():
         got = ops.matmul(a, b, transpose_b=True, scale_a=scale_a, scale_b=scale_b)
         assert got.dtype == torch.bfloat16 and got.device == a.device
         assert (got.float() - want).norm() / want.norm() < 1e-2
-        turned = ops.matmul(a, b.view(torch.uint8).T.contiguous().view(b_type), scale_a=scale_a)
-        assert (turned.float() * scale_b - want).norm() / want.norm() < 1e-2
+        transposed = ops.matmul(a, b.view(torch.uint8).T.contiguous().view(b_type), scale_a=scale_a)
+        assert (transposed.float() * scale_b - want).norm() / want.norm() < 1e-2
     far_a, far_b = torch.rand(m + 1, device="cuda")[1:], torch.rand(n + 3, device="cuda")[3:]
     got = ops.matmul(a, b, transpose_b=True, scale_a=far_a, scale_b=far_b)  # 4-byte aligned only
     want = a.float() @ b.float().T * far_a[:, None] * far_b

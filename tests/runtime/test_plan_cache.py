@@ -97,7 +97,7 @@ def test_tables_stay_whole_while_plans_leave_them(monkeypatch, rng):
     assert 60 < len(traced) < 1400
 
 
-def test_families_keep_so_many_kernels(monkeypatch):
+def test_ptx_keep_so_many_kernels(monkeypatch):
     made = []
 
     @plgpu.specialize

@@ -225,7 +225,7 @@ def test_too_little_space(run, tmp_path):
         )
     np.testing.assert_array_equal(o, 10)
     assert trace.truncated
-    # 21 words are 10 events: Init, two whole turns, and those that were open are closed
+    # 21 words are 10 events: Init, two whole iterations, and those that were open are closed
     expected = ["Init", *["outer", "outer/inner"] * 2]
     assert nesting(trace) == {"block 0, thread 0": expected}
     _, trace = record(run, tmp_path, many, x, x, compiler_params=params(tmp_path, -(-need // 4)))

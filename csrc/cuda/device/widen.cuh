@@ -91,27 +91,27 @@ FN void cvt_from_u8x4(f32* d, const u8* x) {
 }
 
 //! cvt_from_4x8
-// Four bytes x of two elements each; `turn` is 8 if they are signed, else 0.
+// Four bytes x of two elements each; `sign` is 8 if they are signed, else 0.
 // f16: the low half of a byte gives 1024 + n, the high half 1024 + 16 n
-FN void cvt_from_4x8(f16* d, const u8* x, u32 turn) {
+FN void cvt_from_4x8(f16* d, const u8* x, u32 sign) {
   u32 w, r[4];
   pack<u8, 4>(&w, x);
-  const u32 add = turn ? 0xd480e408u : 0xd400e400u; // -(1024 + turn) and -(64 + turn)
+  const u32 add = sign ? 0xd480e408u : 0xd400e400u; // -(1024 + sign) and -(64 + sign)
   #pragma unroll
   for (int k = 0; k < 4; k++) {
     const u32 p = __byte_perm(w, 0, 0x4040 | k | k << 8);
     asm("fma.rn.f16x2 %0, %1, %2, %3;" // times 1 and 1 / 16
         : "=r"(r[k])
-        : "r"(bits_under(p, 0x00f0000fu, 0x64006400u | turn | turn << 20)), "r"(0x2c003c00u),
+        : "r"(bits_under(p, 0x00f0000fu, 0x64006400u | sign | sign << 20)), "r"(0x2c003c00u),
           "r"(add));
   }
   unpack<f16, 8>(d, r);
 }
 // bf16: 128 + n for both
-FN void cvt_from_4x8(bf16* d, const u8* x, u32 turn) {
+FN void cvt_from_4x8(bf16* d, const u8* x, u32 sign) {
   u32 w, r[4];
   pack<u8, 4>(&w, x);
-  const u32 high = w >> 4, one = 0x43004300u | turn | turn << 16;
+  const u32 high = w >> 4, one = 0x43004300u | sign | sign << 16;
   #pragma unroll
   for (int k = 0; k < 4; k++) {
     const u32 p = __byte_perm(w, high, 0x0400 | k * 0x0101);

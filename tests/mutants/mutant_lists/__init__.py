@@ -40,7 +40,7 @@ ALL += [
     "memory/test_copies.py",
     "language/test_inline.py",
     "memory/test_semaphores.py",
-    "compiler/test_families.py",
+    "compiler/test_ptx.py",
 ]
 ALL += [COMPILERS, HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
 

@@ -73,7 +73,7 @@ breaks(
             '%0, 1, 0, p; }"'
         ),
     ),
-    words_are_sent_turned=(
+    words_are_sent_transposed=(
         "st_async",
         (
             '"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], '
@@ -93,7 +93,7 @@ breaks(
 breaks(
     f"{DEVICE}/tma.cuh",
     CATALOGUE,
-    prefetches_of_turned_boxes=(
+    prefetches_of_transposed_boxes=(
         "tma_prefetch_2d",
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1,%2}];"',
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%2,%1}];"',
@@ -241,7 +241,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/ptx.c",
-    "compiler/test_families.py",
+    "compiler/test_ptx.py",
     COPIES,
     bits_have_a_sign=(
         "type_text",

@@ -382,7 +382,7 @@ breaks(
     f"{CLUSTER}::test_what_cannot_be_shared",
     f"{MEMORY}::test_copies_of_six_dimensions",
     f"{MEMORY}::test_contiguous_copies_begin_anywhere",
-    f"{MEMORY}::test_copies_of_turned_blocks",
+    f"{MEMORY}::test_copies_of_transposed_blocks",
     f"{MEMORY}::test_copies_that_begin_before_the_array",
     f"{MEMORY}::test_overhang_of_rows_that_are_one_axis_for_the_engine",
     f"{MEMORY}::test_copy_there_and_back",

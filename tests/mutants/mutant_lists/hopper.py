@@ -8,8 +8,8 @@ COPIES, SEMAPHORES, SHAPES = (
     "memory/test_semaphores.py",
     "arrays/test_shapes.py",
 )
-FAMILIES, MASKS, PRODUCTS = (
-    "compiler/test_families.py",
+PTX, MASKS, PRODUCTS = (
+    "compiler/test_ptx.py",
     "arrays/test_masks.py",
     "arrays/test_products.py",
 )
@@ -75,17 +75,17 @@ breaks(
         '"cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%0, {%1}];"',
         '"cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1}];"',
     ),
-    prefetches_of_three_dims_are_turned=(
+    prefetches_of_three_dims_are_transposed=(
         "tma_prefetch_3d",
         '"cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1,%2,%3}];"',
         '"cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%3,%2,%1}];"',
     ),
-    prefetches_of_four_dims_are_turned=(
+    prefetches_of_four_dims_are_transposed=(
         "tma_prefetch_4d",
         '"cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];"',
         '"cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%4,%3}];"',
     ),
-    prefetches_of_five_dims_are_turned=(
+    prefetches_of_five_dims_are_transposed=(
         "tma_prefetch_5d",
         '"cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1,%2,%3,%4,%5}];"',
         '"cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%2,%1,%3,%4,%5}];"',
@@ -158,7 +158,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/ptx.c",
-    FAMILIES,
+    PTX,
     signs_stay_in_names=(
         "op_text",
         "return signs ? text + 1 : text;",
@@ -182,7 +182,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/ptx.c",
-    FAMILIES,
+    PTX,
     parts_of_ptx_are_read_from_the_first=("pm_ptx_read", "(first + from + k));", "(first + k));"),
     the_last_of_ptx_is_not_zero=(
         "pm_ptx_zero",
@@ -217,7 +217,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/ptx.c",
-    FAMILIES,
+    PTX,
     MASKS,
     atomics_of_halves_are_tried_once=(
         "put_atomic_loop",
@@ -254,7 +254,7 @@ breaks(
         "permutation(g, op, false, dims);",
         "permutation(g, op, true, dims);",
     ),
-    turned_loads_come_after_stores=(
+    transposed_loads_come_after_stores=(
         "visit_transpose",
         "const uint32_t at = position(g, load) + 1;",
         "const uint32_t at = position(g, op);",
@@ -293,7 +293,7 @@ breaks(
 breaks(
     f"{INTERP}/matmul.c",
     f"{PRODUCTS}::test_mma",
-    interpreted_b_is_turned=(
+    interpreted_b_is_transposed=(
         "exec_mma",
         "slot_of(t, i->c), n, k, 1, n, d}",
         "slot_of(t, i->c), n, k, k, 1, d}",
