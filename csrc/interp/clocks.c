@@ -285,14 +285,28 @@ static void follow_queue(pm_machine *m, task *k) {
   }
 }
 
+/* Of a clock, what threads and warps of a block did. */
+static void join_block(pm_machine *m, vclock *to, const vclock *from, const block *b) {
+  const uint32_t n = m->races->n_agents / m->n_blocks;
+  const uint32_t first = first_id(m, b->cluster) + (uint32_t)(b - b->cluster->blocks) * n;
+  for (uint32_t k = pm_clock_place(from, first); k < from->n && from->at[k].id < first + n; k++) {
+    for (enum view v = SEEN; v < VIEWS; v++) {
+      raise_to(m->races, to, from->at[k].id, v, v, from->at[k].at[v]);
+    }
+  }
+}
+
 /* The products are complete, and so is what their issuer, which may be a warp of the owner, knew of
- * when it issued them: they waited for it. */
+ * when it issued them: they waited for it. The arrival in the other block has no known scope: there,
+ * what engines did counts, and what agents of that block had told the issuer. */
 void pm_race_commit(pm_machine *m, const task *k, const barrier *b) {
   const bool own = b->block == k->owner->block;
-  join(m->races, &order_of(m, b)->open, &k->issued, own ? NOTHING : OWN_ACCESSES);
+  vclock *to = &order_of(m, b)->open;
+  join(m->races, to, &k->issued, own ? NOTHING : OWN_ACCESSES);
+  if (!own) join_block(m, to, &k->issued, b->block);
   for (int n = 0; n < 2; n++) {
     const uint32_t id = pm_race_agent_id(m, PRODUCTS, issuer_of(m, k, n));
-    raise_to(m->races, &order_of(m, b)->open, id, SEEN, TOLD, pm_clock_at(&k->issued, id, SEEN));
+    raise_to(m->races, to, id, SEEN, TOLD, pm_clock_at(&k->issued, id, SEEN));
   }
 }
 

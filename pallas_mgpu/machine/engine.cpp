@@ -835,6 +835,19 @@ struct Commit : TensorOp {
   void execute() override;
 };
 
+/* The products came after all that was ordered before the commit, and who waits for it comes after
+ * the products. The arrival in the other block has no known scope: there, what engines had done came
+ * before it, and what threads of that block had told the issuer. */
+static void learn_of(Clock &to, const Block &b, const Commit &c) {
+  if (&b == c.block) return to.join(c.clock);
+  const u32 engines = m.n_clock - MAX_ENGINES, first = b.threads[0].rank;
+  for (u32 a = 0; a < m.n_clock; a++) {
+    if (a < engines && a - first >= b.threads.size()) continue;
+    to.seen[a] = std::max(to.seen[a], c.clock.seen[a]);
+    for (int k = 0; k < 2; k++) to.fenced[k][a] = std::max(to.fenced[k][a], c.clock.fenced[k][a]);
+  }
+}
+
 void Commit::execute() {
   const Cluster cluster = host_cluster_of(*block);
   for (u32 k = 0; k < cluster.size(); k++) {
@@ -847,9 +860,7 @@ void Commit::execute() {
       host_fail(line, "%s: the arrival of a commit cannot be counted. %s",
                 host_place_of(b, at).c_str(), TOO_MANY);
     }
-    /* what engines had done when the thread issued it came before its instructions */
-    for (u32 a = m.n_clock - MAX_ENGINES; a < m.n_clock; a++)
-      if (x.gathered.seen[a] < clock.seen[a]) x.gathered.seen[a] = clock.seen[a];
+    learn_of(x.gathered, b, *this);
     if (x.gathered.seen[who] < when) x.gathered.seen[who] = when;
     x.gathered.carried.join(known);
     x.gathered.carried.note(who, when);
