@@ -253,6 +253,17 @@ pm_code pm_cuda_SWITCH(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* All threads meet, and what they did in the scopes before comes first: in tensor memory too, whose
+ * columns scopes share. */
+static void enter_together(pm_gen *e, pm_opid op) {
+  const bool nested = e->g->blocks.at[pm_get(e->g, op)->parent].parent != 0;
+  const bool fences = pm_has_tmem(e) && (nested || e->tmem_used);
+  if (fences) pm_line(e, "tcgen05_fence_before();");
+  if (e->arrivals) pm_print_meeting(e, op, "", "", "0", pm_str(e, "%u", e->program->block));
+  else pm_line(e, "block_sync();");
+  if (fences) pm_line(e, "tcgen05_fence_after();");
+}
+
 pm_code pm_cuda_SCOPE(pm_gen *e, pm_opid op) {
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "scope");
@@ -262,10 +273,7 @@ pm_code pm_cuda_SCOPE(pm_gen *e, pm_opid op) {
   }
   const char **none = PM_NEW(e->arena, const char *, o->n_out + 1); /* no branches meet */
   pm_begin(e, "{");
-  if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) {
-    if (e->arrivals) pm_print_meeting(e, op, "", "", "0", pm_str(e, "%u", e->program->block));
-    else pm_line(e, "block_sync();");
-  }
+  if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) enter_together(e, op);
   PM_TRY(emit_branch(e, op, 0, none));
   pm_end(e);
   return PM_OK;

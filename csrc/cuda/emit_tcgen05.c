@@ -51,6 +51,7 @@ pm_code pm_cuda_ALLOC_TMEM(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const pm_tmem m = pm_tmem_of(e->g, op);
   if (m.offset < 0) return pm_gen_fail(e, op, PM_E_INTERNAL, "it has no columns");
+  e->tmem_used = true;
   const char *name = pm_name_of(e, out);
   pm_place(e, op);
   pm_line(e, "const u32 %s = tmem + %lld; // %s, %s, %d in 32 bits", name, (long long)m.offset,

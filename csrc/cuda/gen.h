@@ -98,6 +98,7 @@ struct pm_gen {
   pm_opid masked;      /* the masked access that is printed */
   uint32_t n_turns;    /* threads that take turns, 0: none do */
   uint32_t tmem_slot;  /* byte in SMEM of the address of tensor memory */
+  bool tmem_used;      /* an allocation of tensor memory has been printed */
   const char *profile; /* the profiler's variable; NULL: it is off */
   struct ptx_function {
     const char *name, *text;

@@ -56,7 +56,7 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   return STEP_NEXT;
 }
 
-step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending) {
+step pm_vm_count_arrival(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending) {
   char name[768], place[600];
   if (b->arrivals == b->info->arrivals) {
     return pm_vm_fail(
@@ -67,7 +67,6 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
         pm_vm_barrier_text(m, t, b, name, sizeof name), b->info->arrivals,
         pm_vm_place(m, b->last_arrival, place, sizeof place));
   }
-  if (m->races) pm_race_arrive(m, t, b, false);
   if (m->timeline) pm_time_arrive(m, t, op, b);
   b->arrivals++;
   b->pending += pending;
@@ -79,6 +78,11 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
   LOG(m, t, op, PM_LOG_BARRIER, "arrival %u of %u of phase %" PRId64 " on barrier %s", b->arrivals,
       b->info->arrivals, b->phase + 1, pm_vm_barrier_text(m, t, b, name, sizeof name));
   return complete(m, t, op, b);
+}
+
+step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending) {
+  if (m->races) pm_race_arrive(m, t, b, false);
+  return pm_vm_count_arrival(m, t, op, b, pending);
 }
 
 step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b) {

@@ -10,12 +10,14 @@
  *
  *   arrive   the phase that is open learns what the agent knows. In another block it does so only
  * if the arrival was made with cluster scope; else what engines did, and the agent has seen
- *            complete, is all that it learns: a signal orders nothing outside of its scope.
- *            Loads from tensor memory are ordered by barriers with orders_tensor_core alone
+ *            complete, is all that it learns: a signal orders nothing outside of its scope
  *   phase    is complete: its clock is kept for the waiters, the next one begins with nothing
  *   fence    what the agent has seen is ordered before what engines do for it. Loads are so only if
  *            they are those of its own lanes
  *   meet     named barriers, turns, scopes that all threads enter, begin and end of a warp_map
+ *   tensor   memory is ordered by fences of its own: arrivals on barriers with orders_tensor_core,
+ *            commits and scopes note in CARRIED what the agent may rely on (TENSOR), every kind of
+ *            order passes that on, and the waits on such barriers turn it into TENSOR
  *   kernels  griddepcontrol_wait: those before this one are complete. They are one component
  *   signal   a semaphore remembers the clocks of its signals in their order; who waits learns those
  *            that it needs, and no later ones
@@ -106,32 +108,38 @@ static void limit(vclock *c) {
   memmove(c->at, c->at + drop, c->n * sizeof *c->at);
 }
 
-/* without: components that are left out, as bits. */
-enum { NOTHING, OWN_ACCESSES = 1 << OWN, TENSOR_MEMORY = 1 << LOADS };
+/* What of a clock others learn: all, but of plain accesses only what they mean for tensor memory; or
+ * all, and what the agent may rely on in tensor memory. */
+enum part { ALL, NO_ACCESSES, WITH_TENSOR };
 
-static void join(races *r, vclock *to, const vclock *from, uint32_t without) {
+static struct seen part_of(const races *r, const struct seen *x, enum part part) {
+  struct seen out = *x;
+  if (part == WITH_TENSOR) return out;
+  out.at[TENSOR] = 0;
+  if (part == ALL || pm_race_kind(r, x->id) != OWN) return out;
+  return (struct seen){.id = x->id, .at = {[CARRIED] = x->at[CARRIED]}};
+}
+
+static void join(races *r, vclock *to, const vclock *from, enum part part) {
   uint32_t more = 0, a = 0;
   for (uint32_t b = 0; b < from->n; b++) {
-    const struct seen *x = &from->at[b];
-    if (without && without >> pm_race_kind(r, x->id) & 1) continue;
-    while (a < to->n && to->at[a].id < x->id) a++;
-    more += a == to->n || to->at[a].id != x->id;
+    while (a < to->n && to->at[a].id < from->at[b].id) a++;
+    more += a == to->n || to->at[a].id != from->at[b].id;
   }
   if (!reserve(r, to, to->n + more)) return;
   to->floor = (uint32_t)pm_max(to->floor, from->floor);
   uint32_t i = to->n, out = to->n + more;
   to->n = out;
   for (uint32_t b = from->n; b-- > 0;) {
-    const struct seen *x = &from->at[b];
-    if (without && without >> pm_race_kind(r, x->id) & 1) continue;
-    while (i > 0 && to->at[i - 1].id > x->id) to->at[--out] = to->at[--i];
-    if (i == 0 || to->at[i - 1].id != x->id) {
-      to->at[--out] = *x;
+    const struct seen x = part_of(r, &from->at[b], part);
+    while (i > 0 && to->at[i - 1].id > x.id) to->at[--out] = to->at[--i];
+    if (i == 0 || to->at[i - 1].id != x.id) {
+      to->at[--out] = x;
       continue;
     }
     struct seen *y = &to->at[--out];
     *y = to->at[--i];
-    for (uint32_t v = 0; v < VIEWS; v++) y->at[v] = y->at[v] < x->at[v] ? x->at[v] : y->at[v];
+    for (uint32_t v = 0; v < VIEWS; v++) y->at[v] = y->at[v] < x.at[v] ? x.at[v] : y->at[v];
   }
   limit(to);
 }
@@ -147,16 +155,25 @@ const vclock *pm_race_clock(const pm_machine *m, const thread *t) { return clock
 static void tick(pm_machine *m, const thread *t) {
   vclock *c = clock_of(m, t);
   const uint32_t id = pm_race_agent_id(m, OWN, t);
-  raise_to(m->races, c, id, SEEN, SEEN, pm_clock_at(c, id, SEEN) + 1);
+  const uint32_t now = pm_clock_at(c, id, SEEN) + 1;
+  raise_to(m->races, c, id, SEEN, SEEN, now);
+  raise_to(m->races, c, id, TENSOR, TENSOR, now);
 }
 
-static void publish(pm_machine *m, const thread *t, vclock *to, uint32_t without) {
-  join(m->races, to, clock_of(m, t), without);
+static void publish(pm_machine *m, const thread *t, vclock *to, enum part part) {
+  join(m->races, to, clock_of(m, t), part);
   tick(m, t);
 }
 
 static void learn(pm_machine *m, const thread *t, const vclock *from) {
-  join(m->races, clock_of(m, t), from, NOTHING);
+  join(m->races, clock_of(m, t), from, ALL);
+}
+
+/* The fence of tensor memory that stands before synchronisation, or the one after it. */
+static void tensor_fence(vclock *c, enum view from, enum view to) {
+  for (uint32_t k = 0; k < c->n; k++) {
+    if (c->at[k].at[to] < c->at[k].at[from]) c->at[k].at[to] = c->at[k].at[from];
+  }
 }
 
 void pm_race_fence(pm_machine *m, const thread *t, bool by_author) {
@@ -184,15 +201,21 @@ void pm_race_fork(pm_machine *m, const thread *t) {
 }
 
 void pm_race_end_warp(pm_machine *m, const thread *w) {
-  publish(m, w, clock_of(m, w->of), NOTHING);
+  publish(m, w, clock_of(m, w->of), WITH_TENSOR);
 }
 
 void pm_race_meet(pm_machine *m, const block *b) {
   const thread *first = m->threads + (size_t)(b - m->blocks) * m->n_threads;
   vclock *all = &m->races->all;
   clear(all);
-  for (uint32_t k = 0; k < m->n_threads; k++) publish(m, first + k, all, NOTHING);
-  for (uint32_t k = 0; k < m->n_threads; k++) learn(m, first + k, all);
+  for (uint32_t k = 0; k < m->n_threads; k++) {
+    tensor_fence(clock_of(m, first + k), TENSOR, CARRIED);
+    publish(m, first + k, all, ALL);
+  }
+  for (uint32_t k = 0; k < m->n_threads; k++) {
+    learn(m, first + k, all);
+    tensor_fence(clock_of(m, first + k), CARRIED, TENSOR);
+  }
 }
 
 static vclock *named_of(const pm_machine *m, const block *b, uint32_t number) {
@@ -200,7 +223,7 @@ static vclock *named_of(const pm_machine *m, const block *b, uint32_t number) {
 }
 
 void pm_race_come(pm_machine *m, const thread *t, uint32_t number) {
-  publish(m, t, named_of(m, t->block, number), NOTHING);
+  publish(m, t, named_of(m, t->block, number), ALL);
 }
 
 void pm_race_leave(pm_machine *m, const thread *t, uint32_t number) {
@@ -214,7 +237,7 @@ void pm_race_end_round(pm_machine *m, const block *b, uint32_t number) {
 void pm_race_leave_section(pm_machine *m, const thread *t) {
   vclock *turn = &m->races->turns[t->block - m->blocks];
   clear(turn);
-  publish(m, t, turn, NOTHING);
+  publish(m, t, turn, ALL);
 }
 
 void pm_race_enter_section(pm_machine *m, const thread *t) {
@@ -233,7 +256,7 @@ uint32_t pm_race_next_loads(const pm_machine *m, const thread *t) {
 
 void pm_race_await_loads(pm_machine *m, const thread *t) {
   const uint32_t n = ++m->races->agents[t - m->threads].loads;
-  raise_to(m->races, clock_of(m, t), pm_race_agent_id(m, LOADS, t), SEEN, TOLD, n);
+  raise_to(m->races, clock_of(m, t), pm_race_agent_id(m, LOADS, t), SEEN, TENSOR, n);
 }
 
 /* ---- barriers ----------------------------------------------------------------------------- */
@@ -247,10 +270,13 @@ uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b) {
   return order_of(m, b)->phases + 1;
 }
 
+void pm_race_tell_tensor(pm_machine *m, const thread *t) {
+  tensor_fence(clock_of(m, t), TENSOR, CARRIED);
+}
+
 void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster) {
   const bool own = in_cluster || b->block == t->block;
-  publish(m, t, &order_of(m, b)->open,
-          (own ? NOTHING : OWN_ACCESSES) | (b->info->tensor_core ? NOTHING : TENSOR_MEMORY));
+  publish(m, t, &order_of(m, b)->open, own ? ALL : NO_ACCESSES);
 }
 
 void pm_race_phase(pm_machine *m, const barrier *b, bool copied) {
@@ -267,6 +293,7 @@ void pm_race_phase(pm_machine *m, const barrier *b, bool copied) {
 
 void pm_race_wait(pm_machine *m, const thread *t, const barrier *b) {
   learn(m, t, &order_of(m, b)->done);
+  if (b->info->tensor_core) tensor_fence(clock_of(m, t), CARRIED, TENSOR);
 }
 
 /* ---- asynchronous operations -------------------------------------------------------------- */
@@ -280,7 +307,7 @@ static const thread *issuer_of(const pm_machine *m, const task *k, int n) {
 static void follow_queue(pm_machine *m, task *k) {
   for (int n = 0; n < 2; n++) {
     const thread *t = issuer_of(m, k, n);
-    raise_to(m->races, &k->issued, pm_race_agent_id(m, PRODUCTS, t), SEEN, TOLD,
+    raise_to(m->races, &k->issued, pm_race_agent_id(m, PRODUCTS, t), SEEN, TENSOR,
              m->races->agents[t - m->threads].products);
   }
 }
@@ -290,7 +317,7 @@ static void join_block(pm_machine *m, vclock *to, const vclock *from, const bloc
   const uint32_t n = m->races->n_agents / m->n_blocks;
   const uint32_t first = first_id(m, b->cluster) + (uint32_t)(b - b->cluster->blocks) * n;
   for (uint32_t k = pm_clock_place(from, first); k < from->n && from->at[k].id < first + n; k++) {
-    for (enum view v = SEEN; v < VIEWS; v++) {
+    for (enum view v = SEEN; v < TENSOR; v++) {
       raise_to(m->races, to, from->at[k].id, v, v, from->at[k].at[v]);
     }
   }
@@ -302,11 +329,11 @@ static void join_block(pm_machine *m, vclock *to, const vclock *from, const bloc
 void pm_race_commit(pm_machine *m, const task *k, const barrier *b) {
   const bool own = b->block == k->owner->block;
   vclock *to = &order_of(m, b)->open;
-  join(m->races, to, &k->issued, own ? NOTHING : OWN_ACCESSES);
+  join(m->races, to, &k->issued, own ? ALL : NO_ACCESSES);
   if (!own) join_block(m, to, &k->issued, b->block);
   for (int n = 0; n < 2; n++) {
     const uint32_t id = pm_race_agent_id(m, PRODUCTS, issuer_of(m, k, n));
-    raise_to(m->races, to, id, SEEN, TOLD, pm_clock_at(&k->issued, id, SEEN));
+    raise_to(m->races, to, id, SEEN, CARRIED, pm_clock_at(&k->issued, id, SEEN));
   }
 }
 
@@ -314,7 +341,10 @@ void pm_race_issue(pm_machine *m, thread *t, task *k) {
   copy(m->races, &k->issued, clock_of(m, t));
   k->issuer = t;
   k->number = ++m->races->agents[t - m->threads].products;
-  if (k->kind == TASK_TENSOR) follow_queue(m, k);
+  if (k->kind == TASK_TENSOR) {
+    follow_queue(m, k);
+    tensor_fence(&k->issued, TENSOR, CARRIED); /* a commit stands for it */
+  }
   if ((k->kind == TASK_STORE && !k->i->lowered) || k->kind == TASK_FETCH) {
     agent_order *o = &m->races->agents[k->owner - m->threads];
     o->stores = (uint32_t)k->group + 1;
@@ -410,7 +440,7 @@ void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t 
   if (s->n > 1) copy(m->races, &x->clock, &s->at[s->n - 2].clock);
   s->total += amount;
   x->total = s->total;
-  publish(m, t, &x->clock, NOTHING);
+  publish(m, t, &x->clock, ALL);
 }
 
 void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take) {

@@ -54,6 +54,7 @@ static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem);
   if (!b) return STEP_FAIL;
   if (b->info->tensor_core) pm_vm_tmem_told(t);
+  if (b->info->tensor_core && m->races) pm_race_tell_tensor(m, t);
   if (!b->info->n_groups) {
     return pm_vm_arrive(m, t, i->op, b, 0) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
   }

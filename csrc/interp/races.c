@@ -77,6 +77,8 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
 
 static bool is_load(const event *e) { return e->maker == TMA && e->i->mem3; }
 
+static bool is_tcgen05(const event *e) { return e->maker == TENSOR_CORE && pm_vm_is_tcgen05(e->i); }
+
 /* A load and what else engines do for one agent run in either order: what if the second one was
  * issued first. */
 static void put_other_hint(const event *a, const event *b, char *buf, size_t n) {
@@ -86,7 +88,9 @@ static void put_other_hint(const event *a, const event *b, char *buf, size_t n) 
       (a->maker == TMA || a->maker == TENSOR_CORE) && (b->maker == TMA || b->maker == TENSOR_CORE);
   if (!same || !engines || is_load(a) == is_load(b)) return;
   const size_t at = strlen(buf);
-  const char *wait = b->maker == TENSOR_CORE ? "wgmma_wait()" : "wait_smem_to_gmem()";
+  const char *wait = is_tcgen05(b)              ? "the barrier of a commit after it"
+                     : b->maker == TENSOR_CORE ? "wgmma_wait()"
+                                               : "wait_smem_to_gmem()";
   if (is_load(b)) {
     snprintf(buf + at, n - at,
              "; if the second was issued first, wait for that one on barrier '%s'",
@@ -139,9 +143,15 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
     case STORE_READS:
       snprintf(buf, n, "wait for the first: wait_smem_to_gmem(); %s", reader);
       break;
-    case PRODUCTS: snprintf(buf, n, "wait for the first: wgmma_wait(); %s", reader); break;
+    case PRODUCTS:
+      if (is_tcgen05(a)) snprintf(buf, n, "wait for the first: the barrier of a commit after it");
+      else snprintf(buf, n, "wait for the first: wgmma_wait(); %s", reader);
+      break;
     default:
-      if (b->maker == TENSOR_CORE) {
+      if (is_tcgen05(b)) {
+        snprintf(buf, n, "issue the product after the first, or wait for it before: %s",
+                 "the barrier of a commit after the product");
+      } else if (b->maker == TENSOR_CORE) {
         snprintf(buf, n, "wgmma_wait() before the first, or issue the product after it");
       } else if (b->maker == CP_ASYNC) {
         snprintf(buf, n, "wait_gmem_to_smem() before the first, or issue the copy after it");

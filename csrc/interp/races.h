@@ -7,8 +7,9 @@
 
 /* How much of a component is ordered before an agent: before its plain accesses; before what
  * engines do to SMEM for it, after plain stores and after plain loads; the same after plain
- * stores, where only the commit_smem calls of the kernel's author count. */
-enum view { SEEN, FENCED, DRAINED, TOLD, VIEWS, SAME_BYTES = VIEWS };
+ * stores, where only the commit_smem calls of the kernel's author count; before its accesses to
+ * tensor memory, and what will be once it has waited on a barrier with orders_tensor_core. */
+enum view { SEEN, FENCED, DRAINED, TOLD, CARRIED, TENSOR, VIEWS, SAME_BYTES = VIEWS };
 
 struct seen {
   uint32_t id, at[VIEWS];

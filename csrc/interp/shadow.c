@@ -156,6 +156,7 @@ static bool is_ordered(const touching *x, const event *e, enum view v) {
 }
 
 static enum view needed(const touching *x, const event *e) {
+  if (x->event->mem->space == PM_TMEM) return TENSOR;
   return !x->engine ? SEEN : e->touch == READ ? DRAINED : FENCED;
 }
 

@@ -309,7 +309,7 @@ static step arrive(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   b->commit[phase % 2].by = t;
   b->commit[phase % 2].number = t->n_commits;
   b->commit[phase % 2].phase = phase;
-  return pm_vm_arrive(m, t, op, b, 0);
+  return pm_vm_count_arrival(m, t, op, b, 0);
 }
 
 /* The tasks in front of a commit can be relied on, by who waits for its barrier. */
@@ -441,6 +441,8 @@ static step exec_tensor(pm_machine *m, thread *t, const instr *i) {
   if (m->timeline) pm_time_issue(m, t, k);
   return STEP_PAUSE;
 }
+
+bool pm_vm_is_tcgen05(const instr *i) { return i->exec == exec_tensor; }
 
 /* ---- products ------------------------------------------------------------------------------- */
 

@@ -351,11 +351,14 @@ def _tuple(xs):
 
 def _tensor_memory(first):
     """What an access to tensor memory lacks after it."""
+    other = (
+        "and, if another thread issues the second, plgpu.barrier_arrive on a barrier with"
+        " orders_tensor_core=True"
+    )
     if "tensor core" in first["agent"]:
-        return "wait for the first: a barrier of plgpu.tcgen05_commit_arrive"
+        return f"wait for the first on a barrier of plgpu.tcgen05_commit_arrive {other}"
     call, what = {"read": ("wait_load_tmem", "load")}.get(first["touch"], ("commit_tmem", "store"))
-    other = "and plgpu.barrier_arrive if another thread issues the second"
-    return f"call plgpu.{call}() after the {what}, {other}"
+    return f"call plgpu.{call}() after the {what} {other}"
 
 
 def _wait_for(names, access):
