@@ -86,6 +86,14 @@ struct Crowd {
   std::vector<u32> read, write;
 };
 
+/* The last plain write of a byte before atomics, which may come in any order among themselves, but
+ * all of them after it. many: not empty, several threads wrote the same value */
+struct PlainWrite {
+  u32 write;
+  u16 writer, line;
+  std::vector<u32> many;
+};
+
 struct Region {
   const char *name;
   u32 number = 0; /* of the block in its cluster, or of the buffer */
@@ -97,6 +105,7 @@ struct Region {
   std::vector<Mark> marks;
   std::vector<EngineReads> engine_reads; /* empty until there are some */
   std::unordered_map<size_t, Crowd> crowds;
+  std::unordered_map<size_t, PlainWrite> before_atomics;
   void forget();
 };
 

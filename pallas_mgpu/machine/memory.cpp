@@ -12,6 +12,7 @@ void Region::forget() {
   marks.assign(size, none);
   for (EngineReads &e : engine_reads) e.n = 0;
   crowds.clear();
+  before_atomics.clear();
 }
 
 static Mark *marks_of(Region &r) {
@@ -202,8 +203,9 @@ static int changed(const Region &r, size_t chunk, u32 mask, size_t at, const voi
   return -1;
 }
 
-/* A write by one who knows c must be after them; then they are of the past. Of those by other
- * clusters only a change matters. from: what is written, NULL: it is not known. */
+/* A write by one who knows c must be after them; then they are of the past, unless it is an atomic:
+ * another one may come in any order with that. Of those by other clusters only a change matters.
+ * from: what is written, NULL: it is not known. */
 static void after_engine_reads(Region &r, size_t at, size_t n, int access, const void *from,
                                const Clock &c, const Stamp *s, int line) {
   if (r.engine_reads.empty()) return;
@@ -222,7 +224,7 @@ static void after_engine_reads(Region &r, size_t at, size_t n, int access, const
       if (c.seen[e.at[k].who] < e.at[k].when)
         unordered(r, chunk * 16 + (u32)__builtin_ctz(e.at[k].mask & mask), access, READ,
                   e.at[k].who, e.at[k].line, s, line);
-      e.at[k].mask &= (u16)~mask;
+      if (access != UPDATE) e.at[k].mask &= (u16)~mask;
     }
     while (e.n && !e.at[e.n - 1].mask) e.n--;
   }
@@ -239,6 +241,17 @@ static bool any_seen(const std::vector<u32> &write, const std::vector<u32> &seen
 static bool all_seen(const std::vector<u32> &access, const std::vector<u32> &seen, u32 but) {
   for (size_t k = 0; k < access.size(); k++)
     if (k != but && access[k] > seen[k]) return false;
+  return true;
+}
+
+static bool all_after(const std::vector<u32> &access, const std::vector<u32> &seen) {
+  return all_seen(access, seen, ~0u);
+}
+
+/* Engines need no proxy fence among themselves. */
+static bool all_fenced(const std::vector<u32> &access, const std::vector<u32> &fenced) {
+  for (size_t k = 0; k < access.size(); k++)
+    if (access[k] > fenced[k] && !is_engine((u16)k)) return false;
   return true;
 }
 
@@ -343,15 +356,37 @@ static u16 reader_of(Region &r, const Mark &b, size_t at, const Thread *t) {
   return b.reader == MANY ? one_of(crowd_of(r, at).read, t->clock.seen, t->rank) : b.reader;
 }
 
-/* Threads may write one value to one place in any order. */
-static void join_writers(Region &r, Mark &b, size_t at, Thread *t) {
+/* Threads may write one value to one place in any order, and update it. */
+static void join_writers(Region &r, Mark &b, size_t at, u16 who, u32 when) {
   Crowd &c = crowd_of(r, at);
   if (b.writer != MANY) {
     std::fill(c.write.begin(), c.write.end(), 0);
     c.write[b.writer] = b.write;
     b.writer = MANY;
   }
-  c.write[t->rank] = t->clock.seen[t->rank];
+  c.write[who] = when;
+}
+
+/* The first atomic after a plain write. */
+static void keep_plain_write(Region &r, const Mark &b, size_t at) {
+  if (b.writer == NOBODY) {
+    r.before_atomics.erase(at);
+    return;
+  }
+  PlainWrite &p = r.before_atomics[at];
+  p = {b.write, b.writer, b.write_line, {}};
+  if (b.writer == MANY) p.many = crowd_of(r, at).write;
+}
+
+/* Another atomic, by one who knows `seen`. */
+static void after_plain_write(Region &r, size_t at, const std::vector<u32> &seen, const Stamp *s,
+                              int line) {
+  const auto found = r.before_atomics.find(at);
+  if (found == r.before_atomics.end()) return;
+  const PlainWrite &p = found->second;
+  if (p.many.empty() ? seen[p.writer] >= p.write : any_seen(p.many, seen)) return;
+  const u16 who = p.many.empty() ? p.writer : one_of(p.many, seen);
+  unordered(r, at, UPDATE, WRITE, who, p.line, s, line);
 }
 
 /* Are the words that hold byte k float32 NaN? The hardware has one NaN for results of arithmetic,
@@ -394,7 +429,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
       if (!same || b.atomic || is_engine(b.writer) || !may_repeat(r, b, at + k, t))
         unordered(r, at + k, WRITE, write_of(b), writer_of(r, b, at + k, t), b.write_line, nullptr,
                   line);
-      join_writers(r, b, at + k, t);
+      join_writers(r, b, at + k, (u16)t->rank, t->clock.seen[t->rank]);
     } else {
       b.writer = (u16)t->rank;
       b.write = t->clock.seen[t->rank];
@@ -421,15 +456,16 @@ static void thread_updates(Region &r, size_t at, size_t n, int line) {
     if (!reads_are_ordered(r, b, k, t))
       unordered(r, k, UPDATE, READ, reader_of(r, b, k, t), b.read_line, nullptr, line);
     if (write_is_ordered(r, b, k, t)) {
+      if (!b.atomic) keep_plain_write(r, b, k);
       b.writer = (u16)t->rank;
       b.write = t->clock.seen[t->rank];
     } else {
       if (!b.atomic)
-        unordered(r, k, UPDATE, write_of(b), writer_of(r, b, k, t), b.write_line, nullptr, line);
-      join_writers(r, b, k, t);
+        unordered(r, k, UPDATE, WRITE, writer_of(r, b, k, t), b.write_line, nullptr, line);
+      after_plain_write(r, k, t->clock.seen, nullptr, line);
+      join_writers(r, b, k, (u16)t->rank, t->clock.seen[t->rank]);
     }
     b.atomic = 1;
-    b.reader = NOBODY;
     b.write_line = (u16)line;
   }
 }
@@ -453,10 +489,11 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
         unordered(r, k, READ, write_of(b), b.writer, b.write_line, &s, s.line);
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
-      if (!any_seen(write, fenced) && any_seen(write, c.seen))
-        unfenced(r, k, READ, one_of(write, fenced), b, s);
-      if (!any_seen(write, fenced))
+      const auto enough = b.atomic ? all_after : any_seen;
+      if (!enough(write, c.seen))
         unordered(r, k, READ, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
+      if (!(b.atomic ? all_fenced(write, fenced) : any_seen(write, fenced)))
+        unfenced(r, k, READ, one_of(write, fenced), b, s);
     } else if (fenced[b.writer] < b.write) {
       if (c.seen[b.writer] >= b.write) unfenced(r, k, READ, b.writer, b, s);
       unordered(r, k, READ, write_of(b), b.writer, b.write_line, &s, s.line);
@@ -490,23 +527,28 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     }
     if (update && b.writer == NOBODY && !b.wrote && !r.born_written)
       uninitialised(r, k, &s, s.line);
+    if (update && !b.atomic) keep_plain_write(r, b, k);
     if (update && b.atomic) {
+      after_plain_write(r, k, c.seen, &s, s.line);
+      if (b.writer != s.who) join_writers(r, b, k, s.who, s.when);
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
       if (!all_seen(write, c.seen, ~0u))
         unordered(r, k, access, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
-      if (!all_seen(write, fenced, ~0u)) unfenced(r, k, access, one_of(write, fenced), b, s);
+      if (!all_fenced(write, fenced)) unfenced(r, k, access, one_of(write, fenced), b, s);
     } else if (b.writer != NOBODY) {
       if (c.seen[b.writer] < b.write)
         unordered(r, k, access, write_of(b), b.writer, b.write_line, &s, s.line);
       if (!is_engine(b.writer) && fenced[b.writer] < b.write)
         unfenced(r, k, access, b.writer, b, s);
     }
-    b.writer = s.who;
-    b.write = s.when;
+    if (!update || !b.atomic || b.writer == s.who) {
+      b.writer = s.who;
+      b.write = s.when;
+    }
     b.write_line = (u16)s.line;
     b.atomic = update;
-    b.reader = NOBODY;
+    if (!update) b.reader = NOBODY;
   }
   memcpy(r.bytes + at, from, n);
 }
