@@ -148,7 +148,7 @@ static step exec_test(pm_machine *m, thread *t, const instr *i) {
   if (!done) return pm_vm_poll(m, t);
   if (m->races) pm_race_wait(m, t, b);
   if (m->timeline) pm_time_wait(m, t, i->op, b);
-  pm_vm_see_commit(b, ++*seen);
+  pm_vm_see_commit(m, b, ++*seen);
   return STEP_PAUSE;
 }
 
@@ -174,7 +174,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   }
   if (m->races) pm_race_wait(m, t, b);
   if (m->timeline) pm_time_wait(m, t, i->op, b);
-  pm_vm_see_commit(b, ++*seen);
+  pm_vm_see_commit(m, b, ++*seen);
   return STEP_PAUSE;
 }
 

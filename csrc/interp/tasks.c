@@ -67,6 +67,9 @@ void pm_vm_end_task(pm_machine *m, task *k) {
 }
 
 void pm_vm_free_tasks(pm_machine *m) {
+  pm_free(m->commits);
+  m->commits = NULL;
+  m->n_commits = m->cap_commits = 0;
   while (m->free_tasks) {
     task *k = m->free_tasks;
     m->free_tasks = k->next;

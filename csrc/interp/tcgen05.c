@@ -291,24 +291,40 @@ static step note_done(pm_machine *m, thread *t, const task *k) {
   return STEP_NEXT;
 }
 
-void pm_vm_see_commit(barrier *b, int64_t phase) {
-  for (int k = 0; k < 2; k++) {
-    thread *t = b->commit[k].by;
-    if (!t || b->commit[k].phase > phase) continue;
-    uint32_t n = 0;
-    for (uint32_t j = 0; j < t->n_finished; j++) {
-      if (t->finished[j].commit > b->commit[k].number) t->finished[n++] = t->finished[j];
-    }
-    t->n_finished = n;
-    b->commit[k].by = NULL;
+/* What came before the commit is complete for whoever waited. */
+static void forget_finished(thread *t, uint32_t commit) {
+  uint32_t n = 0;
+  for (uint32_t j = 0; j < t->n_finished; j++) {
+    if (t->finished[j].commit > commit) t->finished[n++] = t->finished[j];
+  }
+  t->n_finished = n;
+}
+
+void pm_vm_see_commit(pm_machine *m, const barrier *b, int64_t phase) {
+  for (uint32_t k = m->n_commits; k-- > 0;) {
+    const commit_note c = m->commits[k];
+    if (c.barrier != b || c.phase > phase) continue;
+    forget_finished(c.by, c.number);
+    m->commits[k] = m->commits[--m->n_commits];
   }
 }
 
 static step arrive(pm_machine *m, thread *t, pm_opid op, barrier *b) {
-  const int64_t phase = b->phase + 1;
-  b->commit[phase % 2].by = t;
-  b->commit[phase % 2].number = t->n_commits;
-  b->commit[phase % 2].phase = phase;
+  const commit_note c = {b, t, t->n_commits, b->phase + 1};
+  uint32_t k = 0;
+  while (k < m->n_commits && (m->commits[k].barrier != b || m->commits[k].by != t ||
+                              (m->commits[k].phase - c.phase) % 2)) {
+    k++;
+  }
+  if (k == m->cap_commits) {
+    const uint32_t cap = k ? 2 * k : 16;
+    commit_note *at = pm_realloc(m->commits, cap * sizeof *at);
+    if (!at) return pm_vm_fail(m, t, op, PM_E_MEMORY, "no memory for a commit");
+    m->commits = at;
+    m->cap_commits = cap;
+  }
+  m->commits[k] = c;
+  if (k == m->n_commits) m->n_commits++;
   return pm_vm_count_arrival(m, t, op, b, 0);
 }
 
@@ -330,6 +346,9 @@ void pm_vm_drop_tensor(pm_machine *m, thread *t) {
     pending |= k == t->tensor_next;
     if (pending) pm_vm_finish_task(m, k);
     pm_vm_free_task(m, k);
+  }
+  for (uint32_t k = m->n_commits; k-- > 0;) {
+    if (m->commits[k].by == t) m->commits[k] = m->commits[--m->n_commits];
   }
   t->tensor_first = t->tensor_last = t->tensor_next = NULL;
   t->n_uses = t->n_finished = t->n_commits = 0;

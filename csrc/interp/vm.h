@@ -309,6 +309,15 @@ typedef struct uneven {
   bool partly; /* those that waited agree: right, but JAX wants all of them */
 } uneven;
 
+/* The arrival of a commit that nobody has waited for; of each thread and barrier the last one in an
+ * even phase, and in an odd one. */
+typedef struct commit_note {
+  struct barrier *barrier;
+  thread *by;
+  uint32_t number;
+  int64_t phase;
+} commit_note;
+
 /* Values of barrier.seen below 0. MISSED: not since its scope was entered, and before that phases
  * completed that it never waited for. */
 enum { NEVER = -1, MISSED = -2 };
@@ -322,11 +331,6 @@ typedef struct barrier {
   pm_opid last_arrival, last_completion;
   int64_t copied; /* the last phase that transfers are a part of; 0: none */
   pm_opid last_copy;
-  struct {
-    thread *by; /* NULL: none */
-    uint32_t number;
-    int64_t phase;
-  } commit[2];    /* the last one in an even phase, in an odd one */
   int64_t *seen;  /* per thread of the block, then per warp: phases it observed, or NEVER ... */
   uneven *uneven; /* per thread of the block */
 } barrier;
@@ -505,6 +509,8 @@ struct pm_machine {
     uint32_t n, cap, weight;
   } tasks[TASK_KINDS];
   task *free_tasks;
+  commit_note *commits;
+  uint32_t n_commits, cap_commits;
   struct {
     shared_copy *at;
     uint32_t n, cap;
@@ -814,7 +820,7 @@ char *pm_vm_tmem_at(const pm_machine *m, const block *b, int64_t lane, int64_t c
 step pm_vm_run_tensor(pm_machine *m, thread *t); /* the next task of its queue */
 void pm_vm_drop_tensor(pm_machine *m, thread *t);
 /* A thread has seen a phase of a barrier: the commits in it as well. */
-void pm_vm_see_commit(barrier *b, int64_t phase);
+void pm_vm_see_commit(pm_machine *m, const barrier *b, int64_t phase);
 /* The thread arrived at a barrier that orders tensor cores: what it waited for is known. */
 void pm_vm_tmem_told(thread *t);
 bool pm_vm_is_tcgen05(const instr *i); /* a product or copy that was issued, or a commit */
