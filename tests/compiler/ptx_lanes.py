@@ -11,10 +11,11 @@ import re
 from typing import NamedTuple
 
 EVENTS = re.compile(
-    r"(mbarrier\.(?!init|inval)|tcgen05\.(?!alloc|dealloc|relinquish)|cp\.async\.bulk|fence\.proxy"
+    r"(mbarrier\.(?!inval)|tcgen05\.(?!alloc|dealloc|relinquish)|cp\.async\.bulk|fence\.proxy"
     r"|clusterlaunchcontrol|cp\.reduce)"
 )
 MASK = {"b16": 16, "u16": 16, "b32": 32, "u32": 32, "s32": 32, "b64": 64, "u64": 64, "s64": 64}
+MASK["pred"] = 1
 
 
 class Instruction(NamedTuple):
@@ -54,7 +55,7 @@ def parse(text, kernel=None):
     for part in body.split(";"):
         part = part.strip()
         if re.fullmatch(r"[\w$]+:", part):
-            labels.setdefault(part[:-1], len(code))
+            labels.setdefault(part[:-1], []).append(len(code))
         elif m := re.match(r"\.branchtargets\s+(.*)", part, re.S):
             tables[None] = pieces(m[1])
         elif m := re.match(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$", part, re.S):
@@ -104,15 +105,20 @@ class Lane:
             if name.startswith("bra"):
                 known = True if not guard else self.regs.get(guard.lstrip("!"))
                 if known is not None or self.choose(operands[0]):
-                    at = self.labels[operands[0]]
+                    at = self.place(operands[0], at)
             elif name.startswith("brx"):
                 if tables:
                     return self.events
                 tables += 1
-                at = self.labels[self.tables[None][self.entry]]
+                at = self.place(self.tables[None][self.entry], at)
             else:
                 self.step(name, operands)
         raise RuntimeError("the walk has no end")
+
+    def place(self, label, at):
+        """Of a label; of those of one name, which scopes of inline assembly have, the next."""
+        places = self.labels[label]
+        return next((k for k in places if k >= at), places[-1])
 
     def step(self, name, operands):
         if EVENTS.match(name):

@@ -63,8 +63,9 @@ WORDS = [
 ]
 
 
-def emitted(name, rank, thread):
-    """The first lane of a thread, as the records have it."""
+def emitted(name, rank, thread, registers=None):
+    """The first lane of a thread, as the records have it. registers: of the name of a load or
+    store, what stands beside it."""
     text, _, blocks = program(name)
     label = {}
     for m in re.finditer(r"const u32 (\w+) = smem \+ (\d+); // barrier\[(\d*)\]", text):
@@ -87,6 +88,8 @@ def emitted(name, rank, thread):
             step.append(e.args[1])
         if word == "products":
             step.append(1)
+        if registers and word in ("load", "store"):
+            step.append(registers(e.name))
         out.append(step)
     return out
 

@@ -106,7 +106,7 @@ def two_multiply(acc, a_smem, b_smem, full, empty, ready, taken, work: gl.conste
 
 @gluon.jit
 def two_take(acc, ready, taken, o, work: gl.constexpr):
-    for it in gl.static_range(work):
+    for it in range(work):  # unrolled, loads of one accumulator would become one
         mbarrier.wait(ready.index(it % 2), (it // 2) & 1)
         save(acc.index(it % 2), o, it * 128)
         mbarrier.arrive(taken.index(it % 2), count=1)
@@ -216,6 +216,46 @@ def launched(a, b, o):
 
 
 @gluon.jit
+def pair_fetch(a, b, a_smem, b_smem, full, empty, steps: gl.constexpr, n: gl.constexpr):
+    for it in gl.static_range(steps):
+        slot = it % n
+        if it >= n:
+            mbarrier.wait(empty.index(slot), (it // n - 1) & 1)
+        mbarrier.expect(full.index(slot), a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, it * 64], full.index(slot), a_smem.index(slot))
+        tma.async_load(b, [it * 64, 0], full.index(slot), b_smem.index(slot))
+
+
+@gluon.jit
+def pair(a, b, o):
+    steps: gl.constexpr = 4
+    n: gl.constexpr = 2
+    a_smem = gl.allocate_shared_memory(gl.float16, [n, 256, 64], a.layout)
+    b_smem = gl.allocate_shared_memory(gl.float16, [n, 64, 256], b.layout)
+    layout: gl.constexpr = bw.TensorMemoryLayout(
+        [128, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True
+    )
+    acc = bw.allocate_tensor_memory(gl.float32, [256, 256], layout)
+    full = mbarrier.allocate_mbarrier(batch=n, two_ctas=True)
+    empty = mbarrier.allocate_mbarrier(batch=n)
+    done = mbarrier.allocate_mbarrier(batch=1)
+    for k in gl.static_range(n):
+        mbarrier.init(full.index(k), 1)
+    for k in gl.static_range(n):
+        mbarrier.init(empty.index(k), 1)
+    mbarrier.init(done.index(0), 1)
+    bw.fence_async_shared()
+    gl.warp_specialize(
+        [
+            (ring_take, (acc, done, o)),
+            (pair_fetch, (a, b, a_smem, b_smem, full, empty, steps, n)),
+            (ring_multiply, (acc, a_smem, b_smem, full, empty, done, steps, n)),
+        ],
+        [1, 1],
+    )
+
+
+@gluon.jit
 def products_multiply(s, p, out, q_smem, k_smem, v_smem, full, s_ready, p_ready, out_ready):
     mbarrier.wait(full.index(0), 0)
     bw.tcgen05_mma(q_smem, k_smem.permute((1, 0)), s, use_acc=False, mbarriers=[s_ready.index(0)])
@@ -267,6 +307,60 @@ def products(q, k, v, o):
     )
 
 
+@gluon.jit
+def product(a, b, o, n: gl.constexpr, a_mn: gl.constexpr, b_k: gl.constexpr, tmem: gl.constexpr):
+    """One product; a_mn, b_k: operands that are stored transposed, tmem: A in tensor memory."""
+    a_smem = gl.allocate_shared_memory(a.dtype, a.block_shape, a.layout)
+    b_smem = gl.allocate_shared_memory(b.dtype, b.block_shape, b.layout)
+    left = a_smem.permute((1, 0)) if a_mn else a_smem
+    right = b_smem.permute((1, 0)) if b_k else b_smem
+    m: gl.constexpr = left.shape[0]
+    layout: gl.constexpr = bw.TensorMemoryLayout([m, n], col_stride=1)
+    acc = bw.allocate_tensor_memory(o.dtype.element_ty, [m, n], layout)
+    full, done = barriers(1, 1), barriers(1, 1)
+    bw.fence_async_shared()
+    mbarrier.expect(full.index(0), a.nbytes_per_cta + b.nbytes_per_cta)
+    tma.async_load(a, [0, 0], full.index(0), a_smem)
+    tma.async_load(b, [0, 0], full.index(0), b_smem)
+    mbarrier.wait(full.index(0), 0)
+    if tmem:
+        of_a: gl.constexpr = bw.TensorMemoryLayout(left.shape, col_stride=1)
+        a_tmem = bw.allocate_tensor_memory(a.dtype, left.shape, of_a)
+        a_tmem.store(left.load(a_tmem.get_reg_layout()))
+        bw.tcgen05_mma(a_tmem, right, acc, use_acc=False, mbarriers=[done.index(0)])
+    else:
+        bw.tcgen05_mma(left, right, acc, use_acc=False, mbarriers=[done.index(0)])
+    mbarrier.wait(done.index(0), 0)
+    save(acc, o, 0)
+
+
+@gluon.jit
+def scaled(
+    a, b, o, n: gl.constexpr, k: gl.constexpr, a_type: gl.constexpr, b_type: gl.constexpr,
+    block: gl.constexpr, scale: gl.constexpr,
+):  # fmt: skip
+    """One product with scales of blocks along K; both operands are stored along K."""
+    a_smem = gl.allocate_shared_memory(a.dtype, a.block_shape, a.layout)
+    b_smem = gl.allocate_shared_memory(b.dtype, b.block_shape, b.layout)
+    layout: gl.constexpr = bw.TensorMemoryLayout([128, n], col_stride=1)
+    acc = bw.allocate_tensor_memory(gl.float32, [128, n], layout)
+    of_scales: gl.constexpr = bw.TensorMemoryScalesLayout()
+    sa = bw.allocate_tensor_memory(scale, [128, k // block], of_scales)
+    sb = bw.allocate_tensor_memory(scale, [n, k // block], of_scales)
+    full, done = barriers(1, 1), barriers(1, 1)
+    bw.fence_async_shared()
+    mbarrier.expect(full.index(0), a.nbytes_per_cta + b.nbytes_per_cta)
+    tma.async_load(a, [0, 0], full.index(0), a_smem)
+    tma.async_load(b, [0, 0], full.index(0), b_smem)
+    mbarrier.wait(full.index(0), 0)
+    bw.tcgen05_mma_scaled(
+        a_smem, b_smem.permute((1, 0)), acc, sa, sb, a_type, b_type, use_acc=False,
+        mbarriers=[done.index(0)],
+    )  # fmt: skip
+    mbarrier.wait(done.index(0), 0)
+    save(acc, o, 0)
+
+
 # ---- compilation and what is kept ------------------------------------------------------------------
 
 
@@ -283,3 +377,189 @@ def compiled(fn, ctas=1, constants=None, **signature):
     source = GluonASTSource(fn, signature, at)
     options = {"num_warps": 4, "num_ctas": ctas}
     return triton.compile(source, target=GPUTarget("cuda", 100, 32), options=options).asm["ptx"]
+
+
+WORDS = [
+    (r"mbarrier\.(try|test)_wait", "wait"),
+    (r"mbarrier\.arrive\.expect_tx", "expect"),
+    (r"mbarrier\.arrive", "arrive"),
+    (r"cp\.async\.bulk\.tensor.*\.mbarrier", "copy"),
+    (r"tcgen05\.mma", "products"),
+    (r"tcgen05\.commit", "commit"),
+    (r"tcgen05\.cp", "copy to tmem"),
+    (r"tcgen05\.fence::after", "fence after"),
+    (r"tcgen05\.fence::before", "fence before"),
+    (r"tcgen05\.ld", "load"),
+    (r"tcgen05\.st", "store"),
+    (r"tcgen05\.wait::st", "wait store"),
+    (r"tcgen05\.wait::ld", "wait load"),
+    (r"clusterlaunchcontrol\.try", "request"),
+    (r"clusterlaunchcontrol\.query_cancel\.is_canceled", "answer"),
+]
+
+
+def walk(program, blocks, rank):
+    """Events of the first lane of each role: the warps that go on, then the workers in order."""
+    first = ptx_lanes.Lane(program, 0, rank, blocks)
+    out = [first.run()]
+    words = [x.to_bytes(4, "little") for at, x in first.stores if at and x]
+    for word in words:  # roles of the warps 4 to 7; what fills them up occurs twice
+        workers = sorted(x for x in word if word.count(x) == 1)
+        for role in workers:
+            tid = 32 * (4 + word.index(role))
+            lane = ptx_lanes.Lane(program, tid, rank, blocks, entry=role)
+            lane.memory[0] = 0  # where tensor memory begins
+            out.append(lane.run())
+    return out
+
+
+def steps(events, labels):
+    """What a role issues, in the words of data/sequences.json; loads and stores with the number of
+    their registers."""
+    out = []
+    for e in events:
+        word = next((w for pattern, w in WORDS if re.match(pattern, e.name)), None)
+        if word is None:
+            continue
+        step, numbers = [word], [x for x in e.operands if isinstance(x, int)]
+        if word in ("wait", "expect", "arrive"):
+            step.append(labels[e.operands[1]])
+        if word in ("commit", "request"):
+            step.append(labels[e.operands[-1 if word == "request" else 0]])
+        if word == "copy":
+            step.append(labels[e.operands[2]])
+            step += ["first block"] * (".cta_group::2" in e.name)
+        if word == "expect" or word == "commit" and len(numbers) > 1:
+            step.append(numbers[-1])
+        if word == "products":
+            step.append(1)
+        if word in ("load", "store"):
+            step.append(int(re.search(r"\.x(\d+)\.", e.name)[1]))
+        out.append(step)
+    return out
+
+
+def sequences(ptx, names, blocks=1):
+    """{"rank,role": steps}; names: of the barriers, in the order of their initialization."""
+    program, found = ptx_lanes.parse(ptx), {}
+    for rank in range(blocks):
+        roles = walk(program, blocks, rank)
+        if not rank:  # the second block of a pair begins those alone that it has
+            starts = [e.operands[0] for e in roles[0] if e.name.startswith("mbarrier.init")]
+            labels = dict(zip(starts, names, strict=True))
+        for k, events in enumerate(roles):
+            found[f"{rank},{k}"] = steps(events, labels)
+    return found
+
+
+def several(name, n):
+    return [f"{name}[{k}]" for k in range(n)]
+
+
+A, B = descriptor("fp16", (128, 64)), descriptor("fp16", (64, 128))
+F8, SCALE = descriptor("fp8e4nv", (128, 128)), descriptor("u8", (1, 1, 32, 16), 0)
+OF_BF16 = dict(a=descriptor("bf16", (128, 64)), b=descriptor("bf16", (64, 128)))
+OF_PAIR = dict(
+    a=descriptor("fp16", (256, 64), cga_layout=[[1, 0]]),
+    b=descriptor("fp16", (64, 256), cga_layout=[[0, 1]]),
+)
+RING = several("full", 2) + several("empty", 2)
+PROGRAMS = {
+    "ring of four": (ring, dict(a=A, b=B), several("full", 4) + several("empty", 4) + ["done"], 1),
+    "pair": (pair, OF_PAIR, [*RING, "done"], 2),
+    "two accumulators": (
+        accumulators, dict(a=A, b=B), RING + several("ready", 2) + several("taken", 2), 1,
+    ),
+    "A in tensor memory": (in_tensor_memory, OF_BF16, ["full", "done"], 1),
+    "scales": (scales, dict(a=F8, b=F8, sa=SCALE, sb=SCALE), ["full", "done"], 1),
+    "launched": (launched, dict(a=A, b=B), ["full", "done", "known"], 1),
+    "two products": (
+        products, dict(q=A, k=A, v=A), ["full", "s_ready", "p_ready", "out_ready"], 1,
+    ),
+}  # fmt: skip
+
+
+# Single products: parameters as in data/encodings.json, and the names of Triton's dtypes.
+DTYPES = {"f16": "fp16", "bf16": "bf16", "e4m3": "fp8e4nv", "e5m2": "fp8e5", "i8": "i8"}
+BITS = {"fp16": 16, "bf16": 16}
+
+
+def cases():
+    for dtype in DTYPES:
+        for a_mn in (False, True):
+            for b_k in (False, True):
+                yield dict(dtype=dtype, k=128, a_mn_major=a_mn, b_k_major=b_k)
+    for sw_a, sw_b in ((32, 32), (64, 64), (64, 128), (128, 32), (32, 64)):
+        yield dict(dtype="f16", k=64, sw_a=sw_a, sw_b=sw_b)
+        yield dict(dtype="bf16", k=64, sw_a=sw_a, sw_b=sw_b, a_mn_major=True, b_k_major=True)
+        yield dict(dtype="e4m3", k=128, sw_a=sw_a, sw_b=sw_b, b_k_major=True)
+    for n in (8, 16, 32, 64, 256):
+        yield dict(dtype="f16", k=64, n=n, b_k_major=True)
+    for n in (64, 128, 256):
+        yield dict(dtype="f16", k=64, m=64, n=n, b_k_major=True)
+    yield dict(dtype="f16", k=64, acc="f16", b_k_major=True)
+    yield dict(dtype="e4m3", k=128, acc="f16", b_k_major=True)
+    yield dict(dtype="e4m3", dtype_b="e5m2", k=128, b_k_major=True)
+    yield dict(dtype="e5m2", dtype_b="e4m3", k=128, b_k_major=True)
+    for dtype in ("f16", "bf16"):
+        yield dict(dtype=dtype, k=128, a_tmem=True)
+        yield dict(dtype=dtype, k=128, a_tmem=True, b_k_major=True)
+    for a, b in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")):
+        for n in (64, 128, 256):
+            yield dict(dtype=a, dtype_b=b, n=n, k=256, b_k_major=True, scale="e8m0")
+    for scale, block in (("e8m0", 32), ("e4m3", 16)):
+        for n in (64, 128, 256):
+            yield dict(dtype="e2m1", n=n, k=256, b_k_major=True, scale=scale, block=block)
+
+
+def product_of(case):
+    c = {"m": 128, "n": 128, "acc": "f32", "sw_a": 128, "sw_b": 128, **case}
+    a_mn, b_k = c.get("a_mn_major", False), c.get("b_k_major", False)
+    types = c["dtype"], c.get("dtype_b", c["dtype"])
+    a_type, b_type = (DTYPES.get(x, "u8") for x in types)
+    k = c["k"] // 2 if c["dtype"] == "e2m1" else c["k"]
+    a = descriptor(a_type, (k, c["m"]) if a_mn else (c["m"], k), c["sw_a"])
+    b = descriptor(b_type, (c["n"], k) if b_k else (k, c["n"]), c["sw_b"])
+    if "scale" in c:
+        names = {"e4m3": "e4m3", "e5m2": "e5m2", "e2m1": "e2m1"}
+        more = dict(a_type=names[types[0]], b_type=names[types[1]], block=c.get("block", 32))
+        more["scale"] = gl.uint8 if c["scale"] == "e8m0" else gl.float8e4nv
+        return compiled(scaled, constants=dict(n=c["n"], k=c["k"], **more), a=a, b=b, o="*fp32")
+    o = "*i32" if c["dtype"] == "i8" else {"f32": "*fp32", "f16": "*fp16"}[c["acc"]]
+    more = dict(n=c["n"], a_mn=a_mn, b_k=b_k, tmem=c.get("a_tmem", False))
+    return compiled(product, constants=more, a=a, b=b, o=o)
+
+
+def products_of(ptx):
+    """[name, operands of each instruction] and those of the loads of the result."""
+    events = ptx_lanes.Lane(ptx_lanes.parse(ptx), 0).run()
+    rows = [(e.name, e.operands) for e in events if e.name.startswith("tcgen05.mma")]
+    loads = [[e.name, e.operands[-1]] for e in events if e.name.startswith("tcgen05.ld")]
+    (name,) = {name for name, _ in rows}
+    return {"ptx": name, "rows": [x for _, x in rows], "loads": loads}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--keep", type=Path, help="where the PTX goes")
+    keep = parser.parse_args().keep
+    data = {"triton": triton.__version__, "sequences": {}}
+    for name, (fn, operands, names, blocks) in PROGRAMS.items():
+        ptx = compiled(fn, blocks, **operands, o="*fp32")
+        if keep:
+            (keep / f"{name}.ptx").write_text(ptx)
+        data["sequences"][name] = sequences(ptx, names, blocks)
+    data["products"] = []
+    for case in cases():
+        try:
+            ptx = product_of(case)
+        except Exception as error:
+            print("refused:", case, type(error).__name__)
+            continue
+        data["products"].append({"in": case, **products_of(ptx)})
+    text = json.dumps(data).replace('{"in"', '\n{"in"').replace('"sequences"', '\n"sequences"')
+    (Path(__file__).parent / "data" / "triton.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
 """Whole kernels, whose order of synchronisation per role is compared with records of another
-compiler (data/sequences.json). Each is written for the names that it is given (`L`: plgpu, pl, lax,
+compilers (data/sequences.json, data/triton.json). Each is written for the names that it is given (`L`: plgpu, pl, lax,
 jnp), without loops, so that what is issued can be read off. `KERNELS[name](L)`: body, scratch,
 shapes of operands, shape of the result, number of threads, blocks of the cluster."""
 
@@ -261,6 +261,52 @@ def launched(L):
     return body, scratch, [(4 * ROWS, K), (K, COLUMNS)], (4 * ROWS, COLUMNS), 1, 1
 
 
+def products(L):
+    """Two products, as attention has them: P of the second lies over S of the first."""
+    p, f16 = L.plgpu, L.jnp.float16
+
+    def body(q, k, v, o, q_smem, k_smem, v_smem, sp, out, full, s_ready, p_ready, out_ready):
+        (scores,), (probabilities,) = sp
+
+        def fetch():
+            for x, smem in ((q, q_smem), (k, k_smem), (v, v_smem)):
+                p.copy_gmem_to_smem(x, smem, full)
+
+        def multiply():
+            p.barrier_wait(full)
+            right = p.transpose_ref(k_smem, (1, 0))
+            p.tcgen05_mma(scores, q_smem, right, s_ready, accumulate=False)
+            p.barrier_wait(p_ready)
+            p.tcgen05_mma(out, probabilities, v_smem, out_ready, accumulate=False)
+
+        def softmax():
+            p.barrier_wait(s_ready)
+            s = p.async_load_tmem(scores)
+            p.wait_load_tmem()
+            p.async_store_tmem(probabilities, L.jnp.exp2(s).astype(f16))
+            p.commit_tmem()
+            p.barrier_arrive(p_ready)
+            p.barrier_wait(out_ready)
+            result(L, out, o)
+
+        roles(L, fetch, multiply, softmax)
+
+    scores = p.TMEM((ROWS, COLUMNS), L.jnp.float32)
+    probabilities = p.TMEM((ROWS, COLUMNS), f16, packed=True)
+    scratch = dict(
+        q_smem=tiles(L, f16, (ROWS, K)),
+        k_smem=tiles(L, f16, (COLUMNS, K)),
+        v_smem=tiles(L, f16, (COLUMNS, K)),
+        sp=p.RefUnion([scores], [probabilities]),
+        out=p.TMEM((ROWS, K), L.jnp.float32),
+        full=barriers(L, 1, 3),
+        s_ready=barriers(L, tensor=True),
+        p_ready=barriers(L, tensor=True),
+        out_ready=barriers(L, tensor=True),
+    )
+    return body, scratch, [(ROWS, K), (COLUMNS, K), (COLUMNS, K)], (ROWS, K), 3, 1
+
+
 KERNELS = {
     "ring of four": ring,
     "pair": pair,
@@ -268,5 +314,6 @@ KERNELS = {
     "A in tensor memory": in_tensor_memory,
     "scales": scales,
     "launched": launched,
+    "two products": products,
 }
 GRIDS = {"launched": 4}

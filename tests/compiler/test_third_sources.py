@@ -1,0 +1,171 @@
+"""What Triton emits for sm_100, against this compiler: data/triton.json, which triton_programs.py
+makes. Kernels of whole_kernels.py, written again in Gluon, have the same order of synchronisation
+in each role; single products have the same instruction descriptors, and matrix descriptors and
+offsets that follow from the same formula for Triton's order of tiles.
+
+Differences that are accepted stand in `reduced` and `NAMES`, with the reason; docs/blackwell.md has
+the sentences of the PTX ISA."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_encodings import BITS, DTYPES, KINDS
+from test_sequences import emitted
+
+from pallas_mgpu import _core
+
+FACTS = json.loads((Path(__file__).parent / "data" / "triton.json").read_text())
+
+# Roles of Triton's programs (the warps that go on, then the workers) that do what a thread does.
+ROLES = {
+    "ring of four": {0: [1], 1: [2, 0]},
+    "pair": {0: [1], 1: [2, 0]},
+    "two accumulators": {0: [1], 1: [2], 2: [0]},
+    "A in tensor memory": {0: [0]},
+    "scales": {0: [0]},
+    "launched": {0: [0]},
+    "two products": {0: [1], 1: [2], 2: [0]},
+}
+WIDTHS = {"16x256b": 4, "16x128b": 2, "32x32b": 1}  # registers, times the number of repetitions
+
+
+def registers(name):
+    shape, n = re.search(r"(\d+x\d+b)_x(\d+)", name).groups()
+    return WIDTHS[shape] * int(n)
+
+
+def reduced(steps, copies=1):
+    """The same for programs that differ in what the ISA leaves open.
+
+    How many copies fill a buffer follows from the width of a tile, and where bytes are expected
+    from how many arrivals count: what is compared is the barrier and the bytes. copies: blocks whose
+    copies one arrival expects. Loads and stores of tensor memory have other shapes: the number of
+    registers is compared. Waits for loads that come before others change nothing. Triton has no
+    fences of tcgen05, which the ISA's patterns for the synchronisation of several threads have, and
+    other proxy fences."""
+    out = []
+    for word, *rest in steps:
+        last = out[-1] if out else [None]
+        if word in ("expect", "copy"):
+            if last[:2] != ["fill", rest[0]]:
+                last = ["fill", rest[0], 0, False]
+                out.append(last)
+            last[2] += rest[1] // copies if word == "expect" else 0
+            last[3] |= "first block" in rest
+        elif word in ("products", "load", "store") and last[0] == word:
+            last[1] += rest[0]
+        elif word == "wait load" and last[0] == word or "fence" in word:
+            continue
+        else:
+            out.append([word, *rest])
+    return out
+
+
+@pytest.mark.parametrize(
+    "name, rank, thread",
+    [(n, rank, t) for n, roles in ROLES.items() for rank in range(1 + (n == "pair")) for t in roles],
+)
+def test_roles(name, rank, thread):
+    theirs = FACTS["sequences"][name]
+    want = [step for role in ROLES[name][thread] for step in theirs[f"{rank},{role}"]]
+    have = emitted(name, rank, thread, registers)
+    if name == "pair" and thread == 0:
+        # there each block arrives with the bytes of its own copies; here the first one with all
+        both = [reduced(emitted(name, r, thread, registers), 2 - r) for r in range(2)]
+        total = sum(step[2] for steps in both for step in steps if step[0] == "fill")
+        assert total == sum(s[2] for s in reduced(want) if s[0] == "fill")
+        want = [[*s[:2], 0, s[3]] if s[0] == "fill" else s for s in reduced(want)]
+        have = [[*s[:2], 0, s[3]] if s[0] == "fill" else s for s in reduced(have)]
+        assert have == want
+    else:
+        assert reduced(have) == reduced(want)
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+DEFAULT = {"m": 128, "n": 128, "acc": "f32", "sw_a": 128, "sw_b": 128, "block": 32}
+NAMES = {  # other spellings of one kind (PTX ISA, tcgen05.mma, .block32 and .block16)
+    "mxf8f6f4.block_scale.scale_vec::1X": "mxf8f6f4.block_scale.block32",
+    "mxf4nvf4.block_scale.scale_vec::2X": "mxf4.block_scale.block32",
+    "mxf4nvf4.block_scale.scale_vec::4X": "mxf4nvf4.block_scale.block16",
+}
+
+
+def operand(rows, columns, swizzle, bits, k_major):
+    """Tiles of 8 rows of a swizzle; Triton has those of one column of tiles one after the other."""
+    return k_major, swizzle, rows * swizzle, 8 * swizzle
+
+
+def product(case):
+    c = DEFAULT | case
+    a, b, scale = c["dtype"], c.get("dtype_b", c["dtype"]), c.get("scale")
+    kind = KINDS.get(a)
+    if scale:
+        steps = 32 if BITS[a] == 8 else 64
+        kind = "mxf8f6f4" if BITS[a] == 8 else "mxf4nvf4"
+        kind += f".block_scale.scale_vec::{steps // c['block']}X"
+    a_mn, b_k, k = c.get("a_mn_major", False), c.get("b_k_major", False), c["k"]
+    shape_a, shape_b = (k, c["m"]) if a_mn else (c["m"], k), (c["n"], k) if b_k else (k, c["n"])
+    return kind, _core.tcgen05_product(
+        kind,
+        DTYPES[a],
+        DTYPES[b],
+        "int32" if kind == "i8" else DTYPES[c["acc"]],
+        c["m"],
+        c["n"],
+        k,
+        scale=DTYPES[scale] if scale else None,
+        block=c["block"] if scale else 0,
+        sparse=False,
+        pair=False,
+        a_in_tmem=c.get("a_tmem", False),
+        in_a=operand(*shape_a, c["sw_a"], BITS[a], not a_mn),
+        in_b=operand(*shape_b, c["sw_b"], BITS[b], b_k),
+    )
+
+
+def fixed_bits(descriptor, mn, swizzle, bits, k_major):
+    """All but the address, and distances that one tile does not have: the leading dimension's of
+    less than two columns of tiles, the stride of one row of tiles."""
+    unused = 0x3FFF
+    if k_major or mn * bits // 8 <= swizzle:
+        unused |= 0x3FFF << 16
+    if k_major and mn <= 8:
+        unused |= 0x3FFF << 32
+    return descriptor & ~unused
+
+
+def address(descriptor):
+    return (descriptor & 0x3FFF) * 16
+
+
+@pytest.mark.parametrize("fact", FACTS["products"], ids=lambda f: "-".join(map(str, f["in"].values())))
+def test_products(fact):
+    case, rows = DEFAULT | fact["in"], fact["rows"]
+    if case["m"] == 64:
+        # in this language 64 rows have each half of their columns in half of the lanes; there all
+        # in one half, which is the first part of a product of twice as many columns
+        kind, (name, a, b, steps) = product(case | {"n": 2 * case["n"]})
+        steps = steps[: len(steps) // 2]
+    else:
+        kind, (name, a, b, steps) = product(case)
+    assert fact["ptx"] in (name, name.replace(kind, NAMES.get(kind, kind)))
+    bits_a, bits_b = BITS[case["dtype"]], BITS[case.get("dtype_b", case["dtype"])]
+    a_k, b_k = not case.get("a_mn_major"), case.get("b_k_major", False)
+    tiles_a, tiles_b = (case["m"], case["sw_a"], bits_a, a_k), (case["n"], case["sw_b"], bits_b, b_k)
+    for row, (d, code, at_a, at_b, first, *scales) in zip(rows, steps, strict=True):
+        assert row[0] - rows[0][0] == d and row[3] == code
+        for field, fixed, at, tiles in ((1, a, at_a, tiles_a), (2, b, at_b, tiles_b)):
+            start = rows[0][field]
+            if field == 1 and case.get("a_tmem"):
+                assert row[field] - start == at
+                continue
+            assert fixed_bits(row[field], *tiles) == fixed_bits(fixed, *tiles)
+            assert address(row[field]) - address(start) == at
+        assert bool(row[-1]) == (not first)
+        if "scale" in case:
+            # there scales of 64 columns of B take two columns of tensor memory, here four as of 128
+            of_a, of_b = row[4] - rows[0][4], row[5] - rows[0][5]
+            assert [of_a, of_b * 128 // min(case["n"], 128)] == scales[:2]
