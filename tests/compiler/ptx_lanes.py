@@ -18,6 +18,31 @@ MASK = {"b16": 16, "u16": 16, "b32": 32, "u32": 32, "s32": 32, "b64": 64, "u64":
 MASK["pred"] = 1
 
 
+WORDS = [
+    (r"mbarrier\.(try|test)_wait", "wait"),
+    (r"mbarrier\.arrive\.expect_tx", "expect"),
+    (r"mbarrier\.arrive", "arrive"),
+    (r"cp\.async\.bulk\.tensor.*\.mbarrier", "copy"),
+    (r"tcgen05\.mma", "products"),
+    (r"tcgen05\.commit", "commit"),
+    (r"tcgen05\.cp", "copy to tmem"),
+    (r"tcgen05\.fence::after", "fence after"),
+    (r"tcgen05\.fence::before", "fence before"),
+    (r"tcgen05\.ld", "load"),
+    (r"tcgen05\.st", "store"),
+    (r"tcgen05\.wait::st", "wait store"),
+    (r"tcgen05\.wait::ld", "wait load"),
+    (r"fence\.proxy\.async", "proxy fence"),
+    (r"clusterlaunchcontrol\.try", "request"),
+    (r"clusterlaunchcontrol\.query_cancel\.is_canceled", "answer"),
+]
+
+
+def word(name):
+    """What an instruction is called in data/sequences.json; None if it is not there."""
+    return next((w for pattern, w in WORDS if re.match(pattern, name)), None)
+
+
 class Instruction(NamedTuple):
     guard: str  # "", "p", "!p"
     name: str
@@ -53,12 +78,12 @@ def parse(text, kernel=None):
     body = re.sub(r"^(\s*[\w$]+:)", r"\1;", body[body.index(")") + 1 :], flags=re.M)
     code, labels, tables = [], {}, {}
     for part in body.split(";"):
-        part = part.strip()
+        part = re.sub(r"^[{}\s]+", "", part).strip()
         if re.fullmatch(r"[\w$]+:", part):
             labels.setdefault(part[:-1], []).append(len(code))
         elif m := re.match(r"\.branchtargets\s+(.*)", part, re.S):
             tables[None] = pieces(m[1])
-        elif m := re.match(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$", part, re.S):
+        elif m := re.match(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", part, re.S):
             code.append(Instruction((m[1] or "") + (m[2] or ""), m[3], pieces(m[4] or "")))
     return code, labels, tables
 
@@ -196,3 +221,33 @@ class Lane:
         if op == "not":
             return ~v[0]
         return two(*v) if two and len(v) == 2 else None
+
+
+def innermost(program, *patterns):
+    """The instructions of the smallest loop that has one of each of these names, in the order of
+    the text. Loops of waits within it count as the wait."""
+    code, labels, _ = program
+    found = []
+    for end, (_, name, operands) in enumerate(code):
+        target = operands[0] if name in ("bra", "bra.uni") else ""
+        starts = [k for k in labels.get(target, ()) if k <= end and target.startswith("$")]
+        if starts:
+            body = code[starts[-1] : end + 1]
+            if all(any(re.match(p, x.name) for x in body) for p in patterns):
+                found.append((len(body), starts[-1], body))
+    return min(found)[2]
+
+
+def summary(body):
+    """[word, how often in a row] of instructions. A wait that only asks, whose answer is a number,
+    is not one."""
+    out = []
+    for x, following in zip(body, [*body[1:], body[0]]):
+        name = word(x.name)
+        if name is None or name == "wait" and following.name.startswith("selp"):
+            continue
+        if out and out[-1][0] == name:
+            out[-1][1] += 1
+        else:
+            out.append([name, 1])
+    return out

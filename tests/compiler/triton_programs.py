@@ -379,25 +379,6 @@ def compiled(fn, ctas=1, constants=None, **signature):
     return triton.compile(source, target=GPUTarget("cuda", 100, 32), options=options).asm["ptx"]
 
 
-WORDS = [
-    (r"mbarrier\.(try|test)_wait", "wait"),
-    (r"mbarrier\.arrive\.expect_tx", "expect"),
-    (r"mbarrier\.arrive", "arrive"),
-    (r"cp\.async\.bulk\.tensor.*\.mbarrier", "copy"),
-    (r"tcgen05\.mma", "products"),
-    (r"tcgen05\.commit", "commit"),
-    (r"tcgen05\.cp", "copy to tmem"),
-    (r"tcgen05\.fence::after", "fence after"),
-    (r"tcgen05\.fence::before", "fence before"),
-    (r"tcgen05\.ld", "load"),
-    (r"tcgen05\.st", "store"),
-    (r"tcgen05\.wait::st", "wait store"),
-    (r"tcgen05\.wait::ld", "wait load"),
-    (r"clusterlaunchcontrol\.try", "request"),
-    (r"clusterlaunchcontrol\.query_cancel\.is_canceled", "answer"),
-]
-
-
 def walk(program, blocks, rank):
     """Events of the first lane of each role: the warps that go on, then the workers in order."""
     first = ptx_lanes.Lane(program, 0, rank, blocks)
@@ -418,7 +399,7 @@ def steps(events, labels):
     their registers."""
     out = []
     for e in events:
-        word = next((w for pattern, w in WORDS if re.match(pattern, e.name)), None)
+        word = ptx_lanes.word(e.name)
         if word is None:
             continue
         step, numbers = [word], [x for x in e.operands if isinstance(x, int)]
