@@ -41,7 +41,12 @@ ROLES = {
     "gradients": {k: v for k, v in LOOPS.items() if k == "multiplier"},
 }
 KERNELS = {  # parts of the names of the entry, where an example has several
-    "attention": ["Sm100FmhaFwdKernel", "tupleIJiiiNS5_", "Li256EEENSC_ILi128EEESE_EEENS5", "NoMask"],
+    "attention": [
+        "Sm100FmhaFwdKernel",
+        "tupleIJiiiNS5_",
+        "Li256EEENSC_ILi128EEESE_EEENS5",
+        "NoMask",
+    ],
     "gradients": ["Sm100FmhaBwdKernel", "SB_SB_SB", "NoMask"],
 }
 
@@ -78,7 +83,9 @@ def main():
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--ptx", type=Path, required=True, help="where the PTX goes")
     options = parser.parse_args()
-    root = Path(importlib.util.find_spec("cutlass_library").submodule_search_locations[0]) / "source"
+    root = (
+        Path(importlib.util.find_spec("cutlass_library").submodule_search_locations[0]) / "source"
+    )
     release = subprocess.run([options.nvcc, "--version"], capture_output=True, text=True).stdout
     data = {
         "cutlass": importlib.metadata.version("nvidia-cutlass"),

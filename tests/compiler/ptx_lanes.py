@@ -7,6 +7,7 @@ that depends on it. Of branches that depend on what is unknown `choose(label)` d
 they are not taken. A branch table is entered at `entry`, the second time it ends the walk. A lane
 is the elected one of its warp."""
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -69,11 +70,8 @@ def pieces(text):
 def parse(text, kernel=None):
     """(instructions, index of each label, tables of labels) of the entry, or of one by name."""
     text = re.sub(r"//[^\n]*", "", text[text.index(".entry " + (kernel or "")) :])
-    depth = 0
-    for end, c in enumerate(text):
-        depth += (c == "{") - (c == "}")
-        if c == "}" and not depth:
-            break
+    depths = itertools.accumulate((c == "{") - (c == "}") for c in text)
+    end = next(k for k, (c, depth) in enumerate(zip(text, depths)) if c == "}" and not depth)
     body = re.sub(r"^\s*(\.(?:loc|pragma)\b.*|[{}]\s*)$", "", text[:end], flags=re.M)
     body = re.sub(r"^(\s*[\w$]+:)", r"\1;", body[body.index(")") + 1 :], flags=re.M)
     code, labels, tables = [], {}, {}

@@ -1,22 +1,34 @@
-"""What Triton emits for sm_100, against this compiler: data/triton.json, which triton_programs.py
-makes. Kernels of whole_kernels.py, written again in Gluon, have the same order of synchronisation
-in each role; single products have the same instruction descriptors, and matrix descriptors and
-offsets that follow from the same formula for Triton's order of tiles.
+"""What other compilers emit for sm_100, against this one.
 
-Differences that are accepted stand in `reduced` and `NAMES`, with the reason; docs/blackwell.md has
-the sentences of the PTX ISA."""
+Triton (data/triton.json, made by triton_programs.py): kernels of whole_kernels.py, written again in
+Gluon, have the same order of synchronisation in each role; single products have the same
+instruction descriptors, and matrix descriptors and offsets that follow from the same formula for
+Triton's order of tiles. CUTLASS through nvcc (data/cutlass.json, made by cutlass_programs.py): the loops of its
+roles have what the same loops of `ops` have, in the same order, and products the same instruction
+descriptors.
 
+Differences that are accepted stand in `reduced`, `NAMES` and `skeleton`, with the reason; those of
+the PTX ISA are in docs/blackwell.md."""
+
+import functools
 import json
 import re
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
+import ptx_lanes
 import pytest
+import test_encodings
 from test_encodings import BITS, DTYPES, KINDS
 from test_sequences import emitted
 
-from pallas_mgpu import _core
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, ops
 
-FACTS = json.loads((Path(__file__).parent / "data" / "triton.json").read_text())
+DATA = Path(__file__).parent / "data"
+FACTS = json.loads((DATA / "triton.json").read_text())
+CUTLASS = json.loads((DATA / "cutlass.json").read_text())
 
 # Roles of Triton's programs (the warps that go on, then the workers) that do what a thread does.
 ROLES = {
@@ -40,8 +52,8 @@ def reduced(steps, copies=1):
     """The same for programs that differ in what the ISA leaves open.
 
     How many copies fill a buffer follows from the width of a tile, and where bytes are expected
-    from how many arrivals count: what is compared is the barrier and the bytes. copies: blocks whose
-    copies one arrival expects. Loads and stores of tensor memory have other shapes: the number of
+    from how many arrivals count: what is compared is the barrier and the bytes. copies: blocks
+    whose copies one arrival expects. Loads and stores of tensor memory have other shapes: the number of
     registers is compared. Waits for loads that come before others change nothing. Triton has no
     fences of tcgen05, which the ISA's patterns for the synchronisation of several threads have, and
     other proxy fences."""
@@ -65,7 +77,12 @@ def reduced(steps, copies=1):
 
 @pytest.mark.parametrize(
     "name, rank, thread",
-    [(n, rank, t) for n, roles in ROLES.items() for rank in range(1 + (n == "pair")) for t in roles],
+    [
+        (n, rank, t)
+        for n, roles in ROLES.items()
+        for rank in range(1 + (n == "pair"))
+        for t in roles
+    ],
 )
 def test_roles(name, rank, thread):
     theirs = FACTS["sequences"][name]
@@ -141,7 +158,9 @@ def address(descriptor):
     return (descriptor & 0x3FFF) * 16
 
 
-@pytest.mark.parametrize("fact", FACTS["products"], ids=lambda f: "-".join(map(str, f["in"].values())))
+@pytest.mark.parametrize(
+    "fact", FACTS["products"], ids=lambda f: "-".join(map(str, f["in"].values()))
+)
 def test_products(fact):
     case, rows = DEFAULT | fact["in"], fact["rows"]
     if case["m"] == 64:
@@ -154,7 +173,10 @@ def test_products(fact):
     assert fact["ptx"] in (name, name.replace(kind, NAMES.get(kind, kind)))
     bits_a, bits_b = BITS[case["dtype"]], BITS[case.get("dtype_b", case["dtype"])]
     a_k, b_k = not case.get("a_mn_major"), case.get("b_k_major", False)
-    tiles_a, tiles_b = (case["m"], case["sw_a"], bits_a, a_k), (case["n"], case["sw_b"], bits_b, b_k)
+    tiles_a, tiles_b = (
+        (case["m"], case["sw_a"], bits_a, a_k),
+        (case["n"], case["sw_b"], bits_b, b_k),
+    )
     for row, (d, code, at_a, at_b, first, *scales) in zip(rows, steps, strict=True):
         assert row[0] - rows[0][0] == d and row[3] == code
         for field, fixed, at, tiles in ((1, a, at_a, tiles_a), (2, b, at_b, tiles_b)):
@@ -169,3 +191,130 @@ def test_products(fact):
             # there scales of 64 columns of B take two columns of tensor memory, here four as of 128
             of_a, of_b = row[4] - rows[0][4], row[5] - rows[0][5]
             assert [of_a, of_b * 128 // min(case["n"], 128)] == scales[:2]
+
+
+# ---- CUTLASS -------------------------------------------------------------------------------------
+
+
+def struct(shape, dtype):
+    return plgpu.ShapeDtypeStruct(shape, dtype)
+
+
+def matmul():
+    x = struct((4096, 4096), np.float16)
+    return ops.matmul.kernel(x, x, config=ops.TensorMemoryConfig()), (x, x)
+
+
+def scales():
+    x = struct((4096, 4096), ml_dtypes.float8_e4m3fn)
+    scale = struct((32, 32, 32, 16), ml_dtypes.float8_e8m0fnu)
+    how = dict(transpose_b=True, out_dtype=np.dtype(np.float32))
+    config = ops.TensorMemoryConfig(256, True, 3)
+    f = ops.matmul.kernel(x, x, scale_a=scale, scale_b=scale, config=config, **how)
+    return f, (x, x, scale, scale)
+
+
+def grouped():
+    x, w = struct((4096, 1024), np.float16), struct((8, 1024, 1024), np.float16)
+    sizes = struct((8,), np.int32)
+    return ops.ragged_dot.kernel(
+        x, w, sizes, config=ops.TensorMemoryConfig(256, False, dynamic=False)
+    ), (x, w, sizes)
+
+
+def attention():
+    x = struct((2, 4096, 8, 128), np.float16)
+    config = ops.TensorMemoryAttentionConfig(polynomials=8)
+    return ops.attention.kernel(x, x, x, config=config), (x, x, x)
+
+
+OURS = {"matmul": matmul, "scales": scales, "grouped": grouped, "attention": attention}
+LOOPS = {
+    "multiplier": [r"tcgen05\.mma"],
+    "producer": [r"cp\.async\.bulk\.tensor.*mbarrier"],
+    "requests": [r"clusterlaunchcontrol\.try"],
+    "epilogue": [r"tcgen05\.ld"],
+    "softmax": [r"tcgen05\.ld", r"tcgen05\.st", r"ex2\."],
+    "correction": [r"tcgen05\.ld", r"tcgen05\.st"],
+}
+
+
+@functools.cache
+def loops(name):
+    f, arguments = OURS[name]()
+    program = ptx_lanes.parse(f.lower(*arguments, target="sm_100a").as_text("ptx"))
+    return lambda role: ptx_lanes.summary(ptx_lanes.innermost(program, *LOOPS[role]))
+
+
+def words(summary):
+    return [word for word, _ in summary if not word.startswith("fence")]
+
+
+def skeleton(summary):
+    """Each word once, of those that follow each other. Where bytes are expected once for each copy,
+    the ISA adds them up."""
+    out = []
+    for word in words(summary):
+        if word == "expect" and out[-2:] == ["expect", "copy"]:
+            out.pop()
+            out.pop()
+        if out[-1:] != [word]:
+            out.append(word)
+    return out
+
+
+@pytest.mark.parametrize("role", ["multiplier", "producer"])
+@pytest.mark.parametrize("name", ["matmul", "scales", "grouped"])
+def test_loops(name, role):
+    """What is waited for, copied, multiplied and committed in a step."""
+    theirs = CUTLASS[name]["loops"][role]
+    assert skeleton(loops(name)(role)) == skeleton(theirs)
+    if name == "matmul":
+        assert [x for x in loops(name)(role) if not x[0].startswith("fence")] == theirs
+
+
+@pytest.mark.parametrize("name", ["matmul", "scales", "grouped"])
+def test_release_of_an_accumulator(name):
+    """Its last load is waited for before the arrival that gives it back."""
+    for steps in (words(CUTLASS[name]["loops"]["epilogue"]), words(loops(name)("epilogue"))):
+        arrives = [k for k, word in enumerate(steps) if word == "arrive"]
+        assert any(steps[k - 2 : k] == ["load", "wait load"] for k in arrives)
+    assert CUTLASS[name]["fences"] == 0  # docs/blackwell.md
+
+
+def test_requests():
+    """A request follows its expected bytes; an answer that has been read is given back after a
+    proxy fence, because the next one is written by the asynchronous proxy."""
+    for steps in (
+        words(CUTLASS["matmul"]["loops"]["requests"]),
+        words(loops("matmul")("requests")),
+    ):
+        request, answer = steps.index("request"), steps.index("answer")
+        assert steps[request - 1] == "expect"
+        assert steps[answer - 1 : answer + 3] == ["wait", "answer", "proxy fence", "arrive"]
+
+
+@pytest.mark.parametrize("role", ["softmax", "correction"])
+def test_attention(role):
+    """Stores of tensor memory are waited for before the arrival that tells of them."""
+    for steps in (words(CUTLASS["attention"]["loops"][role]), words(loops("attention")(role))):
+        stored = steps.index("wait store")
+        assert steps[0] == "wait" and "store" in steps[:stored] and steps[stored + 1] == "arrive"
+
+
+PRODUCTS = {  # the products of the examples, as cases of test_encodings.py
+    "matmul": [{"n": 64, "collective": True, "b_k_major": True}],
+    "grouped": [{"n": 256, "dtype": "e4m3", "b_k_major": True}],
+    "attention": [{"b_k_major": True}, {}],
+    "gradients": [{"b_k_major": True}, {}, {"a_mn_major": True}],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_instruction_descriptors(name):
+    theirs = {tuple(x) for x in CUTLASS[name]["products"]}
+    found = set()
+    for case in PRODUCTS[name]:
+        kind, _, _, steps = test_encodings.product(case)
+        found |= {(kind, step[1]) for step in steps}
+    assert found == theirs

@@ -40,7 +40,9 @@ def save(acc, o, row):
 
 
 @gluon.jit
-def fetch(a, b, a_smem, b_smem, full, empty, work: gl.constexpr, n: gl.constexpr, rows: gl.constexpr):
+def fetch(
+    a, b, a_smem, b_smem, full, empty, work: gl.constexpr, n: gl.constexpr, rows: gl.constexpr
+):
     """rows: of A, a step moves; otherwise along K."""
     for it in gl.static_range(work):
         slot = it % n
@@ -292,7 +294,12 @@ def products(q, k, v, o):
     p = s.slice(0, 64).reinterpret(gl.float16, [128, 128], layout)
     of_out: gl.constexpr = bw.TensorMemoryLayout([128, 64], col_stride=1)
     out = bw.allocate_tensor_memory(gl.float32, [128, 64], of_out)
-    full, s_ready, p_ready, out_ready = barriers(1, 1), barriers(1, 1), barriers(1, 1), barriers(1, 1)
+    full, s_ready, p_ready, out_ready = (
+        barriers(1, 1),
+        barriers(1, 1),
+        barriers(1, 1),
+        barriers(1, 1),
+    )
     bw.fence_async_shared()
     gl.warp_specialize(
         [
@@ -361,7 +368,7 @@ def scaled(
     save(acc, o, 0)
 
 
-# ---- compilation and what is kept ------------------------------------------------------------------
+# ---- compilation and what is kept ----------------------------------------------------------------
 
 
 def descriptor(dtype, shape, swizzle=128, **layout):

@@ -1,7 +1,8 @@
-"""Whole kernels, whose order of synchronisation per role is compared with records of another
-compilers (data/sequences.json, data/triton.json). Each is written for the names that it is given (`L`: plgpu, pl, lax,
-jnp), without loops, so that what is issued can be read off. `KERNELS[name](L)`: body, scratch,
-shapes of operands, shape of the result, number of threads, blocks of the cluster."""
+"""Whole kernels, whose order of synchronisation per role is compared with records of other
+compilers (data/sequences.json, data/triton.json). Each is written for the names that it is given
+(`L`: plgpu, pl, lax, jnp), without loops, so that what is issued can be read off.
+`KERNELS[name](L)`: body, scratch, shapes of operands, shape of the result, number of threads,
+blocks of the cluster."""
 
 ROWS, COLUMNS, K = 128, 128, 64
 
