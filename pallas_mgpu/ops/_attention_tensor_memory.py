@@ -1,8 +1,9 @@
 """Attention (forward) on Blackwell's tensor cores: scores, probabilities and O in tensor memory.
 
 A block has two tiles of 128 queries of a head. Each has a *softmax* thread; one *correction* thread
-changes the sums O of both. Their scores and sums share 512 columns of tensor memory, so a head_dim
-of 192 has blocks of 64 keys instead of 128, and one of 256 a single tile of queries. Of a fourth
+changes the sums O of both. Their scores and sums share 512 columns of tensor memory, so head_dims
+above 128 have blocks of 64 keys instead of 128, and those above 192 a single tile of queries. In
+memory on the chip rows are padded with zeros to a multiple of 16 elements. Of a fourth
 thread one warp, the *multiplier*, issues all products, and one, the *producer*, fetches Q, and K
 and V in separate rings.
 
@@ -40,8 +41,7 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _ROWS = 128  # of a tile
-_TILINGS = {64: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 64), 256: (1, 64)}
-"""Of each head_dim: tiles of a block, and keys that are worked on together."""
+MOST = 256  # the largest head_dim; all are multiples of 8, the elements of 16 bytes
 MULTIPLE = 2 * _ROWS  # rows of the most that a block has
 _PART = 16  # columns that are worked on at a time
 _REGISTERS = 184, 72  # of a lane: of a softmax thread, of the others. With others ptxas spills
@@ -57,7 +57,7 @@ _COEFFICIENTS = {
 
 class TensorMemoryAttentionConfig(NamedTuple):
     """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128 keys
-    each (64 from head_dim 192 on); 0: as many as fit, at most 4. ``polynomials``: of 32
+    each (64 above head_dim 128); 0: as many as fit, at most 4. ``polynomials``: of 32
     exponentials, how many are computed by polynomials, a multiple of 8; None: 8, on sm_103a
     none."""
 
@@ -70,12 +70,14 @@ class _Plan:
 
     def __init__(self, x, cfg):
         self.x, self.axes = x, {}
-        self.tiles, self.block = _TILINGS[x.dim]
+        self.width = pl.cdiv(x.dim, 16) * 16  # elements of a row on the chip
+        self.columns = slice(None) if self.width == x.dim else pl.ds(0, self.width)
+        self.tiles, self.block = 1 + (x.dim <= 192), 128 if x.dim <= 128 else 64
         self.consumers = self.tiles + 1  # threads besides the producer
         self.rows = _ROWS * self.tiles
         self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
         self.clusters = x.batch * x.heads * self.q_tiles
-        fit = (SMEM_BYTES // (2 * x.dim) - self.rows) // (2 * self.block)
+        fit = (SMEM_BYTES // (2 * self.width) - self.rows) // (2 * self.block)
         self.stages = min(cfg.stages or 4, fit, max(self.key_blocks, 1))
         self.polynomials = cfg.polynomials
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
@@ -85,7 +87,7 @@ class _Plan:
 
         def ring(prefix):
             return {
-                f"{prefix}_smem": plgpu.SMEM((self.stages, self.block, x.dim), x.dtype),
+                f"{prefix}_smem": plgpu.SMEM((self.stages, self.block, self.width), x.dtype),
                 f"{prefix}_full": plgpu.Barrier(num_barriers=self.stages),
                 f"{prefix}_empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
             }
@@ -95,10 +97,10 @@ class _Plan:
         scores = plgpu.TMEM((tiles, _ROWS, self.block), jnp.float32)
         probabilities = plgpu.TMEM((tiles, _ROWS, 2 * self.block), x.dtype, packed=True)
         return {
-            "q_smem": plgpu.SMEM((tiles, _ROWS, x.dim), x.dtype),
+            "q_smem": plgpu.SMEM((tiles, _ROWS, self.width), x.dtype),
             "q_full": plgpu.Barrier(num_arrivals=tiles),
             "sp": plgpu.RefUnion([scores], [probabilities]),
-            "out": plgpu.TMEM((tiles, _ROWS, x.dim), jnp.float32),
+            "out": plgpu.TMEM((tiles, _ROWS, self.width), jnp.float32),
             "s_ready": plgpu.Barrier(**each),
             "p_ready": plgpu.Barrier(num_arrivals=2, **each),  # P is stored, O corrected
             "factors": plgpu.SMEM((tiles, _ROWS), _F32),  # what O is multiplied with
@@ -174,9 +176,8 @@ class _Block(WarpSpecialized):
         x, n = self.x, self.blocks()
         for i in range(self.plan.tiles):
             rows = pl.ds(self.row + i * _ROWS, _ROWS)
-            plgpu.copy_gmem_to_smem(
-                self.q.at[self.batch, rows, self.head], self.q_smem.at[i], self.q_full
-            )
+            at = self.batch, rows, self.head, self.plan.columns
+            plgpu.copy_gmem_to_smem(self.q.at[at], self.q_smem.at[i], self.q_full)
         kv_head = self.head // (x.heads // x.kv_heads)
 
         def fetch(j, _):
@@ -187,9 +188,8 @@ class _Block(WarpSpecialized):
             ):
                 ring.acquire(j)
                 slot = ring.slot(j)
-                plgpu.copy_gmem_to_smem(
-                    ref.at[self.batch, rows, kv_head], smem.at[slot], ring.full.at[slot]
-                )
+                at = self.batch, rows, kv_head, self.plan.columns
+                plgpu.copy_gmem_to_smem(ref.at[at], smem.at[slot], ring.full.at[slot])
 
         lax.fori_loop(0, n, fetch, None)
         self.k_ring.drain(n)
@@ -367,7 +367,7 @@ class _Block(WarpSpecialized):
             self.finish(i, by, native)
 
     def rescale(self, i, alpha, layout):
-        for c in range(0, self.x.dim, _PART):
+        for c in range(0, self.plan.width, _PART):
             part = self.out.at[i, :, c : c + _PART]
             value = plgpu.async_load_tmem(part, layout=layout)
             plgpu.wait_load_tmem()
@@ -375,14 +375,14 @@ class _Block(WarpSpecialized):
         plgpu.commit_tmem()
 
     def finish(self, i, factor, layout):
-        x = self.x
-        for c in range(0, x.dim, _PART):
+        for c in range(0, self.plan.width, _PART):
             value = plgpu.async_load_tmem(self.out.at[i, :, c : c + _PART], layout=layout)
             value = value * _along_rows(factor, _PART)
-            self.q_smem[i, :, c : c + _PART] = value.astype(x.dtype)
+            self.q_smem[i, :, c : c + _PART] = value.astype(self.x.dtype)
         plgpu.commit_smem()
         rows = pl.ds(self.row + i * _ROWS, _ROWS)
-        plgpu.copy_smem_to_gmem(self.q_smem.at[i], self.o.at[self.batch, rows, self.head])
+        there = self.o.at[self.batch, rows, self.head, self.plan.columns]
+        plgpu.copy_smem_to_gmem(self.q_smem.at[i], there)
 
 
 def _along_rows(x, width):

@@ -550,7 +550,8 @@ class _Packed:
         return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
 
-def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256)):
+def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256), most=0):
+    """dims: head_dims; most: the largest one, if they are multiples of 8."""
     for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
@@ -564,11 +565,11 @@ def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256)):
             )
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
-    if dim not in dims:
-        accepted = ", ".join(map(str, dims))
+    if (dim % 8 or not 0 < dim <= most) if most else dim not in dims:
+        accepted = f"a multiple of 8 up to {most}" if most else f"one of {', '.join(map(str, dims))}"
         raise NotImplementedError(
-            f"{name}: head_dim must be one of {accepted}, got {dim}; pad q, k and v with zeros and "
-            "give scale"
+            f"{name}: head_dim must be {accepted}, got {dim}; pad q, k and v with zeros and give"
+            " scale"
         )
     if k.shape != v.shape:
         raise ValueError(f"{name}: k and v must have one shape, got {k.shape} and {v.shape}")
@@ -620,8 +621,8 @@ def attention(
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32.
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
-    bfloat16, row-major; head_dim 64, 128, 256 or (Hopper, sm_100a) 96 or 192; any lengths. Query
-    head h uses key head ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale:
+    bfloat16, row-major; head_dim 64, 128, 256, on Hopper also 96 or 192, on Blackwell any multiple
+    of 8 up to 256; any lengths. Query head h uses key head ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale:
     of the scores, ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of
     the sum of exponentials of the scores, float32 [batch, heads, queries]. config: an
     :class:`AttentionConfig`, on Blackwell a :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86,
@@ -645,7 +646,10 @@ def attention(
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
-    _check(q, k, v)
+    if config is None and _tensor_memory.runs_here(q.device):
+        config = TensorMemoryAttentionConfig()
+    of_blackwell = isinstance(config, TensorMemoryAttentionConfig)
+    _check(q, k, v, most=_attention_tensor_memory.MOST if of_blackwell else 0)
     batch_invariance("attention", batch_invariant, deterministic)  # the choice always is
     queries, dim = q.shape[1], q.shape[3]
     scale = float(dim**-0.5 if scale is None else scale)
@@ -660,9 +664,7 @@ def attention(
         target = _core.target(q.device)["name"]
         kernel = _attention_warp_mma.kernel(problem, config, target, interpret)
         return _Packed(problem, kernel, interpret) if scores.sequences else kernel
-    if config is None and _tensor_memory.runs_here(q.device):
-        config = TensorMemoryAttentionConfig()
-    if isinstance(config, TensorMemoryAttentionConfig):
+    if of_blackwell:
         _attention_tensor_memory.check(config)
         target = _core.target(q.device)["name"]
         config = _attention_tensor_memory.chosen(config, target)
