@@ -1,10 +1,13 @@
 """The gradient of attention by its bias: that of the scores, summed along the dims of size 1.
 
-A block has a tile of the bias, 64 queries (or all) by 64 keys (or all), and goes over everything
-that the tile is added to: batch entries, heads, tiles of queries, tiles of keys. It computes the
-scores and their gradients again and keeps the sum in registers, so that nothing is added to memory
-and results repeat bit for bit. Blocks are small, so that several share an SM, and one multiplies
-while others load."""
+A block has a tile of the bias, 64 queries (on Blackwell 128, or all) by 64 keys (or all), and goes
+over everything that the tile is added to: batch entries, heads, tiles of queries, tiles of keys. It
+computes the scores and their gradients again and keeps the sum in registers, so that nothing is
+added to memory and results repeat bit for bit. Blocks are small, so that several share an SM, and
+one multiplies while others load."""
+
+import functools
+import math
 
 import numpy as np
 
@@ -14,39 +17,45 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import Ranges, Tile
-from ._common import overlap_launches
+from ._common import overlap_launches, swizzled
 
 _F32 = np.float32
-_SIDE = 64  # of a tile
-
-
-def _scratch(x):
-    def smem():
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM((_SIDE, x.dim), x.dtype, transforms=transforms)
-
-    names = "q_smem", "k_smem", "grad_smem", "v_smem"
-    return {name: smem() for name in names} | {"full": plgpu.Barrier(num_arrivals=4)}
+_KEYS = 64  # of a tile
 
 
 class _Block:
     """One block, while it is traced."""
 
+    rows = 64  # queries of a tile
+    layout = plgpu.Layout.WGMMA
+
     def __init__(self, x, refs):
         self.x, self.refs = x, refs
         vars(self).update(refs)
-        self.ranges = Ranges(x, False, refs.get("low"), refs.get("high"))
-        dims = x.batch, x.heads, pl.cdiv(x.queries, _SIDE), pl.cdiv(x.keys, _SIDE)
+        self.ranges = Ranges(x, False, refs.get("low"), refs.get("high"), layout=self.layout)
+        dims = x.batch, x.heads, pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, _KEYS)
         # along each dim: the number of passes of this block
         self.passes = [n if size == 1 else 1 for n, size in zip(dims, x.scores.bias)]
         self.place = [lax.axis_index(name) for name in ("batch", "head", "query", "key")]
 
+    @classmethod
+    def scratch(cls, x):
+        width = pl.cdiv(x.dim, 16) * 16  # elements of a row on the chip
+
+        def smem(rows):
+            transforms = swizzled(math.gcd(width, 64), x.dtype)
+            return plgpu.SMEM((rows, width), x.dtype, transforms=transforms)
+
+        rows = {"q_smem": cls.rows, "k_smem": _KEYS, "grad_smem": cls.rows, "v_smem": _KEYS}
+        found = {name: smem(n) for name, n in rows.items()}
+        return found | {"full": plgpu.Barrier(num_arrivals=4)}
+
     def run(self):
         overlap_launches()
-        total, shape = 1, (_SIDE, _SIDE)
+        total, shape = 1, (self.rows, _KEYS)
         for n in self.passes:
             total *= n
-        start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.layout)
         self.save(lax.fori_loop(0, total, self.step, start))
 
     def step(self, it, total):
@@ -55,57 +64,68 @@ class _Block:
         for first, n in reversed(list(zip(self.place, self.passes))):
             at.insert(0, first + lax.rem(rest, n) if n > 1 else first)
             rest = lax.div(rest, n) if n > 1 else rest
-        b, h, row, column = at[0], at[1], at[2] * _SIDE, at[3] * _SIDE
-        low, high = self.ranges.of_tile(row, _SIDE)
-        seen = (column < high) & (column + _SIDE > low)
+        b, h, row, column = at[0], at[1], at[2] * self.rows, at[3] * _KEYS
+        low, high = self.ranges.of_tile(row, self.rows)
+        seen = (column < high) & (column + _KEYS > low)
         return lax.cond(seen, lambda t: t + self.gradient(b, h, row, column), lambda t: t, total)
 
     def gradient(self, b, h, row, column):
         x, kv = self.x, h // self.x.group
-        queries, keys = pl.ds(row, _SIDE), pl.ds(column, _SIDE)
+        queries, keys = pl.ds(row, self.rows), pl.ds(column, _KEYS)
+        columns = pl.ds(0, self.q_smem.shape[1]) if x.dim % 16 else slice(None)
         for source, buffer, at in (
             (self.q, self.q_smem, (b, queries, h)),
             (self.k, self.k_smem, (b, keys, kv)),
             (self.grad, self.grad_smem, (b, queries, h)),
             (self.v, self.v_smem, (b, keys, kv)),
         ):
-            plgpu.copy_gmem_to_smem(source.at[at], buffer, self.full)
-        shape, layout = (_SIDE, _SIDE), plgpu.Layout.WGMMA.reduce(1)
-        lse, delta = (
-            lax.broadcast_in_dim(plgpu.load(ref.at[b, h, queries], layout=layout), shape, [0])
-            for ref in (self.lse, self.delta)
-        )
+            plgpu.copy_gmem_to_smem(source.at[*at, columns], buffer, self.full)
+        layout = self.layout.reduce(1)
+        lse, delta = (plgpu.load(ref.at[b, h, queries], layout=layout) for ref in self.statistics)
         plgpu.barrier_wait(self.full)
+        return self.of_products((b, h, row, column), lse, delta)
+
+    @property
+    def statistics(self):
+        return self.lse, self.delta
+
+    def of_products(self, place, lse, delta):
+        shape = self.rows, _KEYS
 
         def products(s_acc, p_acc):
             plgpu.wgmma(s_acc, self.q_smem, self.k_smem.T)
             plgpu.wgmma(p_acc, self.grad_smem, self.v_smem.T)
-            tile = Tile(x, self.refs, b, h, row, column, shape, by_keys=False)
-            s, _ = tile.adjust(plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
-            probabilities = jnp.exp2(s - lse)
-            there = self.ranges.keep(row, column, shape)
-            probabilities = jnp.where(there, probabilities, _F32(0))
-            dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=0))
-            return probabilities * (dp - delta)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            later = functools.partial(plgpu.wgmma_accumulator_load, p_acc, wait_n=0)
+            return self.of_scores(place, s, later, lse, delta)
 
         return pl.run_scoped(products, *[plgpu.ACC(shape)] * 2)
+
+    def of_scores(self, place, s, dp, lse, delta):
+        """The gradients of scores, from S and what loads dP of the pairs at (batch, head, query,
+        key)."""
+        lse, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in (lse, delta))
+        tile = Tile(self.x, self.refs, *place, s.shape, by_keys=False, layout=self.layout)
+        s, _ = tile.adjust(s)
+        p = jnp.where(self.ranges.keep(*place[2:], s.shape), jnp.exp2(s - lse), _F32(0))
+        return p * (tile.drop(dp()) - delta)
 
     def save(self, total):
         dims, at, sizes = self.x.scores.bias, [], []
         for axis in (1, 0):
             if dims[2 + axis] == 1:
                 total = jnp.sum(total, axis=axis)
-        for place, size in zip(self.place[2:], dims[2:]):
+        for place, size, side in zip(self.place[2:], dims[2:], (self.rows, _KEYS)):
             if size > 1:
-                at.append(pl.ds(place * _SIDE, _SIDE))
-                sizes.append((place, size))
+                at.append(pl.ds(place * side, side))
+                sizes.append((place * side, size, side))
             else:
                 at.append(0)
         keep = None
-        for axis, (place, size) in enumerate(sizes):
-            if size % _SIDE:
+        for axis, (start, size, side) in enumerate(sizes):
+            if size % side:
                 i = lax.broadcasted_iota(jnp.int32, total.shape, axis)
-                inside = i < size - place * _SIDE
+                inside = i < size - start
                 keep = inside if keep is None else keep & inside
         where = *self.place[:2], *at
         total = total.astype(self.dbias.dtype)
@@ -115,21 +135,49 @@ class _Block:
             pl.store(self.dbias, where, total, mask=keep)
 
 
+class _TensorMemoryBlock(_Block):
+    """One block on Blackwell: S and dP in tensor memory, a query a lane."""
+
+    rows = 128
+    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+
+    @classmethod
+    def scratch(cls, x):
+        found = super().scratch(x)
+        found |= dict.fromkeys(("s_acc", "p_acc"), plgpu.TMEM((cls.rows, _KEYS), jnp.float32))
+        return found | {"done": plgpu.Barrier(orders_tensor_core=True)}
+
+    def of_products(self, place, lse, delta):
+        plgpu.tcgen05_mma(self.s_acc, self.q_smem, self.k_smem.T, accumulate=False)
+        plgpu.tcgen05_mma(self.p_acc, self.grad_smem, self.v_smem.T, self.done, accumulate=False)
+        plgpu.barrier_wait(self.done)
+        parts, n = [], 16  # a few registers at a time
+        for c in range(0, _KEYS, n):
+            s, later = (
+                functools.partial(plgpu.async_load_tmem, acc.at[:, c : c + n], layout=self.layout)
+                for acc in (self.s_acc, self.p_acc)
+            )
+            here = *place[:3], place[3] + c
+            parts.append(lax.optimization_barrier(self.of_scores(here, s(), later, lse, delta)))
+        plgpu.wait_load_tmem()
+        return jnp.concatenate(parts, axis=1)
+
+
 @cached
-def bias_gradient(x, dtype, interpret):
+def bias_gradient(x, dtype, interpret, on_blackwell=False):
     """The kernel of a Problem; operands as those of the kernel for dQ."""
-    dims = x.scores.bias
+    dims, block = x.scores.bias, _TensorMemoryBlock if on_blackwell else _Block
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
         refs |= dict(zip((*x.scores.kernel_operands, "dbias"), others, strict=True))
-        _Block(x, refs).run()
+        block(x, refs).run()
 
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct(dims, dtype),
-        scratch_types=_scratch(x),
-        grid=(dims[0], dims[1], pl.cdiv(dims[2], _SIDE), pl.cdiv(dims[3], _SIDE)),
+        scratch_types=block.scratch(x),
+        grid=(dims[0], dims[1], pl.cdiv(dims[2], block.rows), pl.cdiv(dims[3], _KEYS)),
         grid_names=("batch", "head", "query", "key"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

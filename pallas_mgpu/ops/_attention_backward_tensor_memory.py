@@ -23,6 +23,7 @@ The blocks of all keys add to dQ in the order of their progress: it differs from
 rounding. The blocks of a head begin at different queries, so that they do not all add to the same
 rows at once."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -33,16 +34,16 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_backward_seven import padded
-from ._attention_scores import Problem, Ranges, Tile
+from ._attention_scores import Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, warp_specialized
+from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
 _ROWS = 128  # keys of a block, and queries that are worked on together
 _WORKERS = 2  # gradient threads
 _HALF = _ROWS // _WORKERS  # keys of each
-_CHUNK = 32  # columns of dQ that are stored at a time
 _REGISTERS = 184, 72  # of a lane: of a gradient thread, of the others
-_STAGES = {64: 2, 128: 1}  # slots of the ring
+MOST = 128  # the largest head_dim of this kernel
 
 
 class TensorMemoryBackwardConfig(NamedTuple):
@@ -62,16 +63,21 @@ class _Plan:
         self.x, self.rotate = x, bool(cfg.rotate)
         self.tiles = pl.cdiv(x.keys, _ROWS)
         self.clusters = self.tiles * x.kv_heads * x.batch
-        self.stages = _STAGES[x.dim]
+        self.width = pl.cdiv(x.dim, 16) * 16  # elements of a row on the chip
+        self.columns = slice(None) if self.width == x.dim else pl.ds(0, self.width)
+        self.chunk = math.gcd(self.width, 32)  # columns of dQ that are stored at a time
+        used = 2 * (2 * _ROWS * self.width + 2 * _ROWS * _ROWS) + 8 * _ROWS * self.chunk
+        slot = 4 * _ROWS * self.width + 8 * _ROWS
+        self.stages = 1 + (used + 2 * slot + 1024 <= SMEM_BYTES)  # slots of the ring
         # keys that are worked on at a time; ptxas has no registers for more
         self.part = 4 if x.scores.dropout else 8 if x.scores.adjusted else 16
         self.c = x.scores.factor(x.scale)
 
     def scratch(self):
-        x, shape = self.x, (_ROWS, self.x.dim)
+        x, shape = self.x, (_ROWS, self.width)
 
         def smem(*dims):
-            return plgpu.SMEM(dims, x.dtype, transforms=swizzled(64, x.dtype))
+            return plgpu.SMEM(dims, x.dtype, transforms=swizzled(math.gcd(dims[-1], 64), x.dtype))
 
         def orders(n=1, **more):
             return plgpu.Barrier(num_arrivals=n, orders_tensor_core=True, **more)
@@ -85,7 +91,7 @@ class _Plan:
             "p_smem": smem(_ROWS, _ROWS),
             "ds_smem": smem(_ROWS, _ROWS),
             "dq_smem": plgpu.SMEM(
-                (2, _ROWS, _CHUNK), _F32, transforms=swizzled(_CHUNK, np.dtype(_F32))
+                (2, _ROWS, self.chunk), _F32, transforms=swizzled(self.chunk, np.dtype(_F32))
             ),
             "lse_smem": plgpu.SMEM((self.stages, _ROWS), _F32),
             "delta_smem": plgpu.SMEM((self.stages, _ROWS), _F32),
@@ -175,7 +181,8 @@ class _Block(WarpSpecialized):
     # ---- producer and multiplier
 
     def producer(self):
-        keys = self.b, pl.ds(self.row, _ROWS), self.head
+        columns = self.plan.columns
+        keys = self.b, pl.ds(self.row, _ROWS), self.head, columns
         plgpu.copy_gmem_to_smem(self.k.at[keys], self.k_smem, self.own_full)
         plgpu.copy_gmem_to_smem(self.v.at[keys], self.v_smem, self.own_full)
 
@@ -185,8 +192,8 @@ class _Block(WarpSpecialized):
             slot, rows = self.ring.slot(it), pl.ds(query, _ROWS)
             full = self.full.at[slot]
             for ref, at, buffer in (
-                (self.q, (self.b, rows, head), self.q_smem),
-                (self.grad, (self.b, rows, head), self.grad_smem),
+                (self.q, (self.b, rows, head, columns), self.q_smem),
+                (self.grad, (self.b, rows, head, columns), self.grad_smem),
                 (self.lse, (self.b, head, rows), self.lse_smem),
                 (self.delta, (self.b, head, rows), self.delta_smem),
             ):
@@ -243,7 +250,7 @@ class _Block(WarpSpecialized):
             plgpu.wait_load_tmem()
             at = slice(column, column + _HALF)
             for buffer, values in zip((self.p_smem, self.ds_smem), zip(*parts)):
-                buffer[:, at] = jnp.concatenate(values, axis=1)
+                buffer[:, at] = plgpu.layout_cast(jnp.concatenate(values, axis=1), self.layout)
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.p_ready)
 
@@ -278,28 +285,33 @@ class _Block(WarpSpecialized):
 
     def store_sums(self, acc, buffer, target, scale):
         """The keys and values are no longer needed: their buffers hold the results."""
-        for c in range(0, self.x.dim, 64):
-            value = plgpu.async_load_tmem(acc.at[:, c : c + 64], layout=self.layout)
-            buffer[:, c : c + 64] = (value * _F32(scale)).astype(self.x.dtype)
+        width = math.gcd(self.plan.width, 64)
+        for c in range(0, self.plan.width, width):
+            value = plgpu.async_load_tmem(acc.at[:, c : c + width], layout=self.layout)
+            buffer[:, c : c + width] = (value * _F32(scale)).astype(self.x.dtype)
         plgpu.wait_load_tmem()
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, target.at[self.b, pl.ds(self.row, _ROWS), self.head])
+        there = target.at[self.b, pl.ds(self.row, _ROWS), self.head, self.plan.columns]
+        plgpu.copy_smem_to_gmem(buffer, there)
 
     # ---- dQ
 
     def reduce(self):
-        chunks = self.x.dim // _CHUNK
+        chunk = self.plan.chunk
+        chunks = self.plan.width // chunk
 
         def step(it, _):
             head, query = self.place(it)
             plgpu.barrier_wait(self.dq_ready, phase=it)
             for c in range(chunks):
-                columns = pl.ds(c * _CHUNK, _CHUNK)
+                columns = pl.ds(c * chunk, chunk)
                 value = plgpu.async_load_tmem(self.dq_acc.at[:, columns], layout=self.layout)
                 if c == chunks - 1:
                     plgpu.wait_load_tmem()
                     plgpu.barrier_arrive(self.dq_read)
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                # the buffer before this one may still be read, unless this is the same one
+                same = chunks % 2 and not c
+                plgpu.wait_smem_to_gmem(0 if same else 1, wait_read_only=True)
                 there = self.dq.at[self.b, head, pl.ds(query, _ROWS), columns]
                 store(self.dq_smem.at[c % 2], value, there, reduction_op="add")
 
@@ -308,25 +320,6 @@ class _Block(WarpSpecialized):
 
 def _along_rows(x, shape):
     return lax.broadcast_in_dim(x, shape, [0])
-
-
-def check(x: Problem, deterministic, bias_gradient):
-    """NotImplementedError for what there is no kernel for."""
-    if bias_gradient:
-        raise NotImplementedError(
-            "attention_backward: bias_gradient on Blackwell; differentiate products and softmax"
-            " (ops.matmul, ops.softmax_backward)"
-        )
-    if deterministic:
-        raise NotImplementedError(
-            "attention_backward: deterministic gradients on Blackwell, where dQ is added up by"
-            " atomic copies; leave it out"
-        )
-    if x.dim not in _STAGES:
-        raise NotImplementedError(
-            f"attention_backward: head_dim {x.dim} on Blackwell; head_dims 64 and 128, or"
-            " differentiate products and softmax (ops.matmul, ops.softmax_backward)"
-        )
 
 
 @cached

@@ -566,7 +566,9 @@ def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256), most=0):
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
     if (dim % 8 or not 0 < dim <= most) if most else dim not in dims:
-        accepted = f"a multiple of 8 up to {most}" if most else f"one of {', '.join(map(str, dims))}"
+        accepted = (
+            f"a multiple of 8 up to {most}" if most else f"one of {', '.join(map(str, dims))}"
+        )
         raise NotImplementedError(
             f"{name}: head_dim must be {accepted}, got {dim}; pad q, k and v with zeros and give"
             " scale"
@@ -622,13 +624,14 @@ def attention(
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
     bfloat16, row-major; head_dim 64, 128, 256, on Hopper also 96 or 192, on Blackwell any multiple
-    of 8 up to 256; any lengths. Query head h uses key head ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale:
-    of the scores, ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of
-    the sum of exponentials of the scores, float32 [batch, heads, queries]. config: an
-    :class:`AttentionConfig`, on Blackwell a :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86,
-    sm_89 and sm_120a a :class:`MmaAttentionConfig`; chosen from the shape by default. out: a
-    preallocated result, or a pair of them. batch_invariant: the bits of a query's result depend on
-    that query, its keys and values, the dtypes and options alone (for the same config, if one is
+    of 8 up to 256; any lengths. Query head h uses key head ``h // (heads // kv_heads)``. causal:
+    query i sees the keys 0 to i. scale: of the scores, ``head_dim ** -0.5`` by default. return_lse:
+    also return the natural logarithm of the sum of exponentials of the scores, float32 [batch,
+    heads, queries]. config: an :class:`AttentionConfig`, on Blackwell a
+    :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86, sm_89 and sm_120a a
+    :class:`MmaAttentionConfig`; chosen from the shape by default. out: a preallocated result, or a
+    pair of them. batch_invariant: the bits of a query's result depend on that query, its keys and
+    values, the dtypes and options alone (for the same config, if one is
     given). deterministic: a call repeats bit for bit. Both always hold at present; the
     options guarantee it for later versions.
 

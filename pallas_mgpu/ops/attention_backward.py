@@ -11,9 +11,11 @@ atomics, and results repeat bit for bit.
 
 Registers do not hold dK and dV of rows of 256 elements, so that the second kernel runs once for
 each of them. With five products instead (:class:`AttentionBackwardConfig`) the second kernel also
-multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`; on Blackwell
-`_attention_backward_tensor_memory.py`). The gradient of a bias is that of the scores, summed along
-the dims that the bias lacks: a kernel of its own (`_attention_backward_bias.py`)."""
+multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`). On Blackwell five
+products are the default up to a head_dim of 128 (`_attention_backward_tensor_memory.py`), seven are
+for longer rows and deterministic results (`_attention_backward_tensor_memory_seven.py`). The
+gradient of a bias is that of the scores, summed along the dims that the bias lacks: a kernel of its
+own (`_attention_backward_bias.py`)."""
 
 import typing
 
@@ -25,6 +27,7 @@ from . import (
     _attention_backward_bias,
     _attention_backward_fused,
     _attention_backward_tensor_memory,
+    _attention_backward_tensor_memory_seven,
     _attention_scores,
     _tensor_memory,
     _warp_mma,
@@ -51,10 +54,10 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
 
 class _Keys:
-    """dK and dV by two kernels, where registers do not hold both."""
+    """dK and dV by two kernels, where registers or tensor memory do not hold both."""
 
-    def __init__(self, x, interpret):
-        self.dk, self.dv = (kernel(x, True, interpret, (name,)) for name in ("dk", "dv"))
+    def __init__(self, dk, dv):
+        self.dk, self.dv = dk, dv
 
     def __call__(self, *operands, out=None, stream=None):
         dk, dv = out or (None, None)
@@ -65,9 +68,22 @@ class _Keys:
 class Gradients:
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
-    def __init__(self, x, config, bias_dtype, interpret):
+    def __init__(self, x, config, bias_dtype, interpret, deterministic):
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
-        if self.on_blackwell:
+        repeats = deterministic or x.dim > _attention_backward_tensor_memory.MOST
+        if self.on_blackwell and repeats:
+            of = _attention_backward_tensor_memory_seven
+
+            def kernel_of(*sums):
+                return of.kernel(x, sums, interpret)
+
+            self.statistics = statistics(x, interpret)
+            if of.splits(x):
+                self.by_keys = _Keys(kernel_of("dk"), kernel_of("dv"))
+            else:
+                self.by_keys = kernel_of("dk", "dv")
+            self.by_queries = kernel_of("dq")
+        elif self.on_blackwell:
             fused = _attention_backward_tensor_memory.kernel(x, config, interpret)
             self.fused = FusedKernels(x, fused, interpret)
         elif config.products == 5:
@@ -77,7 +93,10 @@ class Gradients:
             self.fused = FusedKernels(x, fused, interpret)
         else:
             self.statistics = statistics(x, interpret)
-            self.by_keys = _Keys(x, interpret) if x.dim == 256 else kernel(x, True, interpret)
+            if x.dim == 256:
+                self.by_keys = _Keys(*(kernel(x, True, interpret, (n,)) for n in ("dk", "dv")))
+            else:
+                self.by_keys = kernel(x, True, interpret)
             self.by_queries = kernel(x, False, interpret)
         self.names, self.bias, self.ranges = x.scores.operands, None, None
         if x.scores.sequences:
@@ -85,7 +104,9 @@ class Gradients:
                 _attention_scores.lookup_of(x, by_keys, interpret) for by_keys in (True, False)
             ]
         if bias_dtype is not None:
-            self.bias = _attention_backward_bias.bias_gradient(x, bias_dtype, interpret)
+            self.bias = _attention_backward_bias.bias_gradient(
+                x, bias_dtype, interpret, self.on_blackwell
+            )
 
     def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
         dq, dk, dv, *dbias = (None,) * 4 if out is None else out
@@ -162,17 +183,22 @@ def attention_backward(
 
     grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
     ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, causal, window, bottom_right,
-    softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256; any
-    lengths and numbers of heads. bias_gradient: also return the gradient of ``bias``, summed along
-    the dims in which it has size 1. config: an :class:`AttentionBackwardConfig`, on Blackwell a
-    :class:`TensorMemoryBackwardConfig` (head_dim 64 or 128, no bias_gradient). deterministic:
-    results repeat bit for bit, as without a config on Hopper. out: a tuple of results.
+    softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256, on
+    Blackwell any multiple of 8 up to 256; any lengths and numbers of heads. bias_gradient: also
+    return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
+    :class:`AttentionBackwardConfig`, on Blackwell a :class:`TensorMemoryBackwardConfig`.
+    deterministic: results repeat bit for bit, as without a config on Hopper; on Blackwell above a
+    head_dim of 128 they always do. out: a tuple of results.
 
     Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,
     NotImplementedError for other head_dims.
     """
     name = "attention_backward"
-    _check(q, k, v, name, (64, 128, 256))
+    if config is None and _tensor_memory.runs_here(q.device):
+        config = TensorMemoryBackwardConfig()
+    on_blackwell = isinstance(config, TensorMemoryBackwardConfig)
+    most = _attention_backward_tensor_memory_seven.MOST if on_blackwell else 0
+    _check(q, k, v, name, (64, 128, 256), most)
     batch, queries, heads, dim = q.shape
     for what, x in (("grad", grad), ("o", o)):
         if x.shape != q.shape or x.dtype != q.dtype:
@@ -188,8 +214,6 @@ def attention_backward(
     _warp_mma.refuse(
         name, q.device, "differentiate products and softmax (ops.matmul, ops.softmax_backward)"
     )
-    if config is None and _tensor_memory.runs_here(q.device):
-        config = TensorMemoryBackwardConfig()
     if bias_gradient and bias is None:
         raise ValueError(f"{name}: bias_gradient needs the bias")
     scale = float(dim**-0.5 if scale is None else scale)
@@ -198,9 +222,8 @@ def attention_backward(
     scores = _attention_scores.options(name, q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
     x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)
-    if isinstance(config, TensorMemoryBackwardConfig):
-        _attention_backward_tensor_memory.check(x, deterministic, bias_gradient)
-    else:
+    if not on_blackwell:
         config = config or AttentionBackwardConfig()
         config = _check_config(config, dim, scores.adjusted, deterministic)
-    return Gradients(x, config, bias.dtype if bias_gradient else None, interpret)
+    bias_dtype = bias.dtype if bias_gradient else None
+    return Gradients(x, config, bias_dtype, interpret, bool(deterministic))
