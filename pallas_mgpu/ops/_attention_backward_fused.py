@@ -155,7 +155,7 @@ def kernel(x, stages, rotate, interpret):
     return warp_specialized(
         body,
         plan,
-        (*_pair(x), _sums(x)),
+        (*_pair(x), sums_of(x)),
         kernel_name="attention_backward_fused",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -167,8 +167,10 @@ def _pair(x):
     return one, one
 
 
-def _sums(x):
-    return plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), x.dim), _F32)
+def sums_of(x):
+    """Type of the sums for dQ: rows of whole blocks of queries and of 16 elements."""
+    width = pl.cdiv(x.dim, 16) * 16
+    return plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), width), _F32)
 
 
 @cached
@@ -181,7 +183,7 @@ def _converted(x, interpret):
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * height
         rows = pl.ds(start, height)
-        value = (sums[b, h, rows] * _F32(x.scale)).astype(x.dtype)
+        value = (sums[b, h, rows, : x.dim] * _F32(x.scale)).astype(x.dtype)
         if x.queries % height:
             keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
             pl.store(dq, (b, rows, h, slice(None)), value, mask=keep)
@@ -203,8 +205,8 @@ class FusedKernels:
     gives dK and dV and adds to dQ."""
 
     def __init__(self, x, fused, interpret):
-        self.statistics = statistics(x, interpret, _sums(x))
-        self.allocating = statistics(x, interpret, _sums(x), *_pair(x))
+        self.statistics = statistics(x, interpret, sums_of(x))
+        self.allocating = statistics(x, interpret, sums_of(x), *_pair(x))
         self.fused = fused
         self.convert = _converted(x, interpret)
 

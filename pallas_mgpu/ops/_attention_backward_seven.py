@@ -356,8 +356,8 @@ def _touch(ref):
 @cached
 def statistics(x, interpret, *more):
     """Kernel: lse times log2 e, and delta, for queries padded to whole blocks. more: other results
-    for later kernels: sums (batch, heads, padded queries, dim), which are cleared; others are only
-    allocated, and one element makes them results."""
+    for later kernels: sums (batch, heads, padded queries, padded dim), which are cleared; others
+    are only allocated, and one element makes them results."""
     height, dim = 64, x.dim
 
     def body(grad, o, lse, lse_out, delta_out, sums=None, *allocated):
@@ -380,7 +380,7 @@ def statistics(x, interpret, *more):
         for ref in allocated:
             pl.when((b == 0) & (h == 0) & (start == 0))(functools.partial(_touch, ref))
         if sums is not None:
-            sums[b, h, rows] = jnp.zeros((height, dim), jnp.float32)
+            sums[b, h, rows] = jnp.zeros((height, sums.shape[3]), jnp.float32)
 
     shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x)), _F32)
     return plgpu.kernel(

@@ -33,7 +33,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_backward_seven import padded
+from ._attention_backward_fused import sums_of
 from ._attention_scores import Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, warp_specialized
 from ._tensor_memory import SMEM_BYTES
@@ -336,11 +336,10 @@ def kernel(x, cfg, interpret):
         _Block(plan, refs).run()
 
     one = plgpu.ShapeDtypeStruct((x.batch, x.keys, x.kv_heads, x.dim), x.dtype)
-    sums = plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), x.dim), _F32)
     return warp_specialized(
         body,
         plan,
-        (one, one, sums),
+        (one, one, sums_of(x)),
         kernel_name="attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

@@ -9,10 +9,10 @@ Two *gradient* threads, each with half of the columns; of a third thread one war
 issues all products, and one, the *producer*, fetches. For each block the multiplier computes S and
 dP, in tensor memory. The gradient threads load both in parts and store P and dS in shared memory,
 which are the left operands of the products for dV and dK, or dQ; these stay in tensor memory. S and
-dP have two buffers where tensor memory has the columns: the multiplier issues those of the next
-block before it waits for P and dS of this one, so that the tensor core does not wait for the
-exponentials. A commit after the last products of a block says that P and dS are free, and with them
-the slot.
+dP have two buffers where tensor memory has the columns and the ring two slots: the multiplier
+issues those of the next block before it waits for P and dS of this one, so that the tensor core
+does not wait for the exponentials. A commit after the last products of a block says that P and dS
+are free, and with them the slot.
 
 dK and dV of more than 192 columns do not fit beside S and dP: the first kernel runs once for each.
 In the end the results leave through the shared memory of the own rows."""
@@ -58,17 +58,19 @@ class _Plan:
         self.clusters = self.tiles * self.heads * x.batch
         self.width = pl.cdiv(x.dim, 16) * 16  # elements of a row on the chip
         self.columns = slice(None) if self.width == x.dim else pl.ds(0, self.width)
-        self.buffers = 1 + (len(sums) * self.width + 4 * _BLOCK <= _COLUMNS)  # of S and dP
         self.needs = "dv" in sums, sums != ("dv",)  # P, dS
         used = 4 * _ROWS * self.width + 2 * _ROWS * _BLOCK * sum(self.needs)
         slot = 4 * _BLOCK * self.width + 8 * _BLOCK
         self.stages = min((SMEM_BYTES - 1024 - used) // slot, 3)
+        fits = len(sums) * self.width + 4 * _BLOCK <= _COLUMNS
+        self.buffers = 1 + (fits and self.stages > 1)  # of S and dP
         # columns that are worked on at a time; ptxas has no registers for more
         self.part = 4 if x.scores.dropout else 8 if x.scores.adjusted else 16
         self.c = x.scores.factor(x.scale)
 
     def scratch(self):
-        def smem(*dims, tile=math.gcd(self.width, 64)):
+        def smem(*dims, tile=None):
+            tile = tile or math.gcd(self.width, 64)
             return plgpu.SMEM(dims, self.x.dtype, transforms=swizzled(tile, self.x.dtype))
 
         def orders(n=1, **more):

@@ -21,6 +21,21 @@ CASES = {  # batch, queries, heads, head_dim, keys, kv_heads, causal; dtype, con
     "no rotation": ((1, 270, 2, 64, 300, 1, True), bf16, C(False)),
     "keys that nobody sees": ((1, 65, 3, 64, 257, 1, True), f16, C()),
     "one query, one key": ((1, 1, 1, 128, 1, 1, False), bf16, C()),
+    "head_dim 8": ((1, 140, 2, 8, 130, 1, False), f16, C()),
+    "head_dim 72": ((1, 200, 2, 72, 150, 1, True), f16, C()),
+    "head_dim 96": ((1, 200, 2, 96, 150, 2, False), bf16, C()),
+    "head_dim 120": ((1, 130, 1, 120, 200, 1, True), f16, C()),
+}
+SEVEN = {  # by seven products; the last: deterministic
+    "64": ((2, 300, 2, 64, 200, 1, False), f16, True),
+    "128, causal": ((1, 300, 4, 128, 260, 2, True), bf16, True),
+    "40": ((1, 100, 2, 40, 150, 1, True), f16, True),
+    "136": ((1, 200, 2, 136, 150, 1, True), f16, False),
+    "192": ((1, 150, 2, 192, 200, 2, False), bf16, False),
+    "192, keys that nobody sees": ((1, 65, 3, 192, 257, 1, True), f16, False),
+    "248": ((1, 150, 1, 248, 140, 1, False), f16, False),
+    "256": ((1, 200, 2, 256, 150, 1, True), f16, False),
+    "256, one query, one key": ((1, 1, 1, 256, 1, 1, False), f16, False),
 }
 
 
@@ -38,64 +53,99 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", only_long(CASES, "odd", "causal", "keys that nobody sees"))
-def test_gradients(name, rng):
-    shape, dtype, config = CASES[name]
+def forward(q, k, v, **how):
+    config = ops.TensorMemoryAttentionConfig()
+    return ops.attention(q, k, v, **how, return_lse=True, config=config, interpret=True)
+
+
+def check(rng, shape, dtype, **more):
+    """Returns the bits of the results on the emulated machine."""
     grad, q, k, v = plain.operands(rng, shape, dtype)
     how = {"causal": shape[-1], "scale": 0.1}
-    o, lse = ops.attention(q, k, v, **how, return_lse=True, interpret=True)
-    wants = plain.gradients(grad, q, k, v, **how)
+    o, lse = forward(q, k, v, **how)
+    wants, bits = plain.gradients(grad, q, k, v, **how), set()
     for way in WAYS:
-        found = ops.attention_backward(grad, q, k, v, o, lse, **how, config=config, interpret=way)
+        found = ops.attention_backward(grad, q, k, v, o, lse, **how, **more, interpret=way)
         compare(found, wants, dtype)
+        if way.backend == "emulate":
+            bits.add(b"".join(x.tobytes() for x in found))
+    return bits
 
 
-SCORED = [name for name in scored.CASES if not name.startswith("256")]
+@pytest.mark.parametrize("name", only_long(CASES, "odd", "causal", "head_dim 72"))
+def test_gradients(name, rng):
+    shape, dtype, config = CASES[name]
+    check(rng, shape, dtype, config=config)
+
+
+@pytest.mark.parametrize("name", only_long(SEVEN, "128, causal", "192, keys that nobody sees"))
+def test_seven_products(name, rng):
+    """Results repeat bit for bit, whatever the order of the blocks."""
+    shape, dtype, deterministic = SEVEN[name]
+    assert len(check(rng, shape, dtype, config=C(), deterministic=deterministic)) == 1
+
+
+def no_local_memory(f, operands, lse, more=(), ranges=(), targets=("sm_100a",)):
+    """Compiles the kernels of a call. more, ranges: operands of the options of the scores, and of
+    packed sequences."""
+    padded = plgpu.ShapeDtypeStruct((*lse.shape[:2], -(-lse.shape[2] // 128) * 128), np.float32)
+    operands = *operands, padded, padded, *more
+    if f.fused:
+        kernels = [(f.fused.fused, (*operands, *ranges, *ranges))]
+    else:
+        by_keys = f.by_keys
+        of_keys = (by_keys.dk, by_keys.dv) if hasattr(by_keys, "dk") else (by_keys,)
+        kernels = [(g, (*operands, *ranges)) for g in (*of_keys, f.by_queries)]
+    if f.bias:
+        kernels.append((f.bias, (*operands, *ranges)))
+    for kernel, arguments in kernels:
+        for target in targets:
+            low = kernel.lower(*arguments, target=target)
+            used = low.resources()
+            assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+            assert low.as_text("cuda").count("tcgen05_commit(") > (kernel is not f.bias)
 
 
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
-@pytest.mark.parametrize("name", only_long(SCORED, "bias", "packed, window", "all"))
-def test_options_of_scores(name, rng):
-    (grad, q, k, v), _, call = scored.problem(rng, name)
-    _, _, wants = scored.reference(grad, q, k, v, **_)
-    o, lse = ops.attention(q, k, v, **call, return_lse=True, interpret=True)
-    for way in WAYS:
-        found = ops.attention_backward(grad, q, k, v, o, lse, **call, config=C(), interpret=way)
-        compare(found, wants[:3], f16)
-    f = ops.attention_backward.kernel(grad, q, k, v, o, lse, **call, config=C()).fused.fused
-    padded = plgpu.ShapeDtypeStruct((*lse.shape[:2], -(-lse.shape[2] // 128) * 128), np.float32)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", only_long(list(scored.CASES), "bias", "packed, window", "all"))
+def test_options_of_scores(name, deterministic, rng):
+    (grad, q, k, v), options, call = scored.problem(rng, name)
+    _, _, wants = scored.reference(grad, q, k, v, **options)
+    o, lse = forward(q, k, v, **call)
+    how = dict(config=C(), deterministic=deterministic, bias_gradient="bias" in call)
+    for way in WAYS[: 3 if name in ("bias", "all") else 2]:
+        found = ops.attention_backward(grad, q, k, v, o, lse, **call, **how, interpret=way)
+        compare(found[:3], wants[:3], f16)
+        for got, want in zip(found[3:], wants[3:], strict=True):  # sums are 0 but for rounding
+            summed = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] / got.size
+            scored.near(got, want, f16, scale=max(np.abs(want).max(), summed**0.5))
+    f = ops.attention_backward.kernel(grad, q, k, v, o, lse, **call, **how)
     more = [call[n] for n in ("bias", "seed") if n in call]
-    if "cu_seqlens_q" in call:
-        rows = plgpu.ShapeDtypeStruct((384,), np.int32)
-        more += [rows] * 4
-    for target in ("sm_100a", "sm_103a"):
-        used = f.lower(grad, q, k, v, padded, padded, *more, target=target).resources()
-        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+    ranges = [plgpu.ShapeDtypeStruct((384,), np.int32)] * 2 if "cu_seqlens_q" in call else []
+    no_local_memory(f, (grad, q, k, v), lse, more, ranges)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim, deterministic", [(64, False), (128, False), (80, False), (32, False)]
+                         + [(64, True), (128, True), (192, False), (256, False)])  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
-def test_chosen(dim, causal, monkeypatch):
+def test_chosen(dim, deterministic, causal, monkeypatch):
     """What a call on such a GPU runs has no local memory."""
     monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_100a")
     x = plgpu.ShapeDtypeStruct((2, 1000, 4, dim), bf16)
     lse = plgpu.ShapeDtypeStruct((2, 4, 1000), np.float32)
-    f = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal).fused.fused
-    lse = plgpu.ShapeDtypeStruct((2, 4, 1024), np.float32)
-    for target in ("sm_100a", "sm_103a"):
-        low = f.lower(x, x, x, x, lse, lse, target=target)
-        used = low.resources()
-        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
-    assert low.as_text("cuda").count("tcgen05_commit(") > 3
+    how = dict(causal=causal, deterministic=deterministic)
+    f = ops.attention_backward.kernel(x, x, x, x, x, lse, **how)
+    no_local_memory(f, (x, x, x, x), lse, targets=("sm_100a", "sm_103a"))
 
 
 def test_refusals():
-    x, lse = np.zeros((1, 16, 1, 256), f16), np.zeros((1, 1, 16), np.float32)
-    with pytest.raises(NotImplementedError, match="head_dim 256 on Blackwell"):
+    x, lse = np.zeros((1, 16, 1, 264), f16), np.zeros((1, 1, 16), np.float32)
+    with pytest.raises(NotImplementedError, match="a multiple of 8 up to 256, got 264"):
         ops.attention_backward.kernel(*[x] * 5, lse, config=C())
-    x = np.zeros((1, 16, 1, 64), f16)
-    with pytest.raises(NotImplementedError, match="deterministic gradients on Blackwell"):
-        ops.attention_backward.kernel(*[x] * 5, lse, config=C(), deterministic=True)
+    x = np.zeros((1, 16, 1, 60), f16)
+    with pytest.raises(NotImplementedError, match="a multiple of 8 up to 256, got 60"):
+        ops.attention_backward.kernel(*[x] * 5, lse, config=C())
     bias = np.zeros((1, 1, 16, 16), f16)
-    with pytest.raises(NotImplementedError, match="bias_gradient on Blackwell"):
-        ops.attention_backward.kernel(*[x] * 5, lse, bias=bias, bias_gradient=True, config=C())
+    with pytest.raises(ValueError, match="bias_gradient needs the bias"):
+        ops.attention_backward.kernel(*[bias] * 5, lse, bias_gradient=True, config=C())

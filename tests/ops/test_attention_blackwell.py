@@ -31,6 +31,11 @@ CASES = {  # batch, queries, heads, head_dim, keys, heads of keys; dtype, config
     "head_dim 192, causal": ((1, 300, 2, 192, 400, 1), bf16, (), {"causal": True}),
     "head_dim 256": ((1, 200, 2, 256, 300, 1), f16, (), {"return_lse": True}),
     "head_dim 256, causal": ((1, 300, 2, 256, 300, 2), bf16, (), {"causal": True}),
+    "head_dim 8": ((1, 300, 2, 8, 300, 1), f16, (), {"return_lse": True}),
+    "head_dim 72, causal": ((1, 300, 2, 72, 300, 1), f16, (), {"causal": True}),
+    "head_dim 120": ((1, 130, 2, 120, 200, 1), bf16, (), {"return_lse": True}),
+    "head_dim 136": ((1, 300, 2, 136, 300, 1), f16, (), {"return_lse": True}),
+    "head_dim 248, causal": ((1, 200, 2, 248, 200, 1), bf16, (), {"causal": True}),
     "scale": ((1, 256, 2, 64, 384, 2), bf16, (3,), {"scale": 0.7}),
 }
 
@@ -64,7 +69,7 @@ def compare(got, want, dtype):
         np.testing.assert_allclose(x, want_lse, atol=2e-4, rtol=2e-4)
 
 
-DEFAULT = ["causal, more keys", "head_dim 192", "head_dim 256, causal"]
+DEFAULT = ["causal, more keys", "head_dim 192", "head_dim 72, causal", "head_dim 256, causal"]
 
 
 @pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
@@ -90,8 +95,8 @@ def test_results(name, rng, some):
 
 
 def test_refusals(rng):
-    q, k, v = operands(rng, (1, 64, 1, 80, 64, 1), f16)
-    with pytest.raises(NotImplementedError, match="64, 96, 128, 192, 256, got 80; pad q"):
+    q, k, v = operands(rng, (1, 64, 1, 84, 64, 1), f16)
+    with pytest.raises(NotImplementedError, match="a multiple of 8 up to 256, got 84; pad q"):
         attention.kernel(q, k, v, config=TensorMemoryAttentionConfig())
     q, k, v = operands(rng, (1, 64, 1, 64, 64, 1), f16)
     with pytest.raises(ValueError, match="stages are 0 or more"):
