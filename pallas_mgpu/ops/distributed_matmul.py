@@ -43,7 +43,8 @@ from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
 _CELLS = 8  # along K, at most
-_SUMS = 128  # columns of a tile of summands that shared memory has room for, at most
+_PANEL = 8  # columns of summands that follow each other in memory
+_WAITING = 2  # tiles of a block that are to be sent
 
 
 class Plan(_KernelPlan):
@@ -70,33 +71,28 @@ class Plan(_KernelPlan):
         }
 
 
-def _config(x, blocks, tmem, sums, parts, given=None):
-    """The configuration, or the fastest one for so many parts that does not divide K. sums: shared
-    memory also holds columns of float32; pieces of A otherwise."""
+def _config(x, blocks, tmem, parts, given=None):
+    """The configuration, or the fastest one for so many parts that does not divide K."""
     if tmem:
         return MatmulConfig(2, 128, 4, 1, serpentine=False)
     if given:
-        return _fitted(given, sums)
+        return _fitted(given)
     found = []
     for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
-        if not sums or cfg.tile_n > _SUMS:
-            cfg = cfg._replace(buffers=1)
-        found.append(_fitted(cfg, sums))
+        found.append(_fitted(cfg._replace(buffers=1)))
     return min(found, key=lambda cfg: cycles(parts * x.m, x.n, x.k, cfg, blocks))
 
 
-def _fitted(cfg, sums):
+def _fitted(cfg):
     """The same with as many slots as there is room for."""
-    used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
-    columns = min(cfg.tile_n, _SUMS)
-    used += cfg.consumers * 64 * columns * 4 if sums else _PIECES * math.prod(_PIECE) * 2
+    used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2) + _PIECES * math.prod(_PIECE) * 2
     most = min((SMEM_BYTES - used) // ((64 * cfg.consumers + cfg.tile_n) * cfg.step * 2), 12)
     return cfg._replace(stages=min(cfg.stages or most, most))
 
 
-def _checked(config, what, m, tmem, sums):
+def _checked(config, what, m, tmem):
     """Raises an error for a configuration that there is no kernel for."""
     if config is None:
         return
@@ -105,7 +101,7 @@ def _checked(config, what, m, tmem, sums):
     _check_config(config, m, False, False)
     if not isinstance(config, MatmulConfig) or config.split * config.slices > 1:
         raise ValueError(f"{what}: config must be a MatmulConfig that leaves K whole, got {config}")
-    if _fitted(config, sums).stages < 2:
+    if _fitted(config).stages < 2:
         raise ValueError(f"{what}: shared memory must have room for two slots; got {config}")
 
 
@@ -136,10 +132,33 @@ class _DeviceBlock(_Block):
         """Raises this device's flag of a kind on another one."""
         plgpu.semaphore_signal(self.flags.at[flag, 0, self.me], device_id={self.axis: device})
 
-    def hear(self, device, flag, times=1):
-        """Waits until `device` has raised its flag so often in each launch."""
-        target = self.epoch * times
+    def hear(self, device, flag, times=1, n=None):
+        """Waits until `device` has raised its flag n times in this launch; it does so `times` times
+        in each one. n: all of them by default."""
+        target = self.epoch * times if n is None else (self.epoch - 1) * times + n
         plgpu.semaphore_wait(self.flags.at[flag, 0, device], target, decrement=False)
+
+    def carry(self, first, n, source, target, there):
+        """A warp copies pieces j < n from source(j) to target(j), by TMA through slots of shared
+        memory. there(j) is called when piece j is at its target. first: pieces carried before."""
+
+        def load(j):
+            slot = (first + j) % _PIECES
+            plgpu.copy_gmem_to_smem(source(j), self.pieces.at[slot], self.arrived.at[slot])
+
+        def send(j, _):
+            it = first + j
+            plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
+            plgpu.copy_smem_to_gmem(self.pieces.at[it % _PIECES], target(j))
+            plgpu.wait_smem_to_gmem(1)  # the piece before is there
+            pl.when(j + (_PIECES - 1) < n)(lambda: load(j + (_PIECES - 1)))
+            pl.when(j > 0)(lambda: there(j - 1))
+
+        for j in range(_PIECES - 1):
+            pl.when(j < n)(lambda j=j: load(j))
+        lax.fori_loop(0, n, send, None)
+        plgpu.wait_smem_to_gmem(0)
+        pl.when(n > 0)(lambda: there(n - 1))
 
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
@@ -258,33 +277,16 @@ class _GatherBlock(_DeviceBlock):
             row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
             return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
-        def load(j, at):
-            slot = (at + j) % _PIECES
-            where = place(j)[1]
-            plgpu.copy_gmem_to_smem(self.a.at[where], self.pieces.at[slot], self.arrived.at[slot])
-
         for step in range(1, self.size):
             to = (self.me + self.size - step) % self.size
             target = self.on(self.staging, to).at[self.half, self.me]
-            at = trips * (step - 1)  # pieces before this device's
-
-            def tell(j, to=to):
-                self.tell(to, place(j)[0])
-
-            def send(j, _, target=target, at=at, tell=tell):
-                it = at + j
-                plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
-                plgpu.copy_smem_to_gmem(self.pieces.at[it % _PIECES], target.at[place(j)[1]])
-
-                plgpu.wait_smem_to_gmem(1)  # the piece before is there
-                pl.when(j + (_PIECES - 1) < trips)(lambda: load(j + (_PIECES - 1), at))
-                pl.when(j > 0)(lambda: tell(j - 1))
-
-            for j in range(_PIECES - 1):
-                pl.when(j < trips)(lambda j=j, at=at: load(j, at))
-            lax.fori_loop(0, trips, send, None)
-            plgpu.wait_smem_to_gmem(0)
-            pl.when(trips > 0)(lambda tell=tell: tell(trips - 1))
+            self.carry(
+                trips * (step - 1),
+                trips,
+                lambda j: self.a.at[place(j)[1]],
+                lambda j, target=target: target.at[place(j)[1]],
+                lambda j, to=to: self.tell(to, place(j)[0]),
+            )
 
     def consumer(self, me):
         def multiply(t, it0):
@@ -300,7 +302,7 @@ class _GatherBlock(_DeviceBlock):
 def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _GatherPlan(x, _config(x, blocks, tmem, False, size, config), blocks, size)
+    plan = _GatherPlan(x, _config(x, blocks, tmem, size, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
         a, b, out, staging = refs
@@ -325,31 +327,36 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
 
 
 class _SumPlan(Plan):
-    """The same with a buffer for a tile of summands, or a part of its columns, a slot for each
-    chunk of columns."""
+    """The same with summands. A *share* of a tile is that of a block; its chunks of columns follow
+    each other in memory, and in a chunk the parts of the consumers. A part is stored in panels of
+    8 columns, which are contiguous for a warp as it holds the accumulators of a product."""
 
     def __init__(self, x, cfg, blocks, parts, dealt=False):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
-        self.units = self.each * self.cluster * self.consumers  # that devices send to each other
-        most = min(self.chunks, _SUMS // self.chunk)
-        self.slots = max(s for s in range(1, most + 1) if self.chunks % s == 0)
-        self.fills = self.chunks // self.slots  # of the buffer, for a tile
+        self.units = self.each * self.cluster  # shares that devices send to each other
+        self.part = (self.chunk // _PANEL, 64, _PANEL)
+        part = 64 * self.chunk
+        self.piece = min(math.prod(_PIECE) // 2, part)  # elements
+        self.pieces = self.consumers * part // self.piece  # of a chunk
 
     def scratch(self):
-        shape = (self.consumers, self.slots, 64, self.chunk)
-        tiled = swizzled(min(self.chunk, 32), np.dtype(np.float32))
-        slots = {"num_barriers": self.consumers * self.slots}
+        waiting = {"num_barriers": _WAITING}
         return super().scratch() | {
-            "sums": plgpu.SMEM(shape, jnp.float32, transforms=tiled),
-            "filled": plgpu.Barrier(num_barriers=self.consumers),
-            "sent": plgpu.Barrier(num_barriers=self.consumers),
-            "came": plgpu.Barrier(**slots),
-            "added": plgpu.Barrier(**slots),
+            "pieces": plgpu.SMEM((_PIECES, self.piece), jnp.float32),
+            "arrived": plgpu.Barrier(num_barriers=_PIECES),
+            "filled": plgpu.Barrier(num_arrivals=self.consumers, **waiting),
+            "sent": plgpu.Barrier(**waiting),
+            "came": plgpu.Barrier(num_barriers=self.chunks),
+            "added": plgpu.Barrier(num_arrivals=self.consumers),
         }
 
     def staging(self):
-        rows = self.units * self.chunks * 64
-        return [((2, self.parts, rows, self.chunk), np.dtype(np.float32))]
+        """What came from the others, in two halves, and what is to be sent."""
+        share, f32 = (self.chunks, self.consumers, *self.part), np.dtype(np.float32)
+        return [
+            ((2, self.parts, self.units, *share), f32),
+            ((self.blocks, _WAITING, *share), f32),
+        ]
 
 
 class _Chunks:
@@ -368,10 +375,10 @@ class _Chunks:
 class _SumBlock(_DeviceBlock):
     """Summands of the parts of other devices, then the sums of the own part.
 
-    Each consumer has a courier, a warp of the producer, and a buffer that the two share. First the
-    consumer fills it, once or more for a tile, and the courier sends what is in it; then the
-    courier fetches summands that came, chunk by chunk, and the consumer adds them up. The unit of a
-    consumer's share of a tile is the number of a flag, and the place of a summand."""
+    Consumers write a summand to memory of their device, and go on. A courier, a warp of the
+    producer, sends it; another warp, the *listener*, hears what came, and lets the consumers add
+    it. The unit of a block's share of a tile is the number of a flag, which counts chunks, and the
+    place of a summand."""
 
     def source(self, t):
         """Where A of tile t is."""
@@ -393,13 +400,12 @@ class _SumBlock(_DeviceBlock):
         tiles = self.tiles()
         return StaticTiles(self.plan.each * (self.size - 1), tiles.clusters, tiles.first).count()
 
-    def unit(self, t, me):
-        p = self.plan
-        return (t % p.each * p.cluster + self.in_cluster) * p.consumers + me
+    def unit(self, t):
+        return t % self.plan.each * self.plan.cluster + self.in_cluster
 
-    def place(self, t, me, c):
-        """Where chunk c of a summand is in staging memory."""
-        return pl.ds((self.unit(t, me) * self.plan.chunks + c) * 64, 64)
+    def others(self):
+        """The other devices, in the order of the ranks."""
+        return [jnp.int32(d) + (self.me <= d).astype(jnp.int32) for d in range(self.size - 1)]
 
     # ---- producer
 
@@ -408,72 +414,53 @@ class _SumBlock(_DeviceBlock):
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp < self.plan.consumers)(lambda: self.courier(warp))
-            pl.when(warp == self.plan.consumers)(produce)
+            pl.when(warp == 0)(produce)
+            pl.when(warp == 1)(self.courier)
+            pl.when(warp == 2)(self.listener)
 
     def fetch_tile(self, t, it0):
         return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
 
-    def courier(self, me):
+    def courier(self):
         p, tiles, sends = self.plan, self.tiles(), self.sends()
+        pieces = p.chunks * p.pieces
+        whole = (pieces * p.piece,)
 
         def send(w, _):
-            t = tiles.tile(w)
-            device = self.part(t, False)
-            target = self.on(self.staging, device).at[self.half, self.me]
-            for i in range(p.fills):
-                fill = w * p.fills + i
-                plgpu.barrier_wait(self.filled.at[me], phase=fill)
-                for slot in range(p.slots):
-                    there = target.at[self.place(t, me, i * p.slots + slot)]
-                    plgpu.copy_smem_to_gmem(self.sums.at[me, slot], there)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                more = fill + 1 < sends * p.fills
-                pl.when(more)(lambda: plgpu.barrier_arrive(self.sent.at[me]))
-            plgpu.wait_smem_to_gmem(0)
-            self.tell(device, self.unit(t, me))
+            t, slot = tiles.tile(w), w % _WAITING
+            device, unit = self.part(t, False), self.unit(t)
+            source = self.waiting.at[self.block, slot].reshape(whole)
+            target = self.on(self.staging, device).at[self.half, self.me, unit].reshape(whole)
 
-        def fetch(w, it):
-            t = tiles.tile(w)
-            pl.when(self.summed(t))(lambda: self.fetch_summands(t, me, it))
-            return it + lax.select(self.summed(t), self.steps, 0)
+            def at(j):
+                return pl.ds(j * p.piece, p.piece)
+
+            def there(j):
+                pl.when(j % p.pieces == p.pieces - 1)(lambda: self.tell(device, unit))
+
+            plgpu.barrier_wait(self.filled.at[slot], phase=w // _WAITING)
+            self.carry(w * pieces, pieces, lambda j: source.at[at(j)], lambda j: target.at[at(j)], there)
+            pl.when(w + _WAITING < sends)(lambda: plgpu.barrier_arrive(self.sent.at[slot]))
 
         lax.fori_loop(0, sends, send, None)
-        steps = lax.fori_loop(sends, tiles.count(), fetch, jnp.int32(0))
-        for slot in range(p.slots):  # the last ones are added
-            last = (steps - slot - 1) // p.slots
-            pl.when(steps > slot)(lambda slot=slot, last=last: self.await_added(me, slot, last))
 
-    @property
-    def steps(self):
-        """Chunks of summands of others that a consumer adds to its share of a tile."""
-        return self.plan.chunks * (self.size - 1)
+    def listener(self):
+        p, tiles = self.plan, self.tiles()
 
-    def await_added(self, me, slot, phase):
-        plgpu.barrier_wait(self.added.at[me * self.plan.slots + slot], phase=phase)
+        def hear(t, k):
+            pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
+            for c in range(p.chunks):
+                for d in self.others():
+                    self.hear(d, self.unit(t), p.chunks, c + 1)
+                plgpu.barrier_arrive(self.came.at[c])
 
-    def others(self):
-        """The other devices, in the order of the ranks."""
-        return [jnp.int32(d) + (self.me <= d).astype(jnp.int32) for d in range(self.size - 1)]
+        def step(w, k):
+            t = tiles.tile(w)
+            pl.when(self.summed(t))(lambda: hear(t, k))
+            return k + self.summed(t).astype(jnp.int32)
 
-    def fetch_summands(self, t, me, it):
-        slots = self.plan.slots
-        for d in self.others():
-            self.hear(d, self.unit(t, me))
-        for c in range(self.plan.chunks):
-            for k, d in enumerate(self.others()):
-                step = it + (c * (self.size - 1) + k)
-                slot, phase = step % slots, step // slots
-
-                @pl.when(phase > 0)
-                def _(slot=slot, phase=phase):
-                    self.await_added(me, slot, phase - 1)
-
-                plgpu.copy_gmem_to_smem(
-                    self.staging.at[self.half, d, self.place(t, me, c)],
-                    self.sums.at[me, slot],
-                    self.came.at[me * slots + slot],
-                )
+        k = lax.fori_loop(self.sends(), tiles.count(), step, jnp.int32(0))
+        pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
 
     # ---- consumers
 
@@ -481,50 +468,56 @@ class _SumBlock(_DeviceBlock):
         sends = self.sends()
 
         def multiply(t, carry):
-            it0, w, it = carry
+            it0, w, k = carry
             [value], _ = self.sum(me, it0)
             own = w >= sends
+            summed = own & self.summed(t)
             pl.when(~own)(lambda: self.send(w, me, value))
-            pl.when(own & self.summed(t))(lambda: self.total(t, me, value, it))
-            return it0 + self.plan.steps, w + 1, it + lax.select(own, self.steps, 0)
+            pl.when(summed)(lambda: self.total(t, me, value, k))
+            return it0 + self.plan.steps, w + 1, k + summed.astype(jnp.int32)
 
         self.tiles().consume(multiply, (jnp.int32(0),) * 3)
 
+    def columns(self, value, c):
+        return value[:, c * self.plan.chunk : (c + 1) * self.plan.chunk]
+
     def send(self, w, me, value):
-        p = self.plan
-        for i in range(p.fills):
-            fill = w * p.fills + i
+        p, slot = self.plan, w % _WAITING
 
-            @pl.when(fill > 0)
-            def _(fill=fill):
-                plgpu.barrier_wait(self.sent.at[me], phase=fill - 1)
+        @pl.when(w >= _WAITING)
+        def _():
+            plgpu.barrier_wait(self.sent.at[slot], phase=w // _WAITING - 1)
 
-            for slot in range(p.slots):
-                first = (i * p.slots + slot) * p.chunk
-                self.sums[me, slot] = value[:, first : first + p.chunk]
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.filled.at[me])
+        for c in range(p.chunks):
+            panels = self.waiting.at[self.block, slot, c, me].transpose((1, 0, 2))
+            panels[...] = self.columns(value, c).reshape(panels.shape)
+        plgpu.commit_smem()  # TMA reads what was stored, in global memory as well
+        plgpu.barrier_arrive(self.filled.at[slot])
 
-    def total(self, t, me, value, it):
-        p = self.plan
+    def total(self, t, me, value, k):
+        p, unit = self.plan, self.unit(t)
 
-        def summand(step):
-            slot = step % p.slots
-            plgpu.barrier_wait(self.came.at[me * p.slots + slot], phase=step // p.slots)
-            found = self.sums[me, slot]
-            plgpu.barrier_arrive(self.added.at[me * p.slots + slot])
+        def load(c):
+            plgpu.barrier_wait(self.came.at[c], phase=k)
+            panels = [self.staging.at[self.half, d, unit, c, me] for d in self.others()]
+            found = [x.transpose((1, 0, 2))[...].reshape(64, p.chunk) for x in panels]
+            if c == p.chunks - 1:
+                plgpu.barrier_arrive(self.added, relaxed=True)
             return found
 
+        coming = [load(0)]
+
         def total_of(c):
-            own = value[:, c * p.chunk : (c + 1) * p.chunk]
-            steps = [it + (c * (self.size - 1) + k) for k in range(self.size - 1)]
+            summands, own = coming.pop(), self.columns(value, c)
+            if c + 1 < p.chunks:
+                coming.append(load(c + 1))
             if self.size == 2:  # in any order
-                return own + summand(steps[0])
+                return own + summands[0]
             # the own summand comes after those of lower ranks
             total = lax.select(self.me == 0, own, jnp.zeros_like(own))
-            for k, step in enumerate(steps):
-                total = total + summand(step)
-                total = lax.select(self.me == k + 1, total + own, total)
+            for d, summand in enumerate(summands):
+                total = total + summand
+                total = lax.select(self.me == d + 1, total + own, total)
             return total
 
         chunks = _Chunks(p.chunks, total_of)
@@ -568,12 +561,12 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(x, blocks, tmem, True, size, config), blocks, size)
+    plan = _SumPlan(x, _config(x, blocks, tmem, size, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
-        a, b, out, staging = refs
+        a, b, out, staging, waiting = refs
         a = a.reshape((size, m, a.shape[1]))
-        named = x.named(a, b, out) | {"staging": staging} | scratch
+        named = x.named(a, b, out) | {"staging": staging, "waiting": waiting} | scratch
         _SumBlock(plan, axis, named, flags, epochs).run()
 
     return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem)
@@ -583,11 +576,11 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
 def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(x, blocks, tmem, True, 1, config), blocks, size, dealt=True)
+    plan = _SumPlan(x, _config(x, blocks, tmem, 1, config), blocks, size, dealt=True)
 
     def body(refs, flags, epochs, **scratch):
-        a, b, out, staging = refs
-        named = x.named(a, b, out) | {"staging": staging} | scratch
+        a, b, out, staging, waiting = refs
+        named = x.named(a, b, out) | {"staging": staging, "waiting": waiting} | scratch
         _EverySumBlock(plan, axis, named, flags, epochs).run()
 
     return _summing("matmul_all_reduce", mesh, body, plan, interpret, tmem)
@@ -677,7 +670,7 @@ def all_gather_matmul(
     axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
-    _checked(config, what, m, how[2], False)
+    _checked(config, what, m, how[2])
     f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
 
@@ -707,7 +700,7 @@ def matmul_reduce_scatter(
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     m = rows // size
     how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
-    _checked(config, what, m, how[2], True)
+    _checked(config, what, m, how[2])
     f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, *how)
     return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
 
@@ -734,7 +727,7 @@ def matmul_all_reduce(
     axis, size = distributed._along(mesh, axis_name, what)
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
-    _checked(config, what, m, how[2], True)
+    _checked(config, what, m, how[2])
     operands = [_aligned(z, mesh, interpret) for z in (a, b)]
     whole = 16 // out_dtype.itemsize
     if m == 1 or n % whole == 0:
