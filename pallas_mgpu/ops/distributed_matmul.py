@@ -35,7 +35,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _tensor_memory, distributed
-from ._common import SMEM_BYTES, SMS, StaticTiles, swizzled
+from ._common import SMEM_BYTES, SMS, StaticTiles
 from ._matmul_choice import MatmulConfig, candidates, clusters_at_once, cycles
 from ._padding import cropping, padding
 from .distributed import Collective
@@ -424,22 +424,22 @@ class _SumBlock(_DeviceBlock):
     def courier(self):
         p, tiles, sends = self.plan, self.tiles(), self.sends()
         pieces = p.chunks * p.pieces
-        whole = (pieces * p.piece,)
+        shape = (pieces, p.piece)
 
         def send(w, _):
             t, slot = tiles.tile(w), w % _WAITING
             device, unit = self.part(t, False), self.unit(t)
-            source = self.waiting.at[self.block, slot].reshape(whole)
-            target = self.on(self.staging, device).at[self.half, self.me, unit].reshape(whole)
+            source = self.waiting.at[self.block, slot].reshape(shape)
+            target = self.on(self.staging, device).at[self.half, self.me, unit].reshape(shape)
 
-            def at(j):
-                return pl.ds(j * p.piece, p.piece)
+            def piece(j):
+                return source.at[jnp.minimum(j, pieces - 1)]  # it is not beyond
 
             def there(j):
                 pl.when(j % p.pieces == p.pieces - 1)(lambda: self.tell(device, unit))
 
             plgpu.barrier_wait(self.filled.at[slot], phase=w // _WAITING)
-            self.carry(w * pieces, pieces, lambda j: source.at[at(j)], lambda j: target.at[at(j)], there)
+            self.carry(w * pieces, pieces, piece, target.at.__getitem__, there)
             pl.when(w + _WAITING < sends)(lambda: plgpu.barrier_arrive(self.sent.at[slot]))
 
         lax.fori_loop(0, sends, send, None)
