@@ -42,6 +42,7 @@ from .distributed import Collective
 from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
+_LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
@@ -138,27 +139,34 @@ class _DeviceBlock(_Block):
         target = self.epoch * times if n is None else (self.epoch - 1) * times + n
         plgpu.semaphore_wait(self.flags.at[flag, 0, device], target, decrement=False)
 
-    def carry(self, first, n, source, target, there):
-        """A warp copies pieces j < n from source(j) to target(j), by TMA through slots of shared
-        memory. there(j) is called when piece j is at its target. first: pieces carried before."""
+    def carry(self, slots, first, n, source, targets, there=None):
+        """A warp copies pieces j < n from source(j) to all of targets(j), by TMA through slots of
+        shared memory. there(j) is called when piece j is there. first: pieces carried before."""
+        ahead = _PIECES - _LEAVING
 
         def load(j):
             slot = (first + j) % _PIECES
-            plgpu.copy_gmem_to_smem(source(j), self.pieces.at[slot], self.arrived.at[slot])
+            plgpu.copy_gmem_to_smem(source(j), slots.at[slot], self.arrived.at[slot])
 
         def send(j, _):
             it = first + j
             plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
-            plgpu.copy_smem_to_gmem(self.pieces.at[it % _PIECES], target(j))
-            plgpu.wait_smem_to_gmem(1)  # the piece before is there
-            pl.when(j + (_PIECES - 1) < n)(lambda: load(j + (_PIECES - 1)))
-            pl.when(j > 0)(lambda: there(j - 1))
+            *others, last = targets(j)
+            for target in others:
+                plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], target, commit_group=False)
+            plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last)
+            plgpu.wait_smem_to_gmem(_LEAVING)  # the piece so many before is there
+            pl.when(j + ahead < n)(lambda: load(j + ahead))
+            if there:
+                pl.when(j >= _LEAVING)(lambda: there(j - _LEAVING))
 
-        for j in range(_PIECES - 1):
+        for j in range(ahead):
             pl.when(j < n)(lambda j=j: load(j))
         lax.fori_loop(0, n, send, None)
         plgpu.wait_smem_to_gmem(0)
-        pl.when(n > 0)(lambda: there(n - 1))
+        for j in reversed(range(_LEAVING)):
+            if there:
+                pl.when(j < n)(lambda j=j: there(n - 1 - j))
 
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
@@ -281,10 +289,11 @@ class _GatherBlock(_DeviceBlock):
             to = (self.me + self.size - step) % self.size
             target = self.on(self.staging, to).at[self.half, self.me]
             self.carry(
+                self.pieces,
                 trips * (step - 1),
                 trips,
                 lambda j: self.a.at[place(j)[1]],
-                lambda j, target=target: target.at[place(j)[1]],
+                lambda j, target=target: [target.at[place(j)[1]]],
                 lambda j, to=to: self.tell(to, place(j)[0]),
             )
 
@@ -338,11 +347,17 @@ class _SumPlan(Plan):
         part = 64 * self.chunk
         self.piece = min(math.prod(_PIECE) // 2, part)  # elements
         self.pieces = self.consumers * part // self.piece  # of a chunk
+        rows = 4 * math.prod(_PIECE) // 2 // (self.width * x.out_dtype.itemsize)
+        self.result_piece = 1 << rows.bit_length() - 1, self.width
 
     def scratch(self):
         waiting = {"num_barriers": _WAITING}
         return super().scratch() | {
-            "pieces": plgpu.SMEM((_PIECES, self.piece), jnp.float32),
+            # of summands, or of the result
+            "pieces": plgpu.RefUnion(
+                plgpu.SMEM((_PIECES, self.piece), jnp.float32),
+                plgpu.SMEM((_PIECES, *self.result_piece), self.x.out_dtype),
+            ),
             "arrived": plgpu.Barrier(num_barriers=_PIECES),
             "filled": plgpu.Barrier(num_arrivals=self.consumers, **waiting),
             "sent": plgpu.Barrier(**waiting),
@@ -392,9 +407,6 @@ class _SumBlock(_DeviceBlock):
         """Is tile t of the own part one of the result?"""
         return t >= 0
 
-    def results(self):
-        return [self.o]
-
     def sends(self):
         """How many tiles this block sends; those that it sums follow."""
         tiles = self.tiles()
@@ -422,27 +434,51 @@ class _SumBlock(_DeviceBlock):
         return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
 
     def courier(self):
-        p, tiles, sends = self.plan, self.tiles(), self.sends()
-        pieces = p.chunks * p.pieces
-        shape = (pieces, p.piece)
+        sends = self.sends()
+        self.each_filled(0, sends, self.carry_summands)
 
-        def send(w, _):
-            t, slot = tiles.tile(w), w % _WAITING
-            device, unit = self.part(t, False), self.unit(t)
-            source = self.waiting.at[self.block, slot].reshape(shape)
-            target = self.on(self.staging, device).at[self.half, self.me, unit].reshape(shape)
+    def each_filled(self, first, end, carry):
+        """carry(w) for tiles of this block from the first to the end, each when consumers allow."""
 
-            def piece(j):
-                return source.at[jnp.minimum(j, pieces - 1)]  # it is not beyond
-
-            def there(j):
-                pl.when(j % p.pieces == p.pieces - 1)(lambda: self.tell(device, unit))
-
+        def step(w, _):
+            slot = w % _WAITING
             plgpu.barrier_wait(self.filled.at[slot], phase=w // _WAITING)
-            self.carry(w * pieces, pieces, piece, target.at.__getitem__, there)
-            pl.when(w + _WAITING < sends)(lambda: plgpu.barrier_arrive(self.sent.at[slot]))
+            carry(w)
+            pl.when(w + _WAITING < self.filled_tiles())(
+                lambda: plgpu.barrier_arrive(self.sent.at[slot])
+            )
 
-        lax.fori_loop(0, sends, send, None)
+        lax.fori_loop(first, end, step, None)
+
+    def filled_tiles(self):
+        """How many tiles the courier carries something of."""
+        return self.sends()
+
+    def fill(self, w, write):
+        """A consumer calls write(), which makes what the courier carries of tile w."""
+        slot = w % _WAITING
+
+        @pl.when(w >= _WAITING)
+        def _():
+            plgpu.barrier_wait(self.sent.at[slot], phase=w // _WAITING - 1)
+
+        write()
+        plgpu.barrier_arrive(self.filled.at[slot])
+
+    def carry_summands(self, w):
+        p, t = self.plan, self.tiles().tile(w)
+        pieces = p.chunks * p.pieces
+        shape, device, unit = (pieces, p.piece), self.part(t, False), self.unit(t)
+        source = self.waiting.at[self.block, w % _WAITING].reshape(shape)
+        target = self.on(self.staging, device).at[self.half, self.me, unit].reshape(shape)
+
+        def piece(j):
+            return source.at[jnp.minimum(j, pieces - 1)]  # it is not beyond
+
+        def there(j):
+            pl.when(j % p.pieces == p.pieces - 1)(lambda: self.tell(device, unit))
+
+        self.carry(self.pieces[0], w * pieces, pieces, piece, lambda j: [target.at[j]], there)
 
     def listener(self):
         p, tiles = self.plan, self.tiles()
@@ -473,7 +509,7 @@ class _SumBlock(_DeviceBlock):
             own = w >= sends
             summed = own & self.summed(t)
             pl.when(~own)(lambda: self.send(w, me, value))
-            pl.when(summed)(lambda: self.total(t, me, value, k))
+            pl.when(summed)(lambda: self.total(t, w, me, value, k))
             return it0 + self.plan.steps, w + 1, k + summed.astype(jnp.int32)
 
         self.tiles().consume(multiply, (jnp.int32(0),) * 3)
@@ -482,19 +518,15 @@ class _SumBlock(_DeviceBlock):
         return value[:, c * self.plan.chunk : (c + 1) * self.plan.chunk]
 
     def send(self, w, me, value):
-        p, slot = self.plan, w % _WAITING
+        def write():
+            for c in range(self.plan.chunks):
+                panels = self.waiting.at[self.block, w % _WAITING, c, me].transpose((1, 0, 2))
+                panels[...] = self.columns(value, c).reshape(panels.shape)
+            plgpu.commit_smem()  # TMA reads what was stored, in global memory as well
 
-        @pl.when(w >= _WAITING)
-        def _():
-            plgpu.barrier_wait(self.sent.at[slot], phase=w // _WAITING - 1)
+        self.fill(w, write)
 
-        for c in range(p.chunks):
-            panels = self.waiting.at[self.block, slot, c, me].transpose((1, 0, 2))
-            panels[...] = self.columns(value, c).reshape(panels.shape)
-        plgpu.commit_smem()  # TMA reads what was stored, in global memory as well
-        plgpu.barrier_arrive(self.filled.at[slot])
-
-    def total(self, t, me, value, k):
+    def total(self, t, w, me, value, k):
         p, unit = self.plan, self.unit(t)
 
         def load(c):
@@ -521,7 +553,7 @@ class _SumBlock(_DeviceBlock):
             return total
 
         chunks = _Chunks(p.chunks, total_of)
-        self.epilogue(me, chunks, self.results(), *self.origin(self.tile(t)))
+        self.epilogue(me, chunks, [self.o], *self.origin(self.tile(t)))
 
 
 class _EverySumBlock(_SumBlock):
@@ -541,19 +573,45 @@ class _EverySumBlock(_SumBlock):
     def summed(self, t):
         return self.number(t) < self.plan.tiles
 
-    def results(self):
-        return [self.on(self.o, (self.me + s) % self.size) for s in range(self.size)]
+    def filled_tiles(self):
+        tiles, sends = self.tiles(), self.sends()
+        count = tiles.count()
+        # the last one may be for nobody
+        nobody = (count > sends) & ~self.summed(tiles.tile(count - 1))
+        return count - nobody.astype(jnp.int32)
 
-    def run(self):
-        super().run()
+    def total(self, t, w, me, value, k):
+        def write():
+            super(_EverySumBlock, self).total(t, w, me, value, k)
+            plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(lax.axis_index("wg") < self.plan.consumers)
-        def _():
-            end, others = self.plan.units, [(self.me + s) % self.size for s in range(1, self.size)]
-            for d in others:
-                self.tell(d, end)
-            for d in others:
-                self.hear(d, end, self.plan.blocks * self.plan.consumers)
+        self.fill(w, write)
+
+    def carry_sums(self, w, before):
+        """From the own result to those of the others."""
+        (rows, cols), t = self.plan.result_piece, self.tiles().tile(w)
+        pieces, (row, col) = self.plan.rows // rows, self.origin(self.tile(t))
+
+        def place(j):
+            return pl.ds(row + j * rows, rows), pl.ds(col, cols)
+
+        self.carry(
+            self.pieces[1],
+            before + w * pieces,
+            pieces,
+            lambda j: self.o.at[place(j)],
+            lambda j: [self.on(self.o, d).at[place(j)] for d in self.others()],
+        )
+
+    def courier(self):
+        super().courier()
+        p, sends = self.plan, self.sends()
+        before = sends * (p.chunks * p.pieces - p.rows // p.result_piece[0])
+        self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
+        for d in self.others():
+            self.tell(d, p.units)
+        for d in self.others():
+            self.hear(d, p.units, p.blocks)
 
 
 @cached
