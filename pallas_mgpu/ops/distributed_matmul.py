@@ -49,11 +49,23 @@ _WAITING = 2  # tiles of a block that are to be sent
 
 
 class Plan(_KernelPlan):
-    """A part for each device of an axis: products of the same shape, x, or tiles of x, dealt."""
+    """A part for each device of an axis: products of the same shape, x, or tiles of x, dealt.
+
+    Blocks that divide K, `split` of them, exchange their sums by way of global memory, so that
+    shared memory has room for the ring; each goes on with `width` columns of the tile."""
 
     def __init__(self, x, cfg, blocks, parts, threads, dealt=False):
-        super().__init__(x, cfg, blocks)
-        self.parts, self.threads, self.single = parts, threads, False
+        super().__init__(x, cfg._replace(split=1), blocks)
+        self.parts, self.threads, self.single, self.split = parts, threads, False, cfg.split
+        self.steps = pl.cdiv(self.steps, self.split)
+        self.width = self.cols // self.split
+        self.chunk = math.gcd(self.chunk, self.width)
+        self.chunks = self.width // self.chunk
+        self.buffers = max(b for b in range(1, self.buffers + 1) if self.chunks % b == 0)
+        self.panels = (self.width // _PANEL, 64, _PANEL)
+        if self.split > 1:
+            self.cluster *= self.split
+            self.axes["ck"] = self.split
         # tiles of a part; where they are dealt the last ones of some are for nobody
         self.each = pl.cdiv(self.tiles, parts) if dealt else self.tiles
         self.total = self.each * parts
@@ -70,6 +82,23 @@ class Plan(_KernelPlan):
             "num_threads": self.threads,
             "epochs": self.blocks * self.threads,
         }
+
+    def scratch(self):
+        found = super().scratch()
+        if self.split > 1:
+            found["joined"] = plgpu.ClusterBarrier(
+                collective_axes=("ck",), num_barriers=self.consumers
+            )
+        return found
+
+    def staging(self):
+        """Sums of parts of K for each block, of two tiles."""
+        shape = (2, self.blocks, self.split, self.consumers, *self.panels)
+        return [(shape, np.dtype(np.float32))] if self.split > 1 else []
+
+    def named(self, refs, *names):
+        """The operands, the result and the staging memory by name."""
+        return self.x.named(*refs[:3]) | dict(zip((*names, "halves"), refs[3:]))
 
 
 def _config(x, blocks, tmem, parts, given=None):
@@ -100,8 +129,8 @@ def _checked(config, what, m, tmem):
     if tmem:
         raise NotImplementedError(f"{what}: config= on Blackwell; leave it out")
     _check_config(config, m, False, False)
-    if not isinstance(config, MatmulConfig) or config.split * config.slices > 1:
-        raise ValueError(f"{what}: config must be a MatmulConfig that leaves K whole, got {config}")
+    if not isinstance(config, MatmulConfig) or config.slices > 1:
+        raise ValueError(f"{what}: config must be a MatmulConfig without slices, got {config}")
     if _fitted(config).stages < 2:
         raise ValueError(f"{what}: shared memory must have room for two slots; got {config}")
 
@@ -117,6 +146,7 @@ class _DeviceBlock(_Block):
         self.size, self.me = lax.axis_size(axis), lax.axis_index(axis)
         cfg = plan.cfg
         self.in_cluster = self.rank("cm") * cfg.cluster_n + self.rank("cn")
+        self.in_cluster = self.in_cluster * plan.split + self.rank("ck")
         self.block = lax.axis_index("block") * plan.cluster + self.in_cluster
         self.epochs = epochs.at[self.block * plan.threads + lax.axis_index("wg")]
         self.epoch = self.epochs[...] + 1  # of this thread alone
@@ -168,6 +198,47 @@ class _DeviceBlock(_Block):
             if there:
                 pl.when(j < n)(lambda j=j: there(n - 1 - j))
 
+    def first_step(self):
+        """Of this block's share of K."""
+        return self.rank("ck") * self.plan.steps
+
+    def corner(self, t):
+        """First row and column of this block's part of the result of tile t."""
+        row, col = self.origin(t)
+        return row, col + self.rank("ck") * self.plan.width
+
+    def others_of(self, me, size):
+        """The others of so many, in their order."""
+        return [jnp.int32(d) + (me <= d).astype(jnp.int32) for d in range(size - 1)]
+
+    def join(self, me, it0, value):
+        """Sums of all blocks that divide K, of this one's columns. it0: where the tile begins."""
+        p, rank = self.plan, self.rank("ck")
+        if p.split == 1:
+            return value
+        # a block that is still reading has not come to the sums after these
+        halves, first = self.halves.at[it0 // p.steps % 2], self.block - rank
+        parts = [value[:, j * p.width : (j + 1) * p.width] for j in range(p.split)]
+
+        def panels(block, sender):
+            return halves.at[block, sender, me].transpose((1, 0, 2))
+
+        own = parts[0]
+        for j, part in enumerate(parts):
+            own = lax.select(rank == j, part, own)
+
+            @pl.when(rank != j)
+            def _(j=j, part=part):
+                target = panels(first + j, rank)
+                target[...] = part.reshape(target.shape)
+
+        plgpu.barrier_arrive(self.joined.at[me])
+        plgpu.barrier_wait(self.joined.at[me])
+        found = [
+            panels(self.block, j)[...].reshape(64, p.width) for j in self.others_of(rank, p.split)
+        ]
+        return _in_order(rank, own, found)
+
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
 
@@ -199,6 +270,17 @@ class _DeviceBlock(_Block):
         return [value], None
 
 
+def _in_order(rank, own, others):
+    """The sum of the own array, which is number `rank`, and the others, in their order."""
+    if len(others) == 1:
+        return own + others[0]
+    total = lax.select(rank == 0, own, jnp.zeros_like(own))
+    for d, value in enumerate(others):
+        total = total + value
+        total = lax.select(rank == d + 1, total + own, total)
+    return total
+
+
 def _scratch(plan, tmem):
     found, consumers = plan.scratch(), plan.consumers
     if tmem:
@@ -219,9 +301,9 @@ class _GatherPlan(Plan):
 
     def __init__(self, x, cfg, blocks, parts):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1)
-        wide = _PIECE[1] // cfg.step  # steps of a piece
-        self.slab = pl.cdiv(pl.cdiv(self.steps, _CELLS), wide) * wide  # steps of a cell
-        self.slabs = pl.cdiv(self.steps, self.slab)
+        wide, steps = _PIECE[1] // cfg.step, self.steps * self.split  # steps of a piece
+        self.slab = pl.cdiv(pl.cdiv(steps, _CELLS), wide) * wide  # steps of a cell
+        self.slabs = pl.cdiv(steps, self.slab)
         self.across = self.slab // wide  # pieces of a cell side by side
         self.band = self.group * self.rows * cfg.cluster
         self.bands = pl.cdiv(x.m, self.band)
@@ -236,6 +318,10 @@ class _GatherPlan(Plan):
             "pieces": plgpu.SMEM((_PIECES, *_PIECE), self.x.dtypes[0]),
             "arrived": plgpu.Barrier(num_barriers=_PIECES),
         }
+
+    def staging(self):
+        columns = self.steps * self.split * self.cfg.step
+        return [((2, self.parts, self.x.m, columns), self.x.dtypes[0]), *super().staging()]
 
     def pieces_of(self, band):
         return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
@@ -254,17 +340,17 @@ class _GatherBlock(_DeviceBlock):
     def fetch_tile(self, t, it0):
         p, shard = self.plan, self.part(t, True)
         own, (row, col) = t < p.tiles, self.origin(t % p.tiles)
-        band = row // p.band
+        band, first = row // p.band, self.first_step()
 
         def arrived(s):
-            cell = band * p.slabs + s // p.slab
+            cell = band * p.slabs + (first + s) // p.slab
 
-            @pl.when(~own & (s % p.slab == 0))
+            @pl.when(~own & ((s == 0) | ((first + s) % p.slab == 0)))
             def _():
                 self.hear(shard, cell, p.pieces_of(band))
 
         sources = [(own, self.a), (~own, self.staging.at[self.half, shard])]
-        return self.fetch_steps(it0, row, col, 0, sources, own, arrived)
+        return self.fetch_steps(it0, row, col, first * p.cfg.step, sources, own, arrived)
 
     def courier(self):
         """The pieces of this block, to the device before this one first: it needs them next."""
@@ -299,9 +385,10 @@ class _GatherBlock(_DeviceBlock):
 
     def consumer(self, me):
         def multiply(t, it0):
-            values, _ = self.sum(me, it0)
-            part, (row, col) = self.part(t, True), self.origin(t % self.plan.tiles)
-            self.epilogue(me, values, [self.o.at[part]], row, col)
+            [value], _ = self.sum(me, it0)
+            value = self.join(me, it0, value)
+            part, (row, col) = self.part(t, True), self.corner(t % self.plan.tiles)
+            self.epilogue(me, [value], [self.o.at[part]], row, col)
             return it0 + self.plan.steps
 
         self.tiles().consume(multiply, jnp.int32(0))
@@ -314,8 +401,8 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
     plan = _GatherPlan(x, _config(x, blocks, tmem, size, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
-        a, b, out, staging = refs
-        named = x.named(a, b, out.reshape((size, m, n))) | {"staging": staging} | scratch
+        named = plan.named(refs, "staging") | scratch
+        named["o"] = named["o"].reshape((size, m, n))
         _GatherBlock(plan, axis, named, flags, epochs).run()
 
     return Collective(
@@ -323,7 +410,7 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
         body,
         "all_gather_matmul",
         [((size * m, n), out_dtype)],
-        [((2, size, m, plan.steps * plan.cfg.step), dtype)],
+        plan.staging(),
         plan.clusters,
         interpret,
         flags=(plan.bands * plan.slabs, 1),
@@ -348,7 +435,7 @@ class _SumPlan(Plan):
         self.piece = min(math.prod(_PIECE) // 2, part)  # elements
         self.pieces = self.consumers * part // self.piece  # of a chunk
         rows = 4 * math.prod(_PIECE) // 2 // (self.width * x.out_dtype.itemsize)
-        self.result_piece = 1 << rows.bit_length() - 1, self.width
+        self.result_piece = min(1 << rows.bit_length() - 1, 64), self.width
 
     def scratch(self):
         waiting = {"num_barriers": _WAITING}
@@ -371,6 +458,7 @@ class _SumPlan(Plan):
         return [
             ((2, self.parts, self.units, *share), f32),
             ((self.blocks, _WAITING, *share), f32),
+            *super().staging(),
         ]
 
 
@@ -417,7 +505,7 @@ class _SumBlock(_DeviceBlock):
 
     def others(self):
         """The other devices, in the order of the ranks."""
-        return [jnp.int32(d) + (self.me <= d).astype(jnp.int32) for d in range(self.size - 1)]
+        return self.others_of(self.me, self.size)
 
     # ---- producer
 
@@ -431,7 +519,8 @@ class _SumBlock(_DeviceBlock):
             pl.when(warp == 2)(self.listener)
 
     def fetch_tile(self, t, it0):
-        return self.fetch_steps(it0, *self.origin(self.tile(t)), 0, [(True, self.source(t))])
+        first = self.first_step() * self.cfg.step
+        return self.fetch_steps(it0, *self.origin(self.tile(t)), first, [(True, self.source(t))])
 
     def courier(self):
         sends = self.sends()
@@ -506,6 +595,7 @@ class _SumBlock(_DeviceBlock):
         def multiply(t, carry):
             it0, w, k = carry
             [value], _ = self.sum(me, it0)
+            value = self.join(me, it0, value)
             own = w >= sends
             summed = own & self.summed(t)
             pl.when(~own)(lambda: self.send(w, me, value))
@@ -543,17 +633,10 @@ class _SumBlock(_DeviceBlock):
             summands, own = coming.pop(), self.columns(value, c)
             if c + 1 < p.chunks:
                 coming.append(load(c + 1))
-            if self.size == 2:  # in any order
-                return own + summands[0]
-            # the own summand comes after those of lower ranks
-            total = lax.select(self.me == 0, own, jnp.zeros_like(own))
-            for d, summand in enumerate(summands):
-                total = total + summand
-                total = lax.select(self.me == d + 1, total + own, total)
-            return total
+            return _in_order(self.me, own, summands)
 
         chunks = _Chunks(p.chunks, total_of)
-        self.epilogue(me, chunks, [self.o], *self.origin(self.tile(t)))
+        self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
 
 
 class _EverySumBlock(_SumBlock):
@@ -590,7 +673,7 @@ class _EverySumBlock(_SumBlock):
     def carry_sums(self, w, before):
         """From the own result to those of the others."""
         (rows, cols), t = self.plan.result_piece, self.tiles().tile(w)
-        pieces, (row, col) = self.plan.rows // rows, self.origin(self.tile(t))
+        pieces, (row, col) = self.plan.rows // rows, self.corner(self.tile(t))
 
         def place(j):
             return pl.ds(row + j * rows, rows), pl.ds(col, cols)
@@ -622,9 +705,8 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
     plan = _SumPlan(x, _config(x, blocks, tmem, size, config), blocks, size)
 
     def body(refs, flags, epochs, **scratch):
-        a, b, out, staging, waiting = refs
-        a = a.reshape((size, m, a.shape[1]))
-        named = x.named(a, b, out) | {"staging": staging, "waiting": waiting} | scratch
+        named = plan.named(refs, "staging", "waiting") | scratch
+        named["a"] = named["a"].reshape((size, m, named["a"].shape[1]))
         _SumBlock(plan, axis, named, flags, epochs).run()
 
     return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem)
@@ -637,8 +719,7 @@ def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fals
     plan = _SumPlan(x, _config(x, blocks, tmem, 1, config), blocks, size, dealt=True)
 
     def body(refs, flags, epochs, **scratch):
-        a, b, out, staging, waiting = refs
-        named = x.named(a, b, out) | {"staging": staging, "waiting": waiting} | scratch
+        named = plan.named(refs, "staging", "waiting") | scratch
         _EverySumBlock(plan, axis, named, flags, epochs).run()
 
     return _summing("matmul_all_reduce", mesh, body, plan, interpret, tmem)

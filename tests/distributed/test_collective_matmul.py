@@ -101,8 +101,10 @@ CONFIGS = [
     MatmulConfig(2, 128, cluster=2, group=1, buffers=1),  # many bands of rows
     MatmulConfig(1, 64, cluster=1, cluster_n=2, group=2, stages=3),
     MatmulConfig(1, 32, cluster=2, group=8, lag=0, step=128),
-    MatmulConfig(2, 256, cluster=2, buffers=1),  # summands travel in halves
-    MatmulConfig(1, 192, cluster=1, cluster_n=2),  # and in thirds
+    MatmulConfig(2, 256, cluster=2, buffers=1),
+    MatmulConfig(1, 192, cluster=1, cluster_n=2),
+    MatmulConfig(2, 256, cluster=1, split=2),  # blocks divide K
+    MatmulConfig(1, 64, cluster=1, split=4, stages=2),
 ]
 
 
@@ -181,7 +183,7 @@ def test_wrong_arguments(rng):
     with pytest.raises(ValueError, match="room for two slots"):
         wide = MatmulConfig(2, 256, step=128)
         ops.matmul_all_reduce([np.zeros((4, 8), np.float16)] * 2, b, mesh, config=wide)
-    for config in (MatmulConfig(split=2), MatmulConfig(slices=2), FewRowsConfig()):
+    for config in (MatmulConfig(slices=2), FewRowsConfig()):
         with pytest.raises(ValueError, match="a MatmulConfig"):
             ops.all_gather_matmul(a, b, mesh, config=config)
     with pytest.raises(NotImplementedError, match="float16"):
