@@ -42,6 +42,7 @@ from .distributed import Collective
 from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
+_ENGINE = None
 _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
@@ -183,8 +184,10 @@ class _DeviceBlock(_Block):
             plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
             *others, last = targets(j)
             for target in others:
-                plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], target, commit_group=False)
-            plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last)
+                plgpu.copy_smem_to_gmem(
+                    slots.at[it % _PIECES], target, commit_group=False, engine=_ENGINE
+                )
+            plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last, engine=_ENGINE)
             plgpu.wait_smem_to_gmem(_LEAVING)  # the piece so many before is there
             pl.when(j + ahead < n)(lambda: load(j + ahead))
             if there:
@@ -785,6 +788,23 @@ def _cropped(mesh, shape, n, dtype, interpret):
     return plgpu.spmd(cropping(shape, n, dtype, interpret), mesh, ordered=False)
 
 
+def _prepare(what, a, b, mesh, axis_name, out_dtype, blocks, config, interpret, scatters=False):
+    """Checks a call. The operands, with rows that TMA can address; the shape of a device's result;
+    its dtype; and a function of (make, n) that makes the kernel for n columns."""
+    (m, k, n), dtype = _operands(a, b, mesh, what)
+    axis, size = distributed._along(mesh, axis_name, what)
+    if scatters:
+        if m % size:
+            raise ValueError(f"{what}: {m} rows have no {size} equal parts")
+        m //= size
+    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
+    tmem = _has_tensor_memory(mesh)
+    how = out_dtype, distributed._blocks(blocks, what), interpret, tmem, config
+    _checked(config, what, m, tmem)
+    operands = [_aligned(z, mesh, interpret) for z in (a, b)]
+    return operands, (m, n), out_dtype, lambda make, n: make(mesh, axis, m, k, n, dtype, *how)
+
+
 def all_gather_matmul(
     a,
     b,
@@ -802,16 +822,11 @@ def all_gather_matmul(
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (devices * m, n), in
     ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays as for
     :func:`all_gather`. ``blocks``: SMs of each device, at most as many as it has. ``config``: on
-    Hopper, a :class:`MatmulConfig` without ``split`` and ``slices`` for the product of (m, k) and
+    Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k) and
     (k, n); chosen from the shape by default."""
-    what = "all_gather_matmul"
-    (m, k, n), dtype = _operands(a, b, mesh, what)
-    axis, size = distributed._along(mesh, axis_name, what)
-    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
-    _checked(config, what, m, how[2])
-    f = _gathered(mesh, axis, m, k, n, dtype, out_dtype, *how)
-    return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
+    how = axis_name, out_dtype, blocks, config, interpret
+    operands, (_, n), _, kernel = _prepare("all_gather_matmul", a, b, mesh, *how)
+    return kernel(_gathered, n)(*operands, out=out)
 
 
 def matmul_reduce_scatter(
@@ -831,17 +846,9 @@ def matmul_reduce_scatter(
     a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
     the rows have no equal parts. Else as :func:`all_gather_matmul`."""
-    what = "matmul_reduce_scatter"
-    (rows, k, n), dtype = _operands(a, b, mesh, what)
-    axis, size = distributed._along(mesh, axis_name, what)
-    if rows % size:
-        raise ValueError(f"{what}: {rows} rows have no {size} equal parts")
-    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    m = rows // size
-    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
-    _checked(config, what, m, how[2])
-    f = _scattered(mesh, axis, m, k, n, dtype, out_dtype, *how)
-    return f(*(_aligned(z, mesh, interpret) for z in (a, b)), out=out)
+    how = axis_name, out_dtype, blocks, config, interpret
+    operands, (_, n), _, kernel = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
+    return kernel(_scattered, n)(*operands, out=out)
 
 
 def matmul_all_reduce(
@@ -861,18 +868,13 @@ def matmul_all_reduce(
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
     devices. Summands are float32, added in the order of the devices. Else as
     :func:`matmul_reduce_scatter`."""
-    what = "matmul_all_reduce"
-    (m, k, n), dtype = _operands(a, b, mesh, what)
-    axis, size = distributed._along(mesh, axis_name, what)
-    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    how = distributed._blocks(blocks, what), interpret, _has_tensor_memory(mesh), config
-    _checked(config, what, m, how[2])
-    operands = [_aligned(z, mesh, interpret) for z in (a, b)]
+    how = axis_name, out_dtype, blocks, config, interpret
+    operands, (m, n), out_dtype, kernel = _prepare("matmul_all_reduce", a, b, mesh, *how)
     whole = 16 // out_dtype.itemsize
     if m == 1 or n % whole == 0:
-        return _reduced(mesh, axis, m, k, n, dtype, out_dtype, *how)(*operands, out=out)
+        return kernel(_reduced, n)(*operands, out=out)
     # rows that TMA can write on the other devices
     padded = pl.cdiv(n, whole) * whole
-    made = _reduced(mesh, axis, m, k, padded, dtype, out_dtype, *how)(*operands)
+    made = kernel(_reduced, padded)(*operands)
     crop = _cropped(mesh, (m, padded), n, out_dtype, _interpreted(mesh, interpret))
     return crop(made, out=out)
