@@ -11,14 +11,17 @@ device's own rows first, and on those of another device as cells arrive: all pie
 the same flag.
 
 Product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
-is one of the summands. Blocks send the tiles of a summand, float32, to the device whose rows they
-are, beginning with those of the next device. A buffer in shared memory has room for 128 columns of
-a tile, a wider one goes through it in parts; the last of them is on its way while the next tile is
-multiplied. Blocks end with their own tiles, for which couriers fetch the summands of the others
-into that buffer. These are added in the order of the ranks. Consumers wait for no other device.
+is one of the summands. Blocks begin with the tiles of the other devices. Consumers write their
+summands, float32, to memory of their own device, from where the courier takes them to the device
+whose rows they are, while the next tiles are multiplied. Blocks end with their own tiles. Another
+warp, the *listener*, hears what came for them, and the consumers add it, in the order of the ranks.
 
-Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the sum of a
-tile goes to all devices. A kernel ends once all devices have told that their sums are there.
+Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the courier
+takes the sum of a tile to all others. A kernel ends once all devices have told that their sums are
+there.
+
+Where there is one wave of tiles, all of them would be ready at its end, and the transfer begin
+there. Blocks of a cluster then divide K among them, and go through the tiles in more waves.
 
 Staging memory has two halves, and flags count up, as in distributed.py. All blocks run at once, so
 that a block that waits for one of another device waits for one that runs.
@@ -237,10 +240,9 @@ class _DeviceBlock(_Block):
 
         plgpu.barrier_arrive(self.joined.at[me])
         plgpu.barrier_wait(self.joined.at[me])
-        found = [
-            panels(self.block, j)[...].reshape(64, p.width) for j in self.others_of(rank, p.split)
-        ]
-        return _in_order(rank, own, found)
+        others = self.others_of(rank, p.split)
+        found = (panels(self.block, j)[...].reshape(64, p.width) for j in others)
+        return _in_order(rank, own, found, p.split)
 
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
@@ -273,10 +275,11 @@ class _DeviceBlock(_Block):
         return [value], None
 
 
-def _in_order(rank, own, others):
-    """The sum of the own array, which is number `rank`, and the others, in their order."""
-    if len(others) == 1:
-        return own + others[0]
+def _in_order(rank, own, others, n):
+    """The sum of n arrays in their order: the own one, which is number `rank`, and the others."""
+    if n == 2:
+        (other,) = others
+        return own + other
     total = lax.select(rank == 0, own, jnp.zeros_like(own))
     for d, value in enumerate(others):
         total = total + value
@@ -622,21 +625,24 @@ class _SumBlock(_DeviceBlock):
     def total(self, t, w, me, value, k):
         p, unit = self.plan, self.unit(t)
 
-        def load(c):
+        def summands(c):
             plgpu.barrier_wait(self.came.at[c], phase=k)
-            panels = [self.staging.at[self.half, d, unit, c, me] for d in self.others()]
-            found = [x.transpose((1, 0, 2))[...].reshape(64, p.chunk) for x in panels]
-            if c == p.chunks - 1:
-                plgpu.barrier_arrive(self.added, relaxed=True)
-            return found
+            for d in self.others():
+                panels = self.staging.at[self.half, d, unit, c, me].transpose((1, 0, 2))
+                yield panels[...].reshape(64, p.chunk)
 
-        coming = [load(0)]
+        # as many as registers have room for
+        ahead = min(2, p.chunks) if self.size == 2 else 0
+        coming = [list(summands(c)) for c in range(ahead)]
 
         def total_of(c):
-            summands, own = coming.pop(), self.columns(value, c)
-            if c + 1 < p.chunks:
-                coming.append(load(c + 1))
-            return _in_order(self.me, own, summands)
+            found = coming.pop(0) if coming else summands(c)
+            total = _in_order(self.me, self.columns(value, c), found, self.size)
+            if ahead and c + ahead < p.chunks:
+                coming.append(list(summands(c + ahead)))
+            if c == p.chunks - 1:
+                plgpu.barrier_arrive(self.added, relaxed=True)
+            return total
 
         chunks = _Chunks(p.chunks, total_of)
         self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
