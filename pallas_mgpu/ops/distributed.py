@@ -31,6 +31,7 @@ from pallas_mgpu._caches import cached
 from pallas_mgpu._spmd import is_symmetric
 
 from . import _bulk
+from ._common import overlap_launches
 
 _THREADS = 4  # warpgroups of a block
 _FEW_SMS, _MANY_SMS = 16, 64
@@ -596,8 +597,16 @@ class Collective:
         self.fresh, self.mesh = outs, mesh
         if mesh.devices is None and mesh.group is None:
             interpret = interpret or True
+        # one GPU in place of several devices needs room for all their blocks at the same time
+        early = mesh.devices is None or len(set(mesh.devices)) == len(mesh.devices)
+
+        def run(*refs, **scratch):
+            if early:
+                overlap_launches()
+            body(refs[:-2], *refs[-2:], **scratch)
+
         kernel = plgpu.kernel(
-            lambda *refs, **scratch: body(refs[:-2], *refs[-2:], **scratch),
+            run,
             out_type=tuple(plgpu.ShapeDtypeStruct(*s) for s in [*outs, *shapes]),
             grid=(blocks,),
             grid_names=("block",),
