@@ -397,13 +397,16 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
     const int64_t count =
         e->one_expect[pm_get(e->g, op)->out] ? 1 : pm_barrier_arrivals(e->g, op) * unit;
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
+    const char *name = e->g->strings.at[pm_value_of(e->g, pm_get(e->g, op)->out)->name];
+    const char *note = *name ? pm_str(e, " // %s", name) : "";
     if (n <= 8) { /* unrolling a loop takes the compiler longer */
       for (int64_t i = 0; i < n; i++) {
-        pm_line(e, "mbarrier_init(smem + %lld, %lld);", at + (long long)i * 8, (long long)count);
+        pm_line(e, "mbarrier_init(smem + %lld, %lld);%s", at + (long long)i * 8, (long long)count,
+                i ? "" : note);
       }
     } else {
-      pm_line(e, "for (int k = 0; k < %lld; k++) mbarrier_init(smem + %lld + k * 8, %lld);",
-              (long long)n, at, (long long)count);
+      pm_line(e, "for (int k = 0; k < %lld; k++) mbarrier_init(smem + %lld + k * 8, %lld);%s",
+              (long long)n, at, (long long)count, note);
     }
   }
   for (uint32_t k = 0; k < s->semaphores.n; k++) {
