@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from distributed.meshes import gpus, on_gpus, params
 from ml_dtypes import bfloat16
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine import run as host
@@ -108,6 +109,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("f", FUNCTIONS)
 def test_configs(rng, f, config):
@@ -129,7 +131,7 @@ def test_configs(rng, f, config):
             np.testing.assert_array_equal(one, want)
 
 
-@pytest.mark.parametrize("tile_n", [64, 256])
+@pytest.mark.parametrize("tile_n", only_long([64, 256], 64))
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
 def test_on_the_emulated_machine(rng, make, tile_n):
     """Calls in a row, with the flags and the staging memory of the last."""

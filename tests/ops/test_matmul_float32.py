@@ -22,8 +22,15 @@ CASES = {  # m, n, k, options
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("ta, tb", [*itertools.product((False, True), repeat=2)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, ta, tb",
+    [
+        pytest.param(
+            *(case, ta, tb), marks=pytest.mark.exhaustive if case != "odd" and ta != tb else ()
+        )
+        for case, ta, tb in itertools.product(CASES, (False, True), (False, True))
+    ],
+)
 def test_against_float64(run, rng, case, ta, tb):
     """The error is that of the parts that are dropped, far below that of bfloat16."""
     m, n, k, options = CASES[case]

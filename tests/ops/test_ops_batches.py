@@ -65,7 +65,7 @@ LENGTHS = [1, 7, 33, 256, 1001, 1024, 4104, 5001, 20000, 20001]
 @pytest.mark.parametrize("name", NORMS)
 def test_rows_of_norms(run, rng, name, n):
     """Short rows share warps; long ones a block, longer ones a cluster; pitches of all kinds."""
-    if run.way == "host" and n == 20001 and name != "layer_norm":
+    if run.way == "host" and n >= 20000 and (name, n) != ("layer_norm", 20001):
         pytest.skip("as the others, and slow there")
     slow = run.way == "host" and n > 2000 or run.way == "cuda"
     rows, parts = batches(run, 3 if slow else 40 if n < 2000 else 12)
