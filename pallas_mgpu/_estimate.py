@@ -30,10 +30,10 @@ class Estimate:
     ``parts``: seconds that the kernel would take if each resource alone limited it: "tensor
     cores", "SMEM", "L2", "HBM", "exponentials", "instructions", "power" and "launch". ``flops``:
     of matrix products.
-    ``read``, ``written``: bytes that the SMs ask for and give. ``memory``: bytes that pass between
+    ``read``, ``written``: bytes that the SMs read and write. ``memory``: bytes that pass between
     L2 and memory. ``blocks``: of the launch. ``occupancy``: blocks of an SM at once. ``waves``:
     rounds of blocks. ``gpu``: which GPU it is for. ``assumed``: lines of Python with branches and
-    waits about which the graph says nothing, and what they are taken to be.
+    waits that the graph does not decide, and what the estimate assumes for them.
     """
 
     kernel: str

@@ -379,7 +379,7 @@ def wait_gmem_to_smem(n):
     sm_89).
 
     They are the copies that this thread started by :func:`copy_gmem_to_smem`, in their order. The
-    lanes of the thread synchronise; other threads learn of the data by a barrier after it.
+    lanes of the thread synchronise; use a barrier after it to hand the data to other threads.
     TypeError, ValueError for other ``n``; ValueError when the kernel is lowered for a GPU whose
     copies have barriers.
     """
@@ -394,10 +394,10 @@ def commit_smem():
 def barrier_arrive(barrier, *, relaxed=False):
     """Count one arrival of this thread on a barrier, after its earlier memory accesses (Hopper).
 
-    ``relaxed``, of a :class:`ClusterBarrier`: to the threads of other blocks the arrival tells only
-    what products and copies have read of shared memory, not what this thread itself has loaded and
-    stored; where semaphores order that, it saves a fence of all memory. Kernels whose blocks share
-    nothing else are relaxed anyway. TypeError unless it is a bool.
+    ``relaxed``, of a :class:`ClusterBarrier`: for threads of other blocks, the arrival orders only
+    what products and copies have read of shared memory, not the loads and stores of this thread.
+    Where semaphores order those, this saves a fence of all memory. Without ``relaxed``, arrivals
+    are relaxed in kernels whose blocks share nothing else. TypeError unless it is a bool.
     """
     what = "barrier_arrive"
     if not isinstance(relaxed, bool):

@@ -48,8 +48,8 @@ class SharedScratch(PlacedRef):
     """Scratch in global memory that all blocks of a launch share, for ``scratch_types``.
 
     It lives as long as the call and is uninitialised at the start. Under ``plgpu.vmap`` each
-    element has its own. What one block writes another one may read once it has waited for a
-    semaphore (``pl.get_global``) that was signalled afterwards. ``plgpu.GMEM(shape, dtype)`` is
+    element has its own. A block may read what another one wrote once it has waited for a
+    semaphore (``pl.get_global``) that was signalled after the write. ``plgpu.GMEM(shape, dtype)`` is
     memory that a block has to itself.
     """
 

@@ -66,7 +66,7 @@ class DeviceMesh(_Frozen):
         PALLAS_MGPU_MESH_SECONDS. When waits have ended, or a process of the group has, or a launch
         failed, every later call on the mesh is a DeadlockError that names the waits.
 
-    ``name``: what operators of PyTorch call the mesh by, from its axes, devices and group.
+    ``name``: the name of the mesh in operators of PyTorch, made of its axes, devices and group.
 
     ValueError where the numbers do not fit, or devices cannot access each other's memory.
     """
