@@ -49,8 +49,8 @@ class SharedScratch(PlacedRef):
 
     It lives as long as the call and is uninitialised at the start. Under ``plgpu.vmap`` each
     element has its own. A block may read what another one wrote once it has waited for a
-    semaphore (``pl.get_global``) that was signalled after the write. ``plgpu.GMEM(shape, dtype)`` is
-    memory that a block has to itself.
+    semaphore (``pl.get_global``) that was signalled after the write. ``plgpu.GMEM(shape, dtype)``
+    is memory that a block has to itself.
     """
 
     __slots__ = ()
