@@ -572,8 +572,8 @@ def _allocate(x, collective, name, what, union=None):
             f" plgpu.{x.memory_space.name} as scratch_types, an operand or an output"
         )
     tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
-    given = 1 if any(isinstance(t, TilingTransform) for t in x.transforms) else 2
-    given = given if x.transforms else 0
+    tiled = any(isinstance(t, TilingTransform) for t in x.transforms)
+    given = "transforms" if tiled else "swizzle" if x.transforms else "nothing"
     return _core.alloc_smem(
         x.shape,
         x.dtype,

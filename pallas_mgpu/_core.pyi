@@ -546,7 +546,7 @@ def alloc_smem(
     dtype: DType,
     tiling: _Shape | None = None,
     swizzle: int = 0,
-    given: int = 0,
+    given: Literal["nothing", "transforms", "swizzle"] = "nothing",
     name: str | None = None,
     union: tuple[int, int] | None = None,
 ) -> Ref: ...

@@ -41,7 +41,7 @@ static const char *describe_transforms(const pm_graph *g, pm_val ref, int64_t pa
   int64_t tiling[PM_MAX_RANK];
   const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
   for (uint32_t k = 0; k < n; k++) tiling[k] = k + 1 < n || !packed ? tile[k] : tile[k] * packed;
-  if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == 2) n = 0;
+  if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == PM_GIVEN_SWIZZLE) n = 0;
   const long long swizzle = *pm_attr(g, alloc, PM_ATTR_SWIZZLE);
   pm_text out;
   pm_text_init(&out, g->arena);

@@ -131,7 +131,7 @@ static void set_transforms(pass *p, const buffer *b, int64_t swizzle) {
 }
 
 static bool is_given(const pass *p, const buffer *b) {
-  return *pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) != 0;
+  return *pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) != PM_GIVEN_NOTHING;
 }
 
 /* What a tcgen05 product asks of its operands beyond tiles. */

@@ -684,7 +684,8 @@ static PyObject *get_transforms(PyObject *self, void *c) {
   pm_type tiling = {.rank = 0};
   uint32_t n;
   const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
-  if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == 2) n = 0; /* it follows from the swizzle */
+  if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == PM_GIVEN_SWIZZLE)
+    n = 0; /* it follows from the swizzle */
   for (uint32_t k = 0; k < n; k++) tiling.dim[tiling.rank++] = tile[k];
   PyObject *hook = pmpy_hook(PMPY_HOOK_REF_TRANSFORMS);
   PyObject *tiles = hook ? pmpy_shape_tuple(&tiling) : NULL;
@@ -1036,15 +1037,15 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
   static char *names[] = {"shape", "dtype", "tiling", "swizzle", "given", "name", "union", NULL};
   (void)module;
   PyObject *shape, *dtype, *tiling = Py_None, *overlay = Py_None;
-  int swizzle = 0, given = 0;
-  const char *name = NULL;
+  int swizzle = 0;
+  const char *name = NULL, *given = "nothing";
   pm_dtype d;
   pm_type type = {.kind = PM_REF, .space = PM_SMEM};
-  int64_t tile[PM_MAX_RANK], place[2];
+  int64_t tile[PM_MAX_RANK], place[2], whose;
   int n = 0, n_overlay = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|OiizO:alloc_smem", names, &shape, &dtype, &tiling,
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|OiszO:alloc_smem", names, &shape, &dtype, &tiling,
                                    &swizzle, &given, &name, &overlay) ||
-      pmpy_dtype_from(dtype, &d)) {
+      pmpy_dtype_from(dtype, &d) || pmpy_enum_value(PM_ATTR_GIVEN, given, &whose)) {
     return NULL;
   }
   pmpy_trace *t = pmpy_begin_alloc("SMEM");
@@ -1055,7 +1056,7 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
   type.dtype = (uint8_t)d;
   pm_attr_arg attrs[] = {{.id = PM_ATTR_TILING, .list = tile, .n = (uint32_t)n},
                          {.id = PM_ATTR_SWIZZLE, .i = swizzle},
-                         {.id = PM_ATTR_GIVEN, .i = given},
+                         {.id = PM_ATTR_GIVEN, .i = whose},
                          {.id = PM_ATTR_UNION, .list = place, .n = (uint32_t)n_overlay}};
   return pmpy_allocated(t, pmpy_emit(t, PM_OP_ALLOC_SMEM, NULL, 0, &type, attrs, 4), name);
 }
@@ -1123,7 +1124,7 @@ static PyObject *fix_transforms(PyObject *module, PyObject *const *args, Py_ssiz
   if (smem && !*pm_attr(g, alloc, PM_ATTR_GIVEN)) {
     pm_set_list(g, alloc, PM_ATTR_TILING, tile, (uint32_t)n_tile);
     *pm_attr(g, alloc, PM_ATTR_SWIZZLE) = swizzle;
-    *pm_attr(g, alloc, PM_ATTR_GIVEN) = 1;
+    *pm_attr(g, alloc, PM_ATTR_GIVEN) = PM_GIVEN_TRANSFORMS;
     Py_RETURN_NONE;
   }
   if (n_given == (uint32_t)n_tile && swizzled == swizzle &&
@@ -1275,7 +1276,8 @@ static PyMethodDef functions[] = {
     {"acc_load", (PyCFunction)(void (*)(void))acc_load, METH_FASTCALL,
      "acc_load(acc, wait_n=0) -> Array"},
     {"alloc_smem", KEYWORDS(alloc_smem),
-     "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
+     "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=\"nothing\", name=None, union=None) "
+     "-> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
      "alloc_barrier(shape, arrivals, name=None, cluster=None, leader=0, tensor_core=0) -> Ref"},
     {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,

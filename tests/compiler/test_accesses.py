@@ -140,7 +140,7 @@ HEAD = """\
 kernel "k" grid [4] cluster [2] threads 1 stage traced {
   args %x_1: gmem float16[64,128], out %o_2: gmem float16[64,128]
   scope {collective = 1} {
-    %s_3 = alloc_smem {tiling = [8, 64], swizzle = 128, given = 1} : smem float16[4,64,128]
+    %s_3 = alloc_smem {tiling = [8, 64], swizzle = 128, given = transforms} : smem float16[4,64,128]
     %b_4 = alloc_barrier {arrivals = 1} : barrier[1]
     %c_5 = alloc_barrier {arrivals = 1, cluster = [0, -1]} : barrier[1]
 """
