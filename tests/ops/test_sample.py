@@ -30,6 +30,8 @@ def allowed(row, top_k, top_p, temperature):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("n", [1, 37, 1024, 5003])
 def test_tokens_that_may_be_drawn(run, dtype, n, rng):
+    if run.way == "host" and n > 1000 and (dtype, n) != (np.float32, 1024):
+        pytest.skip("slow there, and nothing else than in few columns and on the interpreter")
     rows = 6
     x = (rng.standard_normal((rows, n)) * 3).astype(dtype)
     x[0, rng.integers(n, size=n // 2)] = -np.inf
