@@ -78,7 +78,7 @@ def chosen(cases, quick, long=None):
         yield pytest.param(cases[k], marks=marks, id=str(k))
 
 
-@pytest.mark.parametrize("case", list(chosen(dense(), 8, 200)))
+@pytest.mark.parametrize("case", list(chosen(dense(), 8, 100)))
 def test_dense(case, rng):
     agrees(case, rng, seeds=range(1))
 

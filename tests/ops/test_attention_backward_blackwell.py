@@ -126,6 +126,7 @@ def test_options_of_scores(name, deterministic, rng):
     no_local_memory(f, (grad, q, k, v), lse, more, ranges)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim, deterministic", [(64, False), (128, False), (80, False), (32, False)]
                          + [(64, True), (128, True), (192, False), (256, False)])  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
