@@ -18,7 +18,8 @@ static const char *print_padded(char *out, bool negative, std::string body, size
   if (style[4] != '.') {
     for (size_t k = group; k < whole; k += group) body.insert(whole - k, 1, style[4]);
   }
-  const std::string sign = (negative ? "-" : style[2] == '-' ? "" : std::string(1, style[2])) + prefix;
+  const std::string sign =
+      (negative ? "-" : style[2] == '-' ? "" : std::string(1, style[2])) + prefix;
   const size_t size = sign.size() + body.size(), left = width > size ? width - size : 0;
   const size_t before = style[1] == '>' ? left : style[1] == '^' ? left / 2 : 0;
   const size_t inside = style[1] == '=' ? left : 0;

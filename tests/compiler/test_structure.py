@@ -169,7 +169,7 @@ def long_c_functions(root):
 
 
 def sources(root):
-    kinds = ("*.py", "*.pyi", "*.c", "*.h", "*.cuh")  # the rows of tables (.def) are lines
+    kinds = ("*.py", "*.pyi", "*.c", "*.cpp", "*.h", "*.cuh")  # the rows of tables (.def) are lines
     return sorted(file for kind in kinds for file in root.rglob(kind))
 
 

@@ -3,9 +3,9 @@
 Triton (data/triton.json, made by triton_programs.py): kernels of whole_kernels.py, written again in
 Gluon, have the same order of synchronisation in each role; single products have the same
 instruction descriptors, and matrix descriptors and offsets that follow from the same formula for
-Triton's order of tiles. CUTLASS through nvcc (data/cutlass.json, made by cutlass_programs.py): the loops of its
-roles have what the same loops of `ops` have, in the same order, and products the same instruction
-descriptors.
+Triton's order of tiles. CUTLASS through nvcc (data/cutlass.json, made by cutlass_programs.py): the
+loops of its roles have what the same loops of `ops` have, in the same order, and products the same
+instruction descriptors.
 
 Differences that are accepted stand in `reduced`, `NAMES` and `skeleton`, with the reason; those of
 the PTX ISA are in docs/blackwell.md."""
@@ -53,10 +53,10 @@ def reduced(steps, copies=1):
 
     How many copies fill a buffer follows from the width of a tile, and where bytes are expected
     from how many arrivals count: what is compared is the barrier and the bytes. copies: blocks
-    whose copies one arrival expects. Loads and stores of tensor memory have other shapes: the number of
-    registers is compared. Waits for loads that come before others change nothing. Triton has no
-    fences of tcgen05, which the ISA's patterns for the synchronisation of several threads have, and
-    other proxy fences."""
+    whose copies one arrival expects. Loads and stores of tensor memory have other shapes: the
+    number of registers is compared. Waits for loads that come before others change nothing. Triton
+    has no fences of tcgen05, which the ISA's patterns for the synchronisation of several threads
+    have, and other proxy fences."""
     out = []
     for word, *rest in steps:
         last = out[-1] if out else [None]

@@ -28,8 +28,8 @@ def kernels():
 
 @functools.cache
 def some_of_each_kind():
-    """Kernel -> of its mutants those that make one in twenty of each kind in all kernels; or else its
-    first one."""
+    """Kernel -> of its mutants those that make one in twenty of each kind in all kernels, or else
+    its first one."""
     found, counts = {}, collections.Counter()
     for name, kernel in kernels().items():
         all_of_it = kernel_mutants.all_mutants(kernel)
