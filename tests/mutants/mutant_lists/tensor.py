@@ -130,14 +130,14 @@ breaks(
         "t->uses[k].stage > USE_WAITED",
     ),
     barriers_tell_of_every_product=(
-        "pm_vm_see_commit",
-        "t->finished[j].commit > b->commit[k].number",
-        "t->finished[j].commit > b->commit[k].number + 9",
+        "forget_finished",
+        "t->finished[j].commit > commit",
+        "t->finished[j].commit > commit + 9",
     ),
     barriers_tell_of_no_product=(
         "pm_vm_see_commit",
-        "b->commit[k].phase > phase",
-        "b->commit[k].phase >= phase",
+        "c.phase > phase",
+        "c.phase >= phase",
     ),
     pairs_may_differ=(
         "pm_vm_check_pairs",
