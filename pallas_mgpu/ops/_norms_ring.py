@@ -61,7 +61,7 @@ class Plan:
         of_pair = ((self.consumers + 1) * launched - PRODUCER_REGISTERS) // pairs
         self.writer_registers = min((of_pair - GATHERER_REGISTERS) // 8 * 8, 232)
         self.gatherer_registers = min((of_pair - self.writer_registers) // 8 * 8, launched)
-        # rows that are told at a time: the producer waits for nothing but slots
+        # rows announced at a time: the producer waits for nothing but slots
         self.ahead = min(max(pl.cdiv(self.stages - 1, self.chunks_of(0)), 2), SLOTS)
         # elements of each pair
         self.sizes = [

@@ -85,12 +85,12 @@ class _Row:
         return found
 
     def _exchange(self, half, values):
-        told = self.refs["told"]
+        exchanged = self.refs["exchanged"]
         for i, value in enumerate(values):
-            told[half, self.me, i] = lax.bitcast_convert_type(value, jnp.int32)
+            exchanged[half, self.me, i] = lax.bitcast_convert_type(value, jnp.int32)
         plgpu.ext.named_barrier_sync(0, _THREADS)
         return [
-            [lax.bitcast_convert_type(told[half, t, i], value.dtype) for t in range(_THREADS)]
+            [lax.bitcast_convert_type(exchanged[half, t, i], value.dtype) for t in range(_THREADS)]
             for i, value in enumerate(values)
         ]
 
@@ -165,8 +165,8 @@ def _kernel(x, interpret):
 
     def body(logits, seed, *refs):
         overlap_launches()
-        arrays, (out, told) = refs[: len(names)], refs[len(names) :]
-        refs = dict(zip(names, arrays), logits=logits, seed=seed, told=told)
+        arrays, (out, exchanged) = refs[: len(names)], refs[len(names) :]
+        refs = dict(zip(names, arrays), logits=logits, seed=seed, exchanged=exchanged)
         row = _Row(x, refs)
         top, temperature, least = row.largest(), row.option("temperature"), None
 
