@@ -108,8 +108,8 @@ static void limit(vclock *c) {
   memmove(c->at, c->at + drop, c->n * sizeof *c->at);
 }
 
-/* What of a clock others learn: all, but of plain accesses only what they mean for tensor memory; or
- * all, and what the agent may rely on in tensor memory. */
+/* What of a clock others learn: all, or all but plain accesses other than to tensor memory. Or all
+ * and what the agent may rely on in tensor memory. */
 enum part { ALL, NO_ACCESSES, WITH_TENSOR };
 
 static struct seen part_of(const races *r, const struct seen *x, enum part part) {
@@ -324,8 +324,8 @@ static void join_block(pm_machine *m, vclock *to, const vclock *from, const bloc
 }
 
 /* The products are complete, and so is what their issuer, which may be a warp of the owner, knew of
- * when it issued them: they waited for it. The arrival in the other block has no known scope: there,
- * what engines did counts, and what agents of that block had told the issuer. */
+ * when it issued them: they waited for it. The arrival in the other block has no known scope:
+ * there, what engines did counts, and what agents of that block had told the issuer. */
 void pm_race_commit(pm_machine *m, const task *k, const barrier *b) {
   const bool own = b->block == k->owner->block;
   vclock *to = &order_of(m, b)->open;

@@ -77,8 +77,6 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
 
 static bool is_load(const event *e) { return e->maker == TMA && e->i->mem3; }
 
-static bool is_tcgen05(const event *e) { return e->maker == TENSOR_CORE && pm_vm_is_tcgen05(e->i); }
-
 /* A load and what else engines do for one agent run in either order: what if the second one was
  * issued first. */
 static void put_other_hint(const event *a, const event *b, char *buf, size_t n) {
@@ -88,7 +86,7 @@ static void put_other_hint(const event *a, const event *b, char *buf, size_t n) 
       (a->maker == TMA || a->maker == TENSOR_CORE) && (b->maker == TMA || b->maker == TENSOR_CORE);
   if (!same || !engines || is_load(a) == is_load(b)) return;
   const size_t at = strlen(buf);
-  const char *wait = is_tcgen05(b)              ? "the barrier of a commit after it"
+  const char *wait = b->committed              ? "the barrier of a commit after it"
                      : b->maker == TENSOR_CORE ? "wgmma_wait()"
                                                : "wait_smem_to_gmem()";
   if (is_load(b)) {
@@ -144,11 +142,11 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
       snprintf(buf, n, "wait for the first: wait_smem_to_gmem(); %s", reader);
       break;
     case PRODUCTS:
-      if (is_tcgen05(a)) snprintf(buf, n, "wait for the first: the barrier of a commit after it");
+      if (a->committed) snprintf(buf, n, "wait for the first: the barrier of a commit after it");
       else snprintf(buf, n, "wait for the first: wgmma_wait(); %s", reader);
       break;
     default:
-      if (is_tcgen05(b)) {
+      if (b->committed) {
         snprintf(buf, n, "issue the product after the first, or wait for it before: %s",
                  "the barrier of a commit after the product");
       } else if (b->maker == TENSOR_CORE) {
@@ -711,6 +709,7 @@ static bool begin_engine(tracker *x, pm_machine *m, const task *k, const located
     time = pm_race_open_phase(m, k->barrier);
   }
   set_maker(x, maker, id, time);
+  x->event.committed = k->kind == TASK_TENSOR;
   return true;
 }
 

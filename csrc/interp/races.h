@@ -64,6 +64,7 @@ typedef struct event {
   uint8_t thread;
   int8_t warp; /* -1: none */
   uint8_t maker, touch;
+  bool committed; /* of tensor cores: awaited by a commit, not by wgmma_wait */
   bool marked;
 } event;
 

@@ -461,8 +461,6 @@ static step exec_tensor(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
-bool pm_vm_is_tcgen05(const instr *i) { return i->exec == exec_tensor; }
-
 /* ---- products ------------------------------------------------------------------------------- */
 
 /* A view of SMEM in the block that `to` is, where it was located in `from`. */

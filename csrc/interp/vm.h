@@ -677,7 +677,7 @@ void pm_race_leave_section(pm_machine *m, const thread *t);
 void pm_race_enter_section(pm_machine *m, const thread *t);
 void pm_race_await_loads(pm_machine *m, const thread *t);   /* from tensor memory */
 void pm_race_await_kernels(pm_machine *m, const thread *t); /* those before this one */
-void pm_race_tell_tensor(pm_machine *m, const thread *t); /* its order of tensor memory */
+void pm_race_tell_tensor(pm_machine *m, const thread *t);   /* its order of tensor memory */
 void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster);
 void pm_race_phase(pm_machine *m, const barrier *b, bool copied); /* is complete */
 uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b);
@@ -823,7 +823,6 @@ void pm_vm_drop_tensor(pm_machine *m, thread *t);
 void pm_vm_see_commit(pm_machine *m, const barrier *b, int64_t phase);
 /* The thread arrived at a barrier that orders tensor cores: what it waited for is known. */
 void pm_vm_tmem_told(thread *t);
-bool pm_vm_is_tcgen05(const instr *i); /* a product or copy that was issued, or a commit */
 void pm_vm_init_tmem(pm_machine *m, block *b, const struct tmem_alloc *x);
 step pm_vm_check_tmem(pm_machine *m, thread *t, pm_opid op, const struct tmem_alloc *x);
 step pm_vm_check_pairs(pm_machine *m, const cluster *c);

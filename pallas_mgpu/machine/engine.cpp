@@ -836,8 +836,8 @@ struct Commit : TensorOp {
 };
 
 /* The products came after all that was ordered before the commit, and who waits for it comes after
- * the products. The arrival in the other block has no known scope: there, what engines had done came
- * before it, and what threads of that block had told the issuer. */
+ * the products. The arrival in the other block has no known scope: there, what engines had done
+ * came before it, and what threads of that block had told the issuer. */
 static void learn_of(Clock &to, const Block &b, const Commit &c) {
   if (&b == c.block) return to.join(c.clock);
   const u32 engines = m.n_clock - MAX_ENGINES, first = b.threads[0].rank;
@@ -1120,8 +1120,12 @@ static void hand_back(Warp &w, Flight &f, int line) {
   for (u32 l = 0; l < 32; l++) {
     u32 *r = (u32 *)f.registers[l];
     for (u32 k = 0; k < f.words; k++)
-      if (r[k] != POISON)
-        host_fail(line, "an accumulator was written while a product was in flight");
+      if (r[k] != POISON) {
+        host_fact("kind protocol");
+        host_fail(line,
+                  "an accumulator was written while a product was in flight. Wait before: "
+                  "plgpu.wgmma_wait(0)");
+      }
     memcpy(r, &f.value[l * f.words], f.words * 4);
   }
   w.needs_fence = true;
@@ -1196,12 +1200,23 @@ extern "C" void host_wgmma_wait(u32 n, int line) {
 extern "C" void host_pin(const void *registers, u32 bytes, int line) {
   Thread *t = m.self;
   t->line = line;
-  for (auto &f : t->warp->flights)
-    if (overlap(f->registers[t->lane], f->words, registers, bytes / 4))
-      host_fail(line, "the accumulator is used while a product of it is in flight");
+  for (auto &f : t->warp->flights) {
+    if (!overlap(f->registers[t->lane], f->words, registers, bytes / 4)) continue;
+    int product = 0;
+    for (auto &op : t->warp->products)
+      if (((Product *)op.get())->flight == f) product = op->line;
+    host_fact("kind protocol");
+    host_fail(line,
+              "the accumulator is used while the wgmma in line %d may still write to it. Wait "
+              "before: plgpu.wgmma_wait(0)",
+              product);
+  }
 }
 
 void host_products_end(Warp &w) {
-  if (!w.products.empty())
-    host_fail(w.products[0]->line, "the block ends and nobody waited for this product");
+  if (w.products.empty()) return;
+  host_fact("kind protocol");
+  host_fail(w.products[0]->line,
+            "the block ends and nobody waited for this product: call "
+            "plgpu.wgmma_wait(0)");
 }

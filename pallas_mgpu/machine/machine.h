@@ -346,7 +346,7 @@ struct Machine {
   u32 devices = 1, n_args = 0; /* of a mesh; arguments of each */
   u64 stride = 0;              /* from what one device has to the same of the next one */
   std::map<const void *, Semaphore> semaphores; /* by their word */
-  std::map<const void *, Clock> variables; /* of the program: what was released there */
+  std::map<const void *, Clock> variables;      /* of the program: what was released there */
   u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;
   u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
