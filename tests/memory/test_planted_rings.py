@@ -638,6 +638,36 @@ def copy_of_a_steps_own(wrong, x, o, kept):
     )(x)
 
 
+@pair(
+    (np.arange(128) * 7 % 18).astype(I32),
+    dtype=I32,
+    scratch_types=[SMEM((128,), I32), Barrier(num_arrivals=2), Barrier(num_arrivals=2)],
+    race=("write bins by thread 0 at clear", "atomic bins by thread 1 at count"),
+    remedy="barrier",
+    want=lambda x: 2 * np.bincount(x, minlength=128),
+    **TWO,
+)
+def counts_after_a_clear(wrong, x, o, bins, cleared, counted):
+    """The thread that cleared the bins counts as well: its own atomics do not order the others
+    after the clear."""
+    me = lax.axis_index("t")
+
+    @pl.when(me == 0)
+    def _():
+        bins[...] = jnp.zeros(128, I32)  #: clear
+
+    if not wrong:
+        arrive(cleared)
+        wait(cleared)
+    pl.atomic_add(bins, (x[...],), jnp.ones(128, I32))  #: count
+    arrive(counted)
+    wait(counted)
+
+    @pl.when(me == 0)
+    def _():
+        o[...] = bins[...]
+
+
 @pytest.mark.parametrize("backend", ["interpret", "emulate"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_right_one_is_clean(name, backend):

@@ -1,4 +1,6 @@
-"""Planted mistakes with tensor memory: what commits, barriers and scopes order, who may reuse what."""
+"""Planted mistakes with tensor memory: what commits, barriers and scopes order."""
+
+import itertools
 
 import numpy as np
 import planted
@@ -288,6 +290,49 @@ def converted_in_place_by_pairs(
     each(producer, converter, products, epilogue)
 
 
+@pair(
+    A,
+    B,
+    out=(2, 128, 64),
+    scratch_types=dict(
+        a_smem=SMEM((128, 64), F16),
+        b_smem=SMEM((64, 64), F16),
+        acc=TMEM((2, 128, 64), F32),
+        full=Barrier(num_arrivals=2),
+        loaded=ordering(),
+        done=ordering(num_arrivals=2),
+    ),
+    race=("write acc by the tensor core at mul", "read acc by thread 2 at load"),
+    errors=(ValueError, plgpu.UninitializedError),
+    remedy="commit|never written",
+    want=lambda a, b: np.stack([product(a, b)] * 2),
+    **threads(3),
+)
+def commits_of_two_threads(wrong, a, b, o, *, a_smem, b_smem, acc, full, loaded, done):
+    """Both arrive on one barrier."""
+
+    def first():
+        operands(a, b, a_smem, b_smem, full)
+        arrive(loaded)
+        mma(acc.at[0], a_smem, b_smem, accumulate=False)
+        finish(done)
+
+    def second():
+        wait(loaded)
+        if wrong:
+            finish(done)
+        mma(acc.at[1], a_smem, b_smem, accumulate=False)  #: mul
+        if not wrong:
+            finish(done)
+
+    def epilogue():
+        wait(done)
+        for k in range(2):
+            o[k] = plgpu.async_load_tmem(acc.at[k])  #: load
+
+    each(first, second, epilogue)
+
+
 # ---- handing on ----------------------------------------------------------------------------------
 
 
@@ -354,9 +399,7 @@ def handed(first, second):
     )(body)  # fmt: skip
 
 
-for k, way in enumerate(
-    (x, y) for x in ("product", "store", "load") for y in ("product", "store", "load")
-):
+for way in itertools.product(("product", "store", "load"), repeat=2):
     if way not in (("load", "load"), ("product", "product")):
         handed(*way)
 
