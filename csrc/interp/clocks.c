@@ -477,6 +477,15 @@ void pm_race_reset_semaphores(pm_machine *m, const block *b, uint32_t first, uin
 
 static uint32_t all_blocks(const pm_machine *m) { return m->n_clusters * m->n_blocks; }
 
+/* The kernel of a device has ended when all its threads have. */
+void pm_race_end_cluster(pm_machine *m, const cluster *c) {
+  const size_t at = (size_t)(c->blocks - m->blocks) * m->n_threads;
+  if (!m->races->ends) return;
+  for (const thread *t = m->threads + at; t < m->threads + at + m->n_blocks * m->n_threads; t++) {
+    join(m->races, &m->races->ends[c->device], clock_of(m, t), ALL);
+  }
+}
+
 void pm_race_begin_cluster(pm_machine *m, const cluster *c) {
   races *r = m->races;
   r->instance[c - m->clusters] = r->instances++;
@@ -566,6 +575,7 @@ bool pm_race_begin(pm_machine *m) {
   r->semaphores = zeroed((size_t)m->n_devices * m->n_semaphores, sizeof *r->semaphores);
   r->block_semaphores =
       zeroed((size_t)all_blocks(m) * m->n_block_semaphores, sizeof *r->block_semaphores);
+  if (m->n_devices > 1 && !(r->ends = zeroed(m->n_devices, sizeof *r->ends))) return false;
   return r->instance && r->agents && r->barriers && r->named && r->turns && r->semaphores &&
          r->block_semaphores && make_regions(m);
 }
@@ -595,6 +605,7 @@ void pm_race_end(pm_machine *m) {
   }
   free_clocks(r->named, (size_t)all_blocks(m) * NAMED_BARRIERS);
   free_clocks(r->turns, all_blocks(m));
+  free_clocks(r->ends, m->n_devices);
   free_semaphores(r->semaphores, (size_t)m->n_devices * m->n_semaphores);
   for (uint32_t k = 0; k < r->n_words; k++) free_signals(&r->words[k].order);
   pm_free(r->words);

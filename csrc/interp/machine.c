@@ -781,12 +781,13 @@ static step run_grid(pm_machine *m) {
     if (m->options.progress && !(++m->ticks & 15) && report(m) == STEP_FAIL) return STEP_FAIL;
     if (m->last->n_live || m->last->n_tasks) continue;
     if (check_cluster(m, m->last) == STEP_FAIL) return STEP_FAIL;
+    if (m->races) pm_race_end_cluster(m, m->last);
     if (m->timeline) pm_time_end_cluster(m, m->last);
     if (m->profile_words) pm_profile_end_cluster(m, m->last);
     m->points_done++;
     begin_cluster(m, m->last);
   }
-  return STEP_NEXT;
+  return m->races ? pm_race_end_launch(m) : STEP_NEXT;
 }
 
 /* ---- memory of a run ---------------------------------------------------------------------- */

@@ -298,6 +298,52 @@ static step report_early(tracker *x) {
   return deliver(m, &race);
 }
 
+/* ---- the end of a launch ------------------------------------------------------------------ */
+
+typedef struct ended {
+  pm_machine *m;
+  uint32_t device;
+  step result;
+} ended;
+
+/* What another device did to memory of this one, whose kernel may have ended by then. */
+static void check_ended(void *ctx, const event *e, size_t from, size_t to) {
+  ended *x = ctx;
+  pm_machine *m = x->m;
+  if (e->cluster / m->grid_size == x->device || x->result == STEP_FAIL) return;
+  if (pm_clock_at(&m->races->ends[x->device], e->id, SEEN) >= e->time) return;
+  if (is_known(m->races, e->i->op, UINT32_MAX)) return;
+  const int64_t bytes = e->mem->bytes;
+  pm_race race = {.space = "GMEM",
+                  .from = (int64_t)from,
+                  .to = (int64_t)to,
+                  .hint = "let a thread of that device wait for a signal that follows the first"};
+  describe(m, e, &race.first);
+  race.second = race.first;
+  race.second.touch = touch_names[e->touch == READ ? WRITE : READ];
+  race.second.file = NULL;
+  race.second.line = 0;
+  const int n = snprintf(race.second.agent, sizeof race.second.agent,
+                         "what follows the kernel on device ");
+  pm_vm_put_device(m, x->device, race.second.agent + n, sizeof race.second.agent - (size_t)n);
+  index_text(e->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
+  x->result = deliver(m, &race);
+}
+
+/* The host may use the memory of a device as soon as the kernel there has ended. */
+step pm_race_end_launch(pm_machine *m) {
+  races *r = m->races;
+  ended x = {.m = m, .result = STEP_NEXT};
+  for (uint32_t k = 0; r->ends && k < m->n_buffers; k++) {
+    const region *g = &r->shadow.regions[m->n_clusters * m->n_blocks + r->root[k]];
+    x.device = k / m->n_args;
+    if (r->root[k] == k && g->pages) pm_shadow_visit(&r->shadow, g, check_ended, &x);
+  }
+  return x.result;
+}
+
+/* ---- an access, continued ----------------------------------------------------------------- */
+
 /* Where the bytes of a block or an argument begin; false: nobody writes to the argument. */
 static bool find_region(tracker *x, const thread *t, const access *mem, const char *base) {
   const pm_machine *m = x->m;

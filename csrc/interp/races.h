@@ -178,6 +178,9 @@ void pm_shadow_touch_periods(touching *x, region *g, size_t from, size_t to, uin
 uint32_t pm_shadow_event(shadow *s, const event *e);
 /* Forgets what no byte remembers, where there is much of it. */
 void pm_shadow_sweep(shadow *s);
+typedef void shadow_visit(void *ctx, const event *e, size_t from, size_t to);
+/* All accesses that the region remembers, and to which bytes; several times if to several runs. */
+void pm_shadow_visit(shadow *s, const region *g, shadow_visit *visit, void *ctx);
 void pm_shadow_clear(shadow *s, region *g);
 void pm_shadow_free(shadow *s);
 
@@ -254,7 +257,8 @@ struct races {
   semaphore_order *semaphores, *block_semaphores;
   word_order *words;
   uint32_t n_words, cap_words;
-  vclock all; /* scratch */
+  vclock *ends; /* by device: what comes before the end of its kernel; NULL: there is one device */
+  vclock all;   /* scratch */
   shadow shadow;
   tracker storing; /* the access that shadow.rewrites are of, and the bytes that were there */
   char *old;

@@ -613,6 +613,28 @@ void pm_shadow_touch_periods(touching *x, region *g, size_t from, size_t to, uin
   x->n_done = 0;
 }
 
+static void each_event(shadow *s, const mark *k, shadow_visit *visit, void *ctx, size_t from,
+                       size_t to) {
+  if (k->write) visit(ctx, pm_shadow_at(s, k->write), from, to);
+  for (uint32_t l = k->since; l; l = list_at(s, l)->next) {
+    visit(ctx, pm_shadow_at(s, list_at(s, l)->event), from, to);
+  }
+}
+
+void pm_shadow_visit(shadow *s, const region *g, shadow_visit *visit, void *ctx) {
+  for (size_t j = 0; j < g->n_pages; j++) {
+    size_t from = j * PAGE;
+    for (uint32_t k = 0; k < g->pages[j].n; from = j * PAGE + g->pages[j].at[k++].to) {
+      const mark *x = &g->pages[j].at[k];
+      const comb *c = comb_of(s, x);
+      for (uint32_t i = 0; c && i < c->n; i++) {
+        each_event(s, &c->at[i], visit, ctx, from, j * PAGE + x->to);
+      }
+      if (!c) each_event(s, x, visit, ctx, from, j * PAGE + x->to);
+    }
+  }
+}
+
 void pm_shadow_clear(shadow *s, region *g) {
   (void)s;
   for (size_t k = 0; k < g->n_pages; k++) g->pages[k].n = 0;

@@ -665,6 +665,8 @@ void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 bool pm_race_begin(pm_machine *m);
 void pm_race_end(pm_machine *m);
 void pm_race_begin_cluster(pm_machine *m, const cluster *c);
+void pm_race_end_cluster(pm_machine *m, const cluster *c);
+step pm_race_end_launch(pm_machine *m); /* of all devices */
 const vclock *pm_race_clock(const pm_machine *m, const thread *t);
 void pm_race_fence(pm_machine *m, const thread *t, bool by_author);
 void pm_race_fork(pm_machine *m, const thread *t);
