@@ -323,8 +323,8 @@ static void check_ended(void *ctx, const event *e, size_t from, size_t to) {
   race.second.touch = touch_names[e->touch == READ ? WRITE : READ];
   race.second.file = NULL;
   race.second.line = 0;
-  const int n = snprintf(race.second.agent, sizeof race.second.agent,
-                         "what follows the kernel on device ");
+  const int n =
+      snprintf(race.second.agent, sizeof race.second.agent, "what follows the kernel on device ");
   pm_vm_put_device(m, x->device, race.second.agent + n, sizeof race.second.agent - (size_t)n);
   index_text(e->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
   x->result = deliver(m, &race);

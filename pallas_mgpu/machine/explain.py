@@ -285,6 +285,8 @@ class Names:
                 "several": "several threads",
                 "launch": "kernels that were launched earlier",
             }.get(kind, "an engine")
+        if kind == "end":
+            return f"what follows the kernel on {self.device(number)}"
         if kind == "cluster":
             engine = "TMA, for " if re.search(r"\b(tma|bulk)_", line) else ""
             return engine + (where or "several points of the grid")
@@ -378,6 +380,8 @@ def _remedy(names, lacks, first, second):
     engine = "product" if "tensor core" in second["agent"] else "copy"
     if lacks == "tensor":
         return _tensor_memory(first)
+    if lacks == "end":
+        return "let a thread of that device wait for a signal that follows the first"
     if lacks == "fence":
         return (
             f"call plgpu.commit_smem() before the {engine}, in the thread that stores or issues it"

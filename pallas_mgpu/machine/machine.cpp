@@ -837,6 +837,8 @@ static void launch(u64 seed) {
     if ((u64)clusters * m.cluster_blocks * m.block_threads > MANY / 2)
       host_fail(0, "%u blocks that wait for each other are too many", clusters * m.cluster_blocks);
     run_clusters(order);
+    m.self = nullptr;
+    if (m.devices > 1 && !m.stopped) host_end_of_devices();
     return;
   }
   m.waiting = order;

@@ -109,6 +109,7 @@ struct Region {
   void forget();
 };
 
+void host_end_of_devices(); /* did others use their memory after their kernels? */
 void thread_reads(Region &r, size_t at, size_t n, int line);
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line);
 /* by operation `when` of agent `who`; it was issued in `line` by one who knew `known` */

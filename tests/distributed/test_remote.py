@@ -640,6 +640,40 @@ def test_races_between_devices(kind, seed, backend):
 
 
 @both
+@pytest.mark.parametrize("way", ["plain", "copy"])
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_kernel_that_ends_too_early(way, waits, seed, backend):
+    """While another device may still write to its memory, which the host may use by then."""
+
+    def body(x, y, smem, sem):
+        other = 1 - lax.axis_index("x")
+        if way == "plain":
+            plgpu.remote_ref(y, other)[...] = x[...]
+        else:
+            smem[...] = x[...]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, plgpu.remote_ref(y, other))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=not waits)
+        if waits or way == "copy":
+            pl.semaphore_signal(sem, device_id=other)
+            pl.semaphore_wait(sem)
+
+    x = [np.zeros((4, 64), np.float32)] * 2
+    scratch = [plgpu.SMEM((4, 64), np.float32), REGULAR]
+    options = dict(outs=(struct((4, 64)),), args=(x,), scratch_types=scratch)
+    if waits:
+        call(body, seed=seed, backend=backend, **options)
+        return
+    with pytest.raises(
+        plgpu.RaceError, match=r"what follows the kernel on device \(.,\)\n.*signal"
+    ):
+        call(body, seed=seed, backend=backend, **options)
+    race = plgpu.get_races().races[0]
+    assert race.first.ref == "y" and race.first.line and race.first.file.endswith("test_remote.py")
+
+
+@both
 def test_relay_is_ordered(backend):
     """What device 0 wrote is ordered for device 2 by signals by way of device 1."""
 
