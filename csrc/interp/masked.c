@@ -43,7 +43,7 @@ static char *operand(thread *t, const walker *w, uint32_t slot, uint32_t n, size
   return (char *)slot_of(t, slot) + (w->i->to >> n & 1 ? 0 : (size_t)w->k * bytes);
 }
 
-static char *place_of(thread *t, const walker *w) {
+static inline char *place_of(thread *t, const walker *w) {
   const access *mem = w->s->mem;
   int64_t at[PM_MAX_RANK];
   if (mem->by) return indexed(t, w, at) < 0 ? pm_vm_element(w->s, true, at) : NULL;
