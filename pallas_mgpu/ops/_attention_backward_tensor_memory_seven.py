@@ -87,7 +87,6 @@ class _Plan:
             "s_ready": orders(num_barriers=self.buffers),
             "p_ready": orders(_WORKERS),  # P and dS are stored, S and dP loaded
             "p_free": orders(),
-            "sums_ready": orders(),
         }
         for name in self.sums:
             found[f"{name}_acc"] = plgpu.TMEM((_ROWS, self.width), jnp.float32)
@@ -210,7 +209,6 @@ class _Block(WarpSpecialized):
             plgpu.tcgen05_commit_arrive(self.empty.at[slot])
 
         lax.fori_loop(0, self.steps, step, None)
-        plgpu.tcgen05_commit_arrive(self.sums_ready)
 
     def scores(self, it):
         """S and dP of a block. Their buffers are free: P and dS of an earlier block that had them
@@ -270,7 +268,6 @@ class _Block(WarpSpecialized):
 
         lax.fori_loop(0, self.steps, step, None)
         plgpu.barrier_wait(self.p_free, phase=self.steps - 1)
-        plgpu.barrier_wait(self.sums_ready)
         if me < len(self.plan.sums):
             self.store_sum(self.plan.sums[me])
 

@@ -75,6 +75,10 @@ class Memory:
             size = bytes_of(m[2], shape) // parts
             for start in range(int(m[1]), int(m[1]) + parts * size, size):
                 self.slots.setdefault(start, start + size)
+        starts = sorted(self.slots)
+        for end in list(self.slots.values()):  # what lies between buffers is no part of them
+            if end not in self.slots:
+                self.slots[end] = next((s for s in starts if s > end), end + (1 << 16))
         self.of_lanes = set()  # buffers of which each lane loads what it has stored, or its like
         cuts = {*self.slots, *self.slots.values()}
         for e in events:

@@ -14,9 +14,12 @@ from selection import only_long
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import (
     TensorMemoryAttentionConfig,
+    TensorMemoryBackwardConfig,
     TensorMemoryConfig,
     TensorMemoryMixedConfig,
     attention,
+    attention_backward,
+    gated_matmul,
     matmul,
     mixed_matmul,
     ragged_dot,
@@ -95,6 +98,27 @@ def scored(**options):
     return attention.kernel(q, q, q, config=config, **options), (q, q, q, *arrays)
 
 
+def gated(tile_n, pair):
+    x = np.zeros((2048, 2048), bf16)
+    config = C(tile_n, pair, dynamic=False)
+    return gated_matmul.kernel(x, x, x, config=config), (x, x, x)
+
+
+def gradients(which, dim, deterministic=False, causal=True):
+    """which: a kernel of the gradients of attention."""
+    x, lse = np.zeros((1, 1024, 4, dim), bf16), np.zeros((1, 4, 1024), np.float32)
+    bias = np.zeros((1, 4, 1024, 1024), bf16) if which == "bias" else None
+    how = dict(causal=causal, bias=bias, bias_gradient=bias is not None)
+    how |= dict(config=TensorMemoryBackwardConfig(), deterministic=deterministic)
+    f = attention_backward.kernel(x, x, x, x, x, lse, **how)
+    args = (x, x, x, x, lse, lse, *([] if bias is None else [bias]))
+    if f.fused and which != "bias":
+        return f.fused.fused, args
+    kernels = {"bias": f.bias, "queries": getattr(f, "by_queries", None)}
+    kernels |= vars(f.by_keys) if dim > 192 else {"keys": getattr(f, "by_keys", None)}
+    return kernels[which], args
+
+
 KERNELS = {
     "matmul": lambda: product(bf16, C(256, False)),
     "matmul, pair": lambda: product(f16, C(256)),
@@ -115,12 +139,28 @@ KERNELS = {
     "attention, 64": lambda: softmax(64, False),
     "attention, causal, 128": lambda: softmax(128, True),
     "attention, causal": lambda: softmax(64, True),
+    "attention, 72": lambda: softmax(72, True),
+    "attention, 192": lambda: softmax(192, False),
+    "attention, 256": lambda: softmax(256, True),
+    "gated": lambda: gated(128, False),
+    "gated, pair": lambda: gated(256, True),
+    "gradients": lambda: gradients("all", 128),
+    "gradients, 64": lambda: gradients("all", 64, causal=False),
+    "gradients, 80": lambda: gradients("all", 80),
+    "gradients of keys": lambda: gradients("keys", 128, True),
+    "gradients of queries": lambda: gradients("queries", 64, True),
+    "gradients of keys, 192": lambda: gradients("keys", 192),
+    "gradients, 256, dK": lambda: gradients("dk", 256),
+    "gradients, 256, dV": lambda: gradients("dv", 256, causal=False),
+    "gradients, 256, dQ": lambda: gradients("queries", 256),
+    "gradient of a bias": lambda: gradients("bias", 128),
 }
 
 
 QUICK = [
     "matmul", "matmul, pair", "matmul, launched, bias", "matmul, nvfp4, pair", "ragged",
     "ragged, sums", "mixed, int4", "attention", "attention, bias", "attention, causal",
+    "gated, pair", "gradients", "gradients of keys", "gradient of a bias",
 ]  # fmt: skip
 
 
