@@ -4,12 +4,12 @@ at one place at a time.
 `python tests/mutants/blackwell_mutants.py [--only TEXT ...] [--jobs N]`
 
 The programs are products of one block and of pairs with cluster launch control, with scales of
-blocks, grouped products (sums of groups, too), mixed and gated products and attention, with rings
-that come round. `WAYS` has the changes of each class; a mutant is one of them at one place of one
-program. Of all places of a class the sample has at least `EACH`, spread evenly over programs and
-ways. A mutant is noticed if the emulated machine refuses it under one of a few seeds, or if the
-results are wrong. Prints each with what noticed it; blackwell_mutants.txt is that list.
-test_blackwell_mutants.py runs a few in each run, and all in exhaustive ones."""
+blocks, grouped products (sums of groups, too), mixed and gated products, attention and its
+gradients, with rings that come round. `WAYS` has the changes of each class; a mutant is one of them
+at one place of one program. Of all places of a class the sample has at least `EACH`, spread evenly
+over programs and ways. A mutant is noticed if the emulated machine refuses it under one of a few
+seeds, or if the results are wrong. Prints each with what noticed it; blackwell_mutants.txt is that
+list. test_blackwell_mutants.py runs a few in each run, and all in exhaustive ones."""
 
 import argparse
 import dataclasses
@@ -90,6 +90,20 @@ def summed():
     return ops.transposed_ragged_dot, args, dict(config=config)
 
 
+def gradients(which):
+    """By five products ("all"), and two kernels of seven. One block of keys, so that nothing
+    depends on the order of sums."""
+    rng = np.random.default_rng(0)
+    q, grad = (rng.standard_normal((1, 360, 1, 64)).astype(F16) for _ in range(2))
+    k, v = (rng.standard_normal((1, 360 if which == "queries" else 120, 1, 64)) for _ in range(2))
+    k, v = k.astype(F16), v.astype(F16)
+    lse, delta = np.full((1, 1, 384), 9, F32), rng.standard_normal((1, 1, 384)).astype(F32)
+    how = dict(config=ops.TensorMemoryBackwardConfig(), deterministic=which != "all")
+    f = ops.attention_backward.kernel(grad, q, k, v, q, lse[:, :, :360], **how)
+    kernel = f.fused.fused if which == "all" else f.by_keys if which == "keys" else f.by_queries
+    return kernel, (grad, q, k, v, lse, delta), None
+
+
 PROGRAMS = {
     "matmul": lambda: product(384, 136, 200, 64, False, 2),
     "matmul, pairs": lambda: product(768, 264, 200, 128, True, 2),
@@ -100,6 +114,9 @@ PROGRAMS = {
     "mixed": mixed,
     "gated": gated,
     "attention": lambda: softmax(64, False),
+    "gradients": lambda: gradients("all"),
+    "gradients of keys": lambda: gradients("keys"),
+    "gradients of queries": lambda: gradients("queries"),
 }
 
 
@@ -121,6 +138,11 @@ class Program:
 @functools.cache
 def made(name):
     f, args, options = PROGRAMS[name]()
+    if options is None:  # it is a kernel
+        text, info = program(f.lower(*args, target="sm_100a"))
+        p = Program(text, info, list(args))
+        p.want = p.run(text, 0)
+        return p
     given = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
     real, plgpu.sm_count = plgpu.sm_count, lambda device=None: 2
     try:

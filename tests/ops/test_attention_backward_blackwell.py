@@ -147,6 +147,6 @@ def test_refusals():
     x = np.zeros((1, 16, 1, 60), f16)
     with pytest.raises(NotImplementedError, match="a multiple of 8 up to 256, got 60"):
         ops.attention_backward.kernel(*[x] * 5, lse, config=C())
-    bias = np.zeros((1, 1, 16, 16), f16)
+    x = np.zeros((1, 16, 1, 64), f16)
     with pytest.raises(ValueError, match="bias_gradient needs the bias"):
-        ops.attention_backward.kernel(*[bias] * 5, lse, bias_gradient=True, config=C())
+        ops.attention_backward.kernel(*[x] * 5, lse, bias_gradient=True, config=C())

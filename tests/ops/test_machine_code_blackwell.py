@@ -139,7 +139,7 @@ KERNELS = {
     "attention, 64": lambda: softmax(64, False),
     "attention, causal, 128": lambda: softmax(128, True),
     "attention, causal": lambda: softmax(64, True),
-    "attention, 72": lambda: softmax(72, True),
+    "attention, 80": lambda: softmax(80, True),
     "attention, 192": lambda: softmax(192, False),
     "attention, 256": lambda: softmax(256, True),
     "gated": lambda: gated(128, False),

@@ -137,17 +137,19 @@ def attention(shape, dtype, causal=False, stages=0):
     return make
 
 
-def gradients(shape, dtype, causal=False):
-    """Of attention: the kernel that adds to dQ, whose sums the call before cleared."""
+def gradients(shape, dtype, causal=False, deterministic=False):
+    """Of attention: the kernel that adds to dQ, whose sums the call before cleared, or those of
+    seven products."""
 
     def make(rng):
         batch, queries, heads, dim, keys, kv_heads = shape
         q, grad = rng.standard_normal((2, batch, queries, heads, dim)).astype(dtype)
         k, v = rng.standard_normal((2, batch, keys, kv_heads, dim)).astype(dtype)
-        o, lse = ops.attention(q, k, v, causal=causal, return_lse=True, interpret=True)
+        how = dict(causal=causal, return_lse=True, config=TensorMemoryAttentionConfig())
+        o, lse = ops.attention(q, k, v, **how, interpret=True)
         wants = attention_backward.gradients(grad, q, k, v, causal, dim**-0.5)
-        config = ops.TensorMemoryBackwardConfig()
-        f = ops.attention_backward.kernel(grad, q, k, v, o, lse, causal=causal, config=config)
+        how = dict(config=ops.TensorMemoryBackwardConfig(), deterministic=deterministic)
+        f = ops.attention_backward.kernel(grad, q, k, v, o, lse, causal=causal, **how)
         return f, [grad, q, k, v, o, lse], [w.astype(dtype) for w in wants], 1e-2
 
     return make
@@ -178,6 +180,7 @@ CASES = {
     "gated, pair": gated((300, 264, 136), bf16, C(256, True)),
     "attention": attention((1, 300, 2, 64, 400, 1), f16),
     "attention, causal": attention((2, 260, 2, 128, 260, 2), bf16, True),
+    "head_dim 72": attention((1, 200, 2, 72, 200, 1), f16, True),
     "head_dim 192": attention((1, 200, 2, 192, 130, 1), f16),
     "head_dim 256": attention((1, 130, 2, 256, 200, 2), bf16, True),
 }
@@ -185,6 +188,9 @@ CASES = {
 SEVERAL = {  # several kernels, of which one has tensor memory
     "gradients": gradients((1, 300, 2, 64, 260, 1), f16),
     "gradients, causal": gradients((1, 300, 1, 128, 200, 1), bf16, True),
+    "gradients, 80": gradients((1, 200, 2, 80, 260, 1), f16),
+    "gradients, repeating": gradients((1, 300, 2, 64, 260, 1), f16, True, True),
+    "gradients, 256": gradients((1, 200, 1, 256, 150, 1), bf16, True),
 }
 
 
@@ -251,8 +257,11 @@ def test_compiles_for_hopper(name, rng, small_gpu):
 def test_gradients_compile_for_hopper(name, rng, small_gpu):
     f, (grad, q, k, v, _, lse), *_ = SEVERAL[name](rng)
     rows = plgpu.ShapeDtypeStruct((*lse.shape[:2], 384), f32)
-    low = f.fused.fused.lower(grad, q, k, v, rows, rows, target="sm_100a")
-    assert "'sm_90a'" in low.resources()["log"]
+    keys = f.by_keys if not f.fused else None
+    kernels = [keys.dk, keys.dv] if hasattr(keys, "dk") else [keys]
+    for kernel in [f.fused.fused] if f.fused else [*kernels, f.by_queries]:
+        low = kernel.lower(grad, q, k, v, rows, rows, target="sm_100a")
+        assert "'sm_90a'" in low.resources()["log"]
 
 
 def test_what_has_no_stand_in(rng, small_gpu):
