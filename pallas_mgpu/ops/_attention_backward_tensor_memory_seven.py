@@ -267,8 +267,8 @@ class _Block(WarpSpecialized):
             plgpu.barrier_arrive(self.p_ready)
 
         lax.fori_loop(0, self.steps, step, None)
-        plgpu.barrier_wait(self.p_free, phase=self.steps - 1)
         if me < len(self.plan.sums):
+            plgpu.barrier_wait(self.p_free, phase=self.steps - 1)
             self.store_sum(self.plan.sums[me])
 
     @property

@@ -316,6 +316,9 @@ SCORES = (
 CONVERTED = "a wait for converted weights, with a fence, follows before the product"
 TOLD = "the arrival before, at converted, has told the multiplier of the stores"
 
+RELEASED = "the producer makes no access of tensor memory; p_ready tells the multiplier"
+MET = "the warps also meet before the fence, which so comes after all their accesses"
+
 EQUIVALENT = {
     r"no fence after #\d+ in _common.py: .*self.empty": NO_ACCESS,
     r": wait: no wait #\d+ in _common.py: .*n=last": LATER,
@@ -324,6 +327,11 @@ EQUIVALENT = {
     r"^attention: fence: (no fence before|fence before after the barrier) .*factors_ready": SCORES,
     r"^mixed: fence: no fence after .*self.taken": CONVERTED,
     r"^mixed: fence: (no fence before|fence before after the barrier) .*self.empty": TOLD,
+    r"^gradients.*: fence: (no fence before|fence before after the barrier) .*self.empty": RELEASED,
+    r"^gradients: wait: other phase #\d+ in _common.py: .*n=last": LATER,
+    r"^gradients: proxy fence: fence of one warp #[25] ": MET,
+    r"^gradients of keys: proxy fence: fence of one warp #[0235] ": MET,
+    r"^gradients of queries: proxy fence: fence of one warp #1 ": MET,
 }
 
 
