@@ -254,17 +254,10 @@ CASES = {
         )
     ],
     "TMEM in scopes of one thread": [lambda: one_thread(plgpu.TMEM((128, 64), F32))],
-    "on Blackwell: `attention_backward`": [
-        lambda: on("sm_100a", ops.attention_backward, *[keys] * 5, lse),
-        lambda: on("sm_100a", ops.attention_backward, *[heads] * 5, lse, deterministic=True),
-        lambda: on(
-            "sm_103a",
-            ops.attention_backward,
-            *[heads] * 5,
-            lse,
-            bias=zeros(1, 2, 64, 64),
-            bias_gradient=True,
-        ),
+    "on Blackwell: `attention` and `attention_backward`": [
+        lambda: on("sm_100a", ops.attention, *[zeros(1, 64, 2, 60)] * 3),
+        lambda: on("sm_100a", ops.attention, *[zeros(1, 64, 2, 264)] * 3),
+        lambda: on("sm_103a", ops.attention_backward, *[zeros(1, 64, 2, 60)] * 5, lse),
     ],
     "`plgpu.estimate` of": [
         lambda: plgpu.estimate(
