@@ -316,6 +316,8 @@ SCORES = (
 CONVERTED = "a wait for converted weights, with a fence, follows before the product"
 TOLD = "the arrival before, at converted, has told the multiplier of the stores"
 
+STORES = "stores with a fence follow, and p_ready, before the commit that also frees the slot"
+BOTH = "the release of the slot, which follows the loads, has a fence, too"
 RELEASED = "the producer makes no access of tensor memory; p_ready tells the multiplier"
 MET = "the warps also meet before the fence, which so comes after all their accesses"
 
@@ -328,7 +330,9 @@ EQUIVALENT = {
     r"^mixed: fence: no fence after .*self.taken": CONVERTED,
     r"^mixed: fence: (no fence before|fence before after the barrier) .*self.empty": TOLD,
     r"^gradients.*: fence: (no fence before|fence before after the barrier) .*self.empty": RELEASED,
-    r"^gradients: wait: other phase #\d+ in _common.py: .*n=last": LATER,
+    r"^gradients of keys: fence: (no fence before|fence before after .*) #.*self.p_ready": BOTH,
+    r"^gradients of keys: proxy fence: no fence #[03] ": STORES,
+    r"^gradients.*: wait: other phase #\d+ in _common.py: .*n=last": LATER,
     r"^gradients: proxy fence: fence of one warp #[25] ": MET,
     r"^gradients of keys: proxy fence: fence of one warp #[0235] ": MET,
     r"^gradients of queries: proxy fence: fence of one warp #1 ": MET,
