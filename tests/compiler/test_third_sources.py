@@ -21,10 +21,12 @@ import ptx_lanes
 import pytest
 import test_encodings
 from test_encodings import BITS, DTYPES, KINDS
+from test_records import Program
 from test_sequences import emitted
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops
+from pallas_mgpu._types import layout_spec
 
 DATA = Path(__file__).parent / "data"
 FACTS = json.loads((DATA / "triton.json").read_text())
@@ -191,6 +193,62 @@ def test_products(fact):
             # there scales of 64 columns of B take two columns of tensor memory, here four as of 128
             of_a, of_b = row[4] - rows[0][4], row[5] - rows[0][5]
             assert [of_a, of_b * 128 // min(case["n"], 128)] == scales[:2]
+
+
+# ---- loads and stores of tensor memory -----------------------------------------------------------
+
+MOVES = {  # shape of the instruction and bits of an element: a layout that it loads and stores
+    ("32x32b", 32): plgpu.Layout.TCGEN05_TMEM_NATIVE,
+    ("16x256b", 32): plgpu.Layout.TCGEN05,
+    ("32x32b", 16): plgpu.Layout.TCGEN05_TMEM_NATIVE(2),
+    ("16x128b", 16): plgpu.Layout.TCGEN05,
+}
+
+
+def move(layout, dtype, store):
+    """A load or store of 128 x 64 elements; 16 bits are packed."""
+
+    def load(x, o, t):
+        o[...] = plgpu.async_load_tmem(t, layout=layout)
+
+    def put(x, o, t):
+        plgpu.async_store_tmem(t, plgpu.load(x, layout=layout, optimized=False))
+
+    x = struct((128, 64), dtype)
+    packed = True if np.dtype(dtype).itemsize == 2 else None
+    return Program(put if store else load, [plgpu.TMEM((128, 64), dtype, packed=packed)], (x,), x)
+
+
+def added(bases, number):
+    """What the bits of a number add to row and column."""
+    set_ = [base for k, base in enumerate(bases) if number >> k & 1]
+    return np.array(set_ or [[0, 0]]).sum(0)
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("shape, bits", MOVES)
+def test_registers_of_moves(shape, bits, store):
+    """Each register of an instruction has the row and the column of tensor memory that it has in
+    Triton."""
+    (fact,) = [x for x in FACTS["moves"] if (x["shape"], x["bits"]) == (shape, bits)]
+    layout, n = MOVES[shape, bits], 32 // bits
+    p = move(layout, np.float32 if bits == 32 else np.float16, store)
+    elements = np.array(_core.layout_elements((128, 64), layout_spec(layout)))
+    for tid in (0, 5, 31, 38, 127):
+        calls = [e for e in p.events(tid) if re.match("tmem_(load|store)", e.name)]
+        assert calls and all(shape in e.name for e in calls)
+        seen = 0
+        for e in calls:
+            at = e.args[-1]
+            start = np.array([at >> 16, (at & 0xFFFF) * n])
+            for k, word in enumerate(p.of[e.name, ""].registers):
+                for j in range(n):
+                    want = start + added(fact["registers"], n * k + j)
+                    want = want + added(fact["lanes"], tid % 32)
+                    found = elements[tid][(e.args[0].first + word) * n + j]
+                    assert divmod(found, 64) == tuple(want)
+                    seen += 1
+        assert seen == 64
 
 
 # ---- CUTLASS -------------------------------------------------------------------------------------

@@ -527,6 +527,19 @@ def products_of(ptx):
     return {"ptx": name, "rows": [x for _, x in rows], "loads": loads}
 
 
+def registers_of():
+    """Of loads and stores of 128 x 64 elements by each shape of instruction: what a set bit of the
+    number of a register, lane or warp adds to row and column."""
+    for dtype in (gl.float32, gl.float16):
+        layout = bw.TensorMemoryLayout([128, 64], col_stride=1)
+        of = bw.tensor_memory_descriptor_type(dtype, [128, 64], layout, [128, 64])
+        for shape in ("32x32b", "16x128b", "16x256b"):
+            found = of.get_reg_layout(num_warps=4, instr_variant=shape)
+            bases = [list(map(list, x)) for x in (found.reg_bases, found.lane_bases)]
+            bits = dtype.primitive_bitwidth
+            yield dict(shape=shape, bits=bits, registers=bases[0], lanes=bases[1])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--keep", type=Path, help="where the PTX goes")
@@ -545,7 +558,13 @@ def main():
             print("refused:", case, type(error).__name__)
             continue
         data["products"].append({"in": case, **products_of(ptx)})
-    text = json.dumps(data).replace('{"in"', '\n{"in"').replace('"sequences"', '\n"sequences"')
+    data["moves"] = list(registers_of())
+    text = (
+        json.dumps(data)
+        .replace('{"in"', '\n{"in"')
+        .replace('"sequences"', '\n"sequences"')
+        .replace('"moves"', '\n"moves"')
+    )
     (Path(__file__).parent / "data" / "triton.json").write_text(text + "\n")
 
 
