@@ -18,6 +18,9 @@ element is then the sum of the same instructions of the tensor cores in the same
 One or two rows leave the tensor cores idle; _few_rows.py multiplies them on the lanes. Scales of
 8-bit floats, and a pass that transposes 8-bit operands, are in _scaled.py.
 
+Where the product is added to what the result holds, that arrives through the ring, too: after the
+steps of a tile, the slots of A hold one part of its columns after the other.
+
 Ragged edges need nothing: TMA reads zeros outside an array and does not write there. Arrays whose
 rows TMA cannot address are first copied to padded rows (_padding.py)."""
 
@@ -119,6 +122,8 @@ class _KernelPlan(Plan):
         # parts in that layout would need another one beside what goes along rows or columns
         along = x.bias_dtype is not None or "each" in x.forms
         self.by_chunks = cfg.split > 1 and self.sent < 64 and along
+        # slots after the steps of a tile, for what the product is added to
+        self.there = self.chunks if x.accumulate else 0
 
     def scratch(self):
         x, cfg = self.x, self.cfg
@@ -149,7 +154,10 @@ class _KernelPlan(Plan):
         shared = [axis for axis in ("cm", "cn") if axis in self.axes]
         found |= Ring.barriers(self.stages, 2, self.consumers, shared)
         if x.accumulate:
-            found["there_full"] = plgpu.Barrier(num_barriers=(self.consumers, self.buffers))
+            parts = cfg.step * x.dtypes[0].itemsize // (self.chunk * x.out_dtype.itemsize)
+            shape = self.stages, parts, self.rows, self.chunk  # as large as the slots of A
+            there = plgpu.SMEM(shape, x.out_dtype, transforms=o_tiled)
+            found["a_smem"] = plgpu.RefUnion([found["a_smem"]], [there])
         if vectors:
             found["row_full"] = plgpu.Barrier(num_barriers=self.consumers, num_arrivals=vectors)
         if cfg.split > 1:
@@ -164,6 +172,8 @@ class _Block(WarpSpecialized):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.x, self.cfg = plan.x, plan.cfg
+        if self.x.accumulate:
+            (self.a_smem,), (self.there_smem,) = self.a_smem
         # products alone read the slots, and a release tells nothing else: no fence of all memory
         self.ring = Ring(plan.stages, self.full, self.empty, relaxed=True)
 
@@ -205,11 +215,11 @@ class _Block(WarpSpecialized):
     def order(self, it0, backwards=True):
         """The place along K of each step of a tile that begins with step it0 of the block.
         backwards: may it be walked so?"""
-        steps = self.plan.steps
+        steps, of_tile = self.plan.steps, self.plan.steps + self.plan.there
         if not self.cfg.serpentine:
             return lambda s: s
         # every second tile backwards: the end of its rows of A is still in the L2
-        odd = (it0 // steps % 2 == 1) & backwards
+        odd = (it0 // of_tile % 2 == 1) & backwards
         return lambda s: lax.select(odd, steps - 1 - s, s)
 
     # ---- producer
@@ -219,8 +229,11 @@ class _Block(WarpSpecialized):
 
     def fetch_tile(self, t, it0):
         part, t = self.slice_of(t)
-        first = self.share_of_k(part) * (self.plan.steps * self.cfg.step)
-        return self.fetch_steps(it0, *self.origin(t), first, [(True, self.a)])
+        first, (row, col) = self.share_of_k(part) * self.plan.steps * self.cfg.step, self.origin(t)
+        it = self.fetch_steps(it0, row, col, first, [(True, self.a)])
+        if self.x.accumulate:
+            self.fetch_there(it, row, col + self.rank("ck") * self.plan.width)
+        return it + self.plan.there
 
     def fetch_steps(self, it0, row, col, first, sources, backwards=True, before=None):
         """All steps of a tile. first: where it begins along K. sources: pairs (condition, ref), of
@@ -260,6 +273,25 @@ class _Block(WarpSpecialized):
         lax.fori_loop(0, p.steps, fetch, None)
         return it0 + p.steps
 
+    def fetch_there(self, it0, row, col):
+        """What the result is added to, its columns part by part. Reducing copies would add, too,
+        but L2 does that several times more slowly than it loads and stores."""
+        p, ring, height = self.plan, self.ring, self.plan.rows // 2
+
+        def fetch(c, _):
+            slot = ring.slot(it0 + c)
+            ring.acquire(it0 + c)
+
+            def copy(half, _):  # as many copies as of A and B
+                first = half * height
+                along = pl.ds(row + first, height), pl.ds(col + c * p.chunk, p.chunk)
+                buffer = self.there_smem.at[slot, 0, pl.ds(first, height)]
+                plgpu.copy_gmem_to_smem(self.o.at[along], buffer, self.full.at[slot])
+
+            lax.fori_loop(0, 2, copy, None)
+
+        lax.fori_loop(0, p.there, fetch, None)
+
     # ---- consumers
 
     def consumer(self, me):
@@ -283,10 +315,6 @@ class _Block(WarpSpecialized):
         row, col = self.origin(t)
         first = col + self.rank("ck") * p.width  # column of the block's part of the result
         self.fetch_vectors(me, first)
-        if self.x.accumulate:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for c in range(p.buffers):
-                self.fetch_there(me, c, row, first)
         scaled = None
         if self.x.forms.blocks:
             values = self.sum_blocks(me, it0, part, row, col, scales)
@@ -300,8 +328,8 @@ class _Block(WarpSpecialized):
         if cfg.split > 1:
             values = self.reduce(me, *values)
         result = self.o.at[:, part] if cfg.slices > 1 else self.o
-        self.epilogue(me, values, [result], row, first, scaled)
-        return it0 + p.steps
+        self.epilogue(me, values, [result], row, first, scaled, it0 + p.steps)
+        return it0 + p.steps + p.there
 
     def fetch_vectors(self, me, col):
         """Bias and scales of the columns, for the epilogue."""
@@ -313,13 +341,6 @@ class _Block(WarpSpecialized):
         if self.x.forms.b == "each":
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
             plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
-
-    def fetch_there(self, me, c, row, col):
-        """Part c of what the result is added to, to its store buffer. Reducing copies would add,
-        too, but L2 does that several times more slowly than it loads and stores."""
-        buffer, where = self.part_of_result(me, c, row, col)
-        full = self.there_full.at[me, c % self.plan.buffers]
-        plgpu.copy_gmem_to_smem(self.o.at[where], buffer, full)
 
     def part_of_result(self, me, c, row, col):
         """The store buffer of part c of the columns, and its place in the result."""
@@ -409,9 +430,9 @@ class _Block(WarpSpecialized):
 
     # ---- epilogue
 
-    def epilogue(self, me, values, results, row, col, scaled=None):
+    def epilogue(self, me, values, results, row, col, scaled=None, it=None):
         """Scales, bias and activation; stores. values: one or more parts of the columns. results:
-        refs of (M, N), all of which get the result."""
+        refs of (M, N), all of which get the result. it: step after the products of the tile."""
         p, x = self.plan, self.x
         if self.bias is not None and x.forms.b != "each":
             plgpu.barrier_wait(self.row_full.at[me])
@@ -426,26 +447,24 @@ class _Block(WarpSpecialized):
                 part = part + lax.broadcast_in_dim(bias, part.shape, [1])
             if x.activation is not None:
                 part = x.activation(part)
-            buffer, where = self.part_of_result(me, c, row, col)
             if x.accumulate:
-                part = part + self.load_there(me, c, row, col)
-            elif not p.single or c >= p.buffers:
+                part = part + self.load_there(me, it + c, part.shape[0])
+            buffer, where = self.part_of_result(me, c, row, col)
+            if not p.single or c >= p.buffers:
                 pending = (p.buffers - 1) * len(results)
                 plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
             how = {"engine": None if p.by_tma else "plain"}
             targets = (result.at[where] for result in results)
             store(buffer, part.astype(x.out_dtype), *targets, **how)
 
-    def load_there(self, me, c, row, col):
-        """Part c of what the result is added to; the buffer of the part before gets its next."""
-        p = self.plan
-        later = c - 1 + p.buffers
-        if 0 < c and later < p.chunks:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.fetch_there(me, later, row, col)
-        buffer, _ = self.part_of_result(me, c, row, col)
-        plgpu.barrier_wait(self.there_full.at[me, c % p.buffers])
-        return buffer[...].astype(jnp.float32)
+    def load_there(self, me, it, height):
+        """The part of what the result is added to that step `it` brought."""
+        ring, slot = self.ring, self.ring.slot(it)
+        ring.wait(it)
+        value = self.there_smem[slot, 0, pl.ds(me * 64, height)].astype(jnp.float32)
+        # other blocks fill slots of A along "cn": they need to know of this load
+        plgpu.barrier_arrive(ring.empty.at[slot], relaxed="cn" not in self.plan.axes)
+        return value
 
 
 @cached
@@ -592,6 +611,9 @@ def _check_accumulation(x, a, config, on_warps=False):
         why_not = "a FewRowsConfig"
     elif config and config.slices > 1:
         why_not = "a config with slices"
+    elif config and min(config.cluster, config.cluster_n) > 1:
+        # slots with C depend on no other block: releases of two phases could be confused
+        why_not = "a config whose blocks share both A and B"
     elif x.n * x.out_dtype.itemsize % 16:
         why_not = f"rows of {x.n} elements of {x.out_dtype}, which are no multiple of 16 bytes"
     if why_not:
@@ -791,9 +813,9 @@ def matmul(
     small. deterministic: a call repeats bit for bit, which every call does.
 
     accumulate: add the product to what ``out`` holds, for example a float32 gradient; without bias
-    and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16 bytes,
-    on sm_80, sm_86, sm_89 and sm_120a for all operands. NotImplementedError elsewhere; ValueError
-    without ``out``.
+    and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16 bytes
+    (with a config of one slice and a ``cluster`` or ``cluster_n`` of 1), on sm_80, sm_86, sm_89 and
+    sm_120a for all operands. NotImplementedError elsewhere; ValueError without ``out``.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """

@@ -280,8 +280,10 @@ def test_accumulate(rng, shape, ta, tb):
     "config",
     [
         ops.MatmulConfig(1, 64, cluster=1, buffers=1),
-        ops.MatmulConfig(2, 128, cluster=2, cluster_n=2),
+        ops.MatmulConfig(2, 128, cluster=2, stages=3),
+        ops.MatmulConfig(2, 128, cluster=1, cluster_n=2),
         ops.MatmulConfig(1, 128, cluster=1, split=2),
+        ops.MatmulConfig(1, 32, cluster=1, step=128),
         ops.MatmulConfig(3, 128, cluster=1, buffers=4),
     ],
     ids=str,
@@ -313,6 +315,9 @@ def test_errors_of_accumulate():
         ops.matmul(a, a, accumulate=True, interpret=True)
     with pytest.raises(NotImplementedError, match="bias or an activation"):
         ops.matmul(a, a, activation="relu", accumulate=True, out=a.copy(), interpret=True)
+    with pytest.raises(NotImplementedError, match="share both A and B"):
+        shared = ops.MatmulConfig(cluster=2, cluster_n=2)
+        ops.matmul(a, a, accumulate=True, out=a.copy(), config=shared, interpret=True)
     with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
         ops.matmul(a, a[:, :3].copy(), accumulate=True, out=a[:, :3].copy(), interpret=True)
 
