@@ -4,11 +4,11 @@ A group of elements of a row shares a scale: the whole row, or 128 elements, or 
 powers of two (mx) 32 elements. The scale takes the largest magnitude of the group to the largest
 number of the dtype.
 
-Blocks that fill the rows lie one after the other in memory, whatever the rows are: a thread block
-takes as many of them as are 4096 elements. A lane loads 16 bytes at a time, and the lanes of a
-group, which are neighbours, find its largest magnitude by shuffles. Otherwise a thread block takes
-a row: rows that registers hold are read once; of longer ones, blocks are read one after the other,
-and whole rows twice."""
+Blocks that fill the rows lie one after the other in memory, whatever the rows are, and so do short
+rows: a thread block takes as many of them as are 4096 elements. A lane loads 16 bytes at a time, and
+the lanes of a group, which are neighbours, find its largest magnitude by shuffles. Otherwise a
+thread block takes a row: rows that registers hold are read once; of longer ones, blocks are read one
+after the other, and whole rows twice."""
 
 import math
 from typing import NamedTuple
@@ -26,7 +26,9 @@ _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
 _PART = 2048
-_TILE = 4096  # elements of the blocks that a thread block takes
+_HELD = 32768  # bytes of a whole row that the registers of a thread block hold
+_TILE = 4096  # elements of the groups that a thread block takes
+_WARP = 2048  # most elements of a row that a warp takes
 _TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
 
 
@@ -46,40 +48,62 @@ class Problem(NamedTuple):
         return pl.cdiv(self.n, self.block) if self.block else 1
 
     @property
+    def vec(self):
+        """Elements of 16 bytes."""
+        return 16 // max(self.dtype.itemsize, self.to.itemsize)
+
+    @property
+    def size(self):
+        """Elements of a group."""
+        return self.block or self.n
+
+    @property
     def packed(self):
-        """Is the array one sequence of blocks?"""
-        return self.block > 0 and self.n % self.block == 0
+        """Is the array one sequence of groups that lanes of a warp share?"""
+        if self.block:
+            return self.n % self.block == 0
+        lanes, rest = divmod(self.n, self.vec)
+        alike = lanes % 32 == 0 if lanes > 32 else lanes & (lanes - 1) == 0
+        return lanes > 1 and rest == 0 and alike and self.n <= _WARP
 
     @property
     def scales_shape(self):
         return (*self.shape[:-1], self.groups) if self.block else self.shape[:-1]
 
 
-def _layout(block, vec):
-    """Lanes of consecutive `vec` elements; those of a block are neighbours."""
-    lanes = block // vec  # of a block
-    rows = 32 // lanes  # blocks of a warp
+def _layout(size, vec):
+    """Lanes of consecutive `vec` elements; those of a group of that size are neighbours."""
+    lanes = size // vec  # of a group
+    if lanes > 32:
+        tiling = plgpu.Tiling(((4, size), (32 * vec,), (vec,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+    rows = 32 // lanes  # groups of a warp
     if rows == 1:
-        tiling = plgpu.Tiling(((4, block), (vec,)))
+        tiling = plgpu.Tiling(((4, size), (vec,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    tiling = plgpu.Tiling(((4 * rows, block), (rows, block), (vec,)))
+    tiling = plgpu.Tiling(((4 * rows, size), (rows, size), (vec,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def _height(x):
+    """Groups of a tile: at least one for each warp, and for each lane if they are that short."""
+    least = 4 * max(32 // (x.size // x.vec), 1)
+    return max(_TILE // x.size // least, 1) * least
+
+
 class _Groups:
-    """A tile of the blocks of an array whose rows are whole numbers of blocks, while a kernel is
-    traced."""
+    """A tile of the groups of an array that is one sequence of them, while a kernel is traced."""
 
     def __init__(self, x, tile):
         self.x, self.count = x, x.rows * x.groups
-        self.height = _TILE // x.block
+        self.height = _height(x)
         self.start = tile * self.height
         self.at = pl.ds(self.start, self.height)
-        self.shape = self.height, x.block
-        self.layout = _layout(x.block, 16 // max(x.dtype.itemsize, x.to.itemsize))
+        self.shape = self.height, x.size
+        self.layout = _layout(x.size, x.vec)
 
     def load(self, ref):
-        ref, keep = ref.reshape((self.count, self.x.block)), None
+        ref, keep = ref.reshape((self.count, self.x.size)), None
         if self.count % self.height:
             at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             keep = at < self.count - self.start
@@ -90,7 +114,7 @@ class _Groups:
         return value.astype(jnp.float32)
 
     def store(self, ref, value):
-        ref, value = ref.reshape((self.count, self.x.block)), value.astype(ref.dtype)
+        ref, value = ref.reshape((self.count, self.x.size)), value.astype(ref.dtype)
         if self.count % self.height:
             at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             pl.store(ref, (self.at, slice(None)), value, mask=at < self.count - self.start)
@@ -123,7 +147,10 @@ class _Rows:
 
     def __init__(self, x, row):
         self.x, self.row = x, row
-        self.width = min(pl.cdiv(x.n, x.block) * x.block if x.block else x.n, _PART)
+        if x.block:
+            self.width = min(pl.cdiv(x.n, x.block) * x.block, _PART)
+        else:
+            self.width = x.n if x.n * x.dtype.itemsize <= _HELD else _PART
         self.parts = pl.cdiv(x.n, self.width)
         self.groups = self.width // x.block if x.block else 1  # of a part
 
@@ -136,9 +163,12 @@ class _Rows:
         return jnp.arange(self.width) < self.x.n - k * self.width
 
     def load(self, ref, k):
+        return self.load_exact(ref, k).astype(jnp.float32)
+
+    def load_exact(self, ref, k):
+        """In the dtype of the array."""
         keep = self.inside(k)
-        value = ref[self.at(k)] if keep is None else pl.load(ref, self.at(k), mask=keep, other=0)
-        return value.astype(jnp.float32)
+        return ref[self.at(k)] if keep is None else pl.load(ref, self.at(k), mask=keep, other=0)
 
     def store(self, ref, k, value):
         keep, value = self.inside(k), value.astype(ref.dtype)
@@ -206,7 +236,7 @@ def _kernel(x, body, out_type, interpret, name):
     """Of thread blocks that take rows, or tiles of blocks."""
     grid, axis = x.rows, "row"
     if x.packed:
-        grid, axis = pl.cdiv(x.rows * x.groups, _TILE // x.block), "tile"
+        grid, axis = pl.cdiv(x.rows * x.groups, _height(x)), "tile"
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -251,8 +281,8 @@ def _quantize(x, interpret):
             return
         largest = jnp.float32(0)
         if rows.parts == 1:
-            value = rows.load(source, 0)
-            largest = jnp.max(jnp.abs(value))
+            held = rows.load_exact(source, 0)
+            largest = jnp.max(jnp.abs(held.astype(jnp.float32)))
         else:
 
             def most(k, top):
@@ -263,7 +293,10 @@ def _quantize(x, interpret):
         scales[rows.row, 0] = scale
 
         def part(k):
-            found = value if rows.parts == 1 else rows.load(source, k)
+            if rows.parts == 1:  # after the barrier it is as it was loaded: fewer registers
+                found = lax.optimization_barrier(held).astype(jnp.float32)
+            else:
+                found = rows.load(source, k)
             rows.store(out, k, _to(x, found * (1 / scale)))
 
         rows.each(part)

@@ -213,7 +213,9 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (3, 130), (2, 3, 256), (2, 5000), (7, 33), (48, 256), (33, 384)], ids=str
+    "shape",
+    [(1, 1), (3, 130), (2, 3, 256), (2, 5000), (7, 33), (48, 256), (33, 384), (70, 16), (5, 1536)],
+    ids=str,
 )
 @pytest.mark.parametrize("to", LARGEST)
 @pytest.mark.parametrize("block, mx", [(None, False), (128, False), (32, True), (64, False)])
