@@ -5,10 +5,10 @@ powers of two (mx) 32 elements. The scale takes the largest magnitude of the gro
 number of the dtype.
 
 Blocks that fill the rows lie one after the other in memory, whatever the rows are, and so do short
-rows: a thread block takes as many of them as are 4096 elements. A lane loads 16 bytes at a time, and
-the lanes of a group, which are neighbours, find its largest magnitude by shuffles. Otherwise a
-thread block takes a row: rows that registers hold are read once; of longer ones, blocks are read one
-after the other, and whole rows twice."""
+rows: a thread block takes as many of them as are 4096 elements. A lane loads 16 bytes at a time,
+and the lanes of a group, which are neighbours, find its largest magnitude by shuffles. Otherwise a
+thread block takes a row: rows that registers hold are read once; of longer ones, blocks are read
+one after the other, and whole rows twice."""
 
 import math
 from typing import NamedTuple

@@ -1,6 +1,7 @@
 """What only a GPU shows of PyTorch, JAX, CuPy and cuda.core: CUDA graphs, streams, compiled code,
 the speed of calls."""
 
+import statistics
 import time
 
 import numpy as np
@@ -120,24 +121,23 @@ def test_captured_adamw(pt):
 
 @pytest.mark.timing
 def test_cost_of_an_operator(pt):
-    """At most 2 us above the call of the kernel, where no gradient is needed."""
+    """At most 2 us above the call of the kernel, where no gradient is needed: the median of
+    differences of processor time, which other processes do not lengthen. No call waits, because
+    the GPU's queue holds all of a round."""
     import torch
 
     op = plgpu.torch_op(add, name="test_gpu::add")
     x = torch.ones(1024, device="cuda")
 
-    def cost(f, n=2000):
+    def cost(f, n=200):
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(n):
             f(x, x)
-        taken = (time.perf_counter() - start) / n
-        torch.cuda.synchronize()
-        return taken
+        return (time.thread_time() - start) / n
 
-    pairs = [(cost(op), cost(add)) for _ in range(10)]
-    of_op, of_add = map(min, zip(*pairs))
-    assert of_op - of_add < 2e-6
+    cost(op), cost(add)
+    assert statistics.median(cost(op) - cost(add) for _ in range(41)) < 2e-6
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
