@@ -28,7 +28,8 @@ from .norms_backward import (
     rms_norm_backward,
     softmax_backward,
 )
-from .quantize import dequantize, quantize
+from .quantize import dequantize, quantize, quantize_by_scale
+from .quantize_fused import gated_linear_unit_quantize, rms_norm_quantize
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 from .rotary import rotary
 from .sample import sample
@@ -59,6 +60,7 @@ __all__ = [
     "dequantize",
     "gated_linear_unit",
     "gated_linear_unit_backward",
+    "gated_linear_unit_quantize",
     "gated_matmul",
     "layer_norm",
     "layer_norm_backward",
@@ -66,9 +68,11 @@ __all__ = [
     "merge_attention",
     "mixed_matmul",
     "quantize",
+    "quantize_by_scale",
     "ragged_dot",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_quantize",
     "rotary",
     "sample",
     "softmax",

@@ -17,7 +17,7 @@ from pallas_mgpu._caches import cached
 from ._common import overlap_launches
 from ._open_rows import ANY_ROWS, in_shapes, rows_of
 
-_FLOATS = ("float16", "bfloat16", "float32")
+FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _TILE = 2048  # elements
 _A, _B = _F32(math.sqrt(2 / math.pi)), _F32(0.044715)
@@ -138,12 +138,12 @@ def _kernel(x, backward, interpret):
     )
 
 
-def _problem(name, gate, up, activation, out_dtype):
+def problem_of(name, gate, up, activation, out_dtype):
     if activation not in SLOPES:
         raise ValueError(
             f"{name}: activation must be one of {', '.join(SLOPES)}, got {activation!r}"
         )
-    if gate.dtype.name not in _FLOATS:
+    if gate.dtype.name not in FLOATS:
         raise TypeError(f"{name}: gate must be float16, bfloat16 or float32, got {gate.dtype}")
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
         raise ValueError(
@@ -157,7 +157,7 @@ def _problem(name, gate, up, activation, out_dtype):
         raise ValueError(f"{name}: without up, rows of gate are two halves; got {n} elements")
     n = n if up is not None else n // 2
     out_dtype = gate.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if out_dtype.name not in _FLOATS:
+    if out_dtype.name not in FLOATS:
         raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}")
     shape = *gate.shape[:-1], n
     rows = math.prod(shape[:-1])
@@ -175,7 +175,7 @@ def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None, inter
     Returns (..., N) of the caller's kind of array. TypeError, ValueError for other dtypes and
     shapes.
     """
-    x = _problem("gated_linear_unit", gate, up, activation, out_dtype)
+    x = problem_of("gated_linear_unit", gate, up, activation, out_dtype)
     return _kernel(_with_open_rows(x, gate, interpret), False, interpret)
 
 
@@ -188,8 +188,8 @@ def gated_linear_unit_backward(grad, gate, up=None, *, activation="silu", interp
     (..., 2 N) where ``gate`` is both. TypeError, ValueError for other dtypes and shapes.
     """
     name = "gated_linear_unit_backward"
-    x = _problem(name, gate, up, activation, None)
-    if grad.shape != x.shape or grad.dtype.name not in _FLOATS:
+    x = problem_of(name, gate, up, activation, None)
+    if grad.shape != x.shape or grad.dtype.name not in FLOATS:
         raise ValueError(
             f"{name}: grad must be a float16, bfloat16 or float32 array of shape {x.shape}, got"
             f" {grad.dtype} of shape {grad.shape}"

@@ -8,7 +8,10 @@ Blocks that fill the rows lie one after the other in memory, whatever the rows a
 rows: a thread block takes as many of them as are 4096 elements. A lane loads 16 bytes at a time,
 and the lanes of a group, which are neighbours, find its largest magnitude by shuffles. Otherwise a
 thread block takes a row: rows that registers hold are read once; of longer ones, blocks are read
-one after the other, and whole rows twice."""
+one after the other, and whole rows twice. Square blocks have a thread block each.
+
+With a given scale, blocks take parts of the array as a sequence, and keep the largest magnitudes of
+what they have seen; a second kernel finds the largest of all."""
 
 import math
 from typing import NamedTuple
@@ -26,9 +29,11 @@ _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
 _PART = 2048
-_HELD = 32768  # bytes of a whole row that the registers of a thread block hold
+HELD = 32768  # bytes of a whole row that the registers of a thread block hold
 _TILE = 4096  # elements of the groups that a thread block takes
 _WARP = 2048  # most elements of a row that a warp takes
+_RESIDENT = 8  # blocks of an SM, of kernels with a given scale
+SQUARE = 128, 128  # rows and columns of a square block
 _TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
 
 
@@ -42,6 +47,11 @@ class Problem(NamedTuple):
     to: np.dtype
     scales: np.dtype
     shape: tuple
+
+    @classmethod
+    def of(cls, shape, dtype, to, block, mx):
+        scales = jnp.dtype("float8_e8m0fnu") if mx else np.dtype(_F32)
+        return cls(math.prod(shape[:-1]), shape[-1], block or 0, dtype, to, scales, shape)
 
     @property
     def groups(self):
@@ -71,7 +81,7 @@ class Problem(NamedTuple):
         return (*self.shape[:-1], self.groups) if self.block else self.shape[:-1]
 
 
-def _layout(size, vec):
+def layout_of(size, vec):
     """Lanes of consecutive `vec` elements; those of a group of that size are neighbours."""
     lanes = size // vec  # of a group
     if lanes > 32:
@@ -100,7 +110,7 @@ class _Groups:
         self.start = tile * self.height
         self.at = pl.ds(self.start, self.height)
         self.shape = self.height, x.size
-        self.layout = _layout(x.size, x.vec)
+        self.layout = layout_of(x.size, x.vec)
 
     def load(self, ref):
         ref, keep = ref.reshape((self.count, self.x.size)), None
@@ -150,7 +160,7 @@ class _Rows:
         if x.block:
             self.width = min(pl.cdiv(x.n, x.block) * x.block, _PART)
         else:
-            self.width = x.n if x.n * x.dtype.itemsize <= _HELD else _PART
+            self.width = x.n if x.n * x.dtype.itemsize <= HELD else _PART
         self.parts = pl.cdiv(x.n, self.width)
         self.groups = self.width // x.block if x.block else 1  # of a part
 
@@ -220,7 +230,7 @@ class _Rows:
         return lax.fori_loop(0, self.parts, lambda k, c: part(k), None)
 
 
-def _scale(x, largest):
+def scale_of(x, largest):
     """Of groups with these largest magnitudes, float32."""
     scale = jnp.maximum(largest, _TINY) * _F32(1 / _LARGEST[x.to.name])
     if x.scales == _F32:
@@ -228,7 +238,7 @@ def _scale(x, largest):
     return jnp.exp2(jnp.ceil(jnp.log2(scale)))  # of mx
 
 
-def _to(x, value):
+def to_integers(x, value):
     return jnp.round(value) if x.to.name == "int8" else value
 
 
@@ -253,9 +263,9 @@ def _quantize(x, interpret):
         overlap_launches()
         groups = _Groups(x, lax.axis_index("tile"))
         value = groups.load(source)
-        scale = _scale(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
+        scale = scale_of(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
         inverse = 1 / scale.astype(jnp.float32)
-        groups.store(out, _to(x, value * lax.broadcast_in_dim(inverse, value.shape, [0])))
+        groups.store(out, to_integers(x, value * lax.broadcast_in_dim(inverse, value.shape, [0])))
         groups.store_scales(scales, scale)
 
     def body(source, out, scales):
@@ -266,10 +276,10 @@ def _quantize(x, interpret):
 
         def blocks(k):
             value = rows.load_groups(source, k)
-            scale = _scale(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
+            scale = scale_of(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
             inverse = 1 / scale.astype(jnp.float32)
             value = value * lax.broadcast_in_dim(inverse, value.shape, [0])
-            rows.store_groups(out, k, _to(x, value))
+            rows.store_groups(out, k, to_integers(x, value))
             at, there = rows.scales_at(k)
             if there is None:
                 scales[at] = scale
@@ -289,7 +299,7 @@ def _quantize(x, interpret):
                 return jnp.maximum(top, jnp.max(jnp.abs(rows.load(source, k))))
 
             largest = lax.fori_loop(0, rows.parts, most, largest)
-        scale = _scale(x, largest)
+        scale = scale_of(x, largest)
         scales[rows.row, 0] = scale
 
         def part(k):
@@ -297,7 +307,7 @@ def _quantize(x, interpret):
                 found = lax.optimization_barrier(held).astype(jnp.float32)
             else:
                 found = rows.load(source, k)
-            rows.store(out, k, _to(x, found * (1 / scale)))
+            rows.store(out, k, to_integers(x, found * (1 / scale)))
 
         rows.each(part)
 
@@ -338,11 +348,152 @@ def _dequantize(x, interpret):
     return _kernel(x, of_groups if x.packed else body, out_type, interpret, "dequantize")
 
 
+# ---- square blocks ------------------------------------------------------------------------------
+
+
+@cached
+def _square(shape, dtype, to, inverse, interpret):
+    """Of blocks of 128 rows and columns, each with a scale; inverse: back."""
+    (rows, n), blocks = shape, tuple(pl.cdiv(extent, SQUARE[0]) for extent in shape)
+    x = Problem(rows, n, 0, dtype, to, np.dtype(_F32), shape)
+
+    def body(source, *refs):
+        overlap_launches()
+        i, j = lax.axis_index("row"), lax.axis_index("column")
+        start, keep = (i * SQUARE[0], j * SQUARE[1]), None
+        at = tuple(pl.ds(s, e) for s, e in zip(start, SQUARE))
+        if rows % SQUARE[0] or n % SQUARE[1]:
+            index = [lax.broadcasted_iota(jnp.int32, SQUARE, d) for d in (0, 1)]
+            keep = (index[0] < rows - start[0]) & (index[1] < n - start[1])
+        held = source[at] if keep is None else pl.load(source, at, mask=keep, other=0)
+        if inverse:
+            scales, out = refs
+            value = held.astype(jnp.float32) * scales[i, j]
+        else:
+            out, scales = refs
+            scale = scale_of(x, jnp.max(jnp.abs(held.astype(jnp.float32))))
+            scales[i, j] = scale
+            # after the barrier it is as it was loaded: fewer registers
+            value = lax.optimization_barrier(held).astype(jnp.float32) * (1 / scale)
+            value = to_integers(x, value)
+        if keep is None:
+            out[at] = value.astype(to)
+        else:
+            pl.store(out, at, value.astype(to), mask=keep)
+
+    out = plgpu.ShapeDtypeStruct(shape, to)
+    return plgpu.kernel(
+        body,
+        out_type=out if inverse else (out, plgpu.ShapeDtypeStruct(blocks, _F32)),
+        grid=blocks,
+        grid_names=("row", "column"),
+        interpret=interpret,
+        kernel_name="dequantize" if inverse else "quantize",
+    )
+
+
+# ---- a given scale ------------------------------------------------------------------------------
+
+
+@cached
+def _by_scale(shape, dtype, to, programs, interpret):
+    """Kernel: elements, and the largest magnitude that each block has seen."""
+    total = math.prod(shape)
+    tiles = pl.cdiv(total, _TILE)
+    programs = min(programs, tiles)
+    vec, most = 16 // max(dtype.itemsize, to.itemsize), _F32(_LARGEST[to.name])
+    layout = plgpu.Layout.WG_STRIDED((_TILE,), vec)
+    x = Problem(1, total, 0, dtype, to, np.dtype(_F32), shape)
+
+    def body(source, scale, out, largest):
+        overlap_launches()
+        me, inverse = lax.axis_index("program"), 1 / scale.reshape((1,))[0]
+        source, out = (r.reshape((total,)) for r in (source, out))
+
+        def one(i, top):
+            start = (me + i * programs) * _TILE
+            at, keep = (pl.ds(start, _TILE),), None
+            if total % _TILE:
+                index = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=layout)
+                keep = index < total - start
+            how = {} if keep is None else {"mask": keep, "other": 0}
+            value = plgpu.load(source, at, layout=layout, **how).astype(jnp.float32)
+            found = jnp.clip(to_integers(x, value * inverse), -most, most).astype(to)
+            if keep is None:
+                out[at] = found
+            else:
+                pl.store(out, at, found, mask=keep)
+            return jnp.maximum(top, jnp.abs(value))
+
+        zero = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), layout)
+        mine = (tiles - me + (programs - 1)) // programs
+        largest[me] = jnp.max(lax.fori_loop(0, mine, one, zero))
+
+    outs = plgpu.ShapeDtypeStruct(shape, to), plgpu.ShapeDtypeStruct((programs,), _F32)
+    return plgpu.kernel(
+        body,
+        out_type=outs,
+        grid=(programs,),
+        grid_names=("program",),
+        interpret=interpret,
+        kernel_name="quantize_by_scale",
+    )
+
+
+@cached
+def _largest(programs, interpret):
+    """Kernel: the largest of the magnitudes that blocks have seen."""
+    width = pl.cdiv(programs, 128) * 128
+
+    def body(seen, out):
+        overlap_launches()
+        keep = jnp.arange(width) < programs
+        out[0] = jnp.max(pl.load(seen, (pl.ds(0, width),), mask=keep, other=0.0))
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((1,), _F32),
+        interpret=interpret,
+        kernel_name="largest",
+    )
+
+
+class _WithLargest:
+    """Both kernels."""
+
+    def __init__(self, kernel, largest):
+        self.kernel, self.largest = kernel, largest
+
+    def __call__(self, x, scale, out=None, stream=None):
+        if out is not None:
+            raise NotImplementedError("quantize_by_scale: out=; copy the results")
+        q, seen = self.kernel(x, scale, stream=stream)
+        return q, self.largest(seen, stream=stream)
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def check_options(name, x, dtype, block, mx):
+    """The dtype of the elements."""
+    to = jnp.dtype(dtype)
+    if x.dtype.name not in _FLOATS:
+        raise TypeError(f"{name}: x must be float16, bfloat16 or float32, got {x.dtype}")
+    if to.name not in _LARGEST:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(_LARGEST)}, got {to}")
+    _check(name, x, block, mx)
+    return to
+
+
 def _check(name, x, block, mx):
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{name}: x must have a dim and elements, got shape {x.shape}")
-    if block not in (None, 32, 64, 128):
-        raise ValueError(f"{name}: block must be None (rows), 32, 64 or 128, got {block!r}")
+    if block not in (None, 32, 64, 128, SQUARE) or isinstance(block, bool):
+        raise ValueError(
+            f"{name}: block must be None (rows), 32, 64, 128 or {SQUARE}, got {block!r}"
+        )
+    if block == SQUARE and x.ndim != 2:
+        raise ValueError(f"{name}: blocks {SQUARE} are of arrays with two dims, got {x.shape}")
     if mx and block != 32:
         raise ValueError(f"{name}: scales of mx belong to blocks of 32, got block={block!r}")
 
@@ -352,22 +503,18 @@ def quantize(x, *, dtype="float8_e4m3fn", block=None, mx=False, interpret=None):
     """``x`` as 8-bit elements and scales, so that ``x`` is about ``q * scale`` (Hopper).
 
     x: (..., N), float16, bfloat16 or float32. dtype: "float8_e4m3fn", "float8_e5m2" or "int8".
-    block: elements of a row that share a scale, 32, 64 or 128; None for whole rows. mx: scales are
-    powers of two, float8_e8m0fnu, of blocks of 32; otherwise they are float32.
+    block: elements of a row that share a scale, 32, 64 or 128; None for whole rows; or (128, 128),
+    of an (M, N) array. mx: scales are powers of two, float8_e8m0fnu, of blocks of 32; otherwise
+    they are float32.
 
     Returns (q, scales): q of the shape of ``x``; scales (...) for rows, (..., ceil(N / block)) for
-    blocks. TypeError, ValueError for other dtypes and shapes.
+    blocks, (ceil(M / 128), ceil(N / 128)) for square ones. TypeError, ValueError for other dtypes
+    and shapes.
     """
-    name, to = "quantize", jnp.dtype(dtype)
-    if x.dtype.name not in _FLOATS:
-        raise TypeError(f"{name}: x must be float16, bfloat16 or float32, got {x.dtype}")
-    if to.name not in _LARGEST:
-        raise TypeError(f"{name}: dtype must be one of {', '.join(_LARGEST)}, got {to}")
-    _check(name, x, block, mx)
-    scales = jnp.dtype("float8_e8m0fnu") if mx else np.dtype(_F32)
-    rows = math.prod(x.shape[:-1])
-    problem = Problem(rows, x.shape[-1], block or 0, x.dtype, to, scales, x.shape)
-    return _quantize(problem, interpret)
+    to = check_options("quantize", x, dtype, block, mx)
+    if block == SQUARE:
+        return _square(x.shape, x.dtype, to, False, interpret)
+    return _quantize(Problem.of(x.shape, x.dtype, to, block, mx), interpret)
 
 
 @plgpu.specialize(in_place=False)
@@ -385,8 +532,37 @@ def dequantize(q, scales, *, block=None, out_dtype="bfloat16", interpret=None):
     if scales.dtype.name not in ("float32", "float8_e8m0fnu"):
         raise TypeError(f"{name}: scales must be float32 or float8_e8m0fnu, got {scales.dtype}")
     _check(name, q, block, False)
-    rows = math.prod(q.shape[:-1])
-    x = Problem(rows, q.shape[-1], block or 0, q.dtype, to, scales.dtype, q.shape)
-    if scales.shape != x.scales_shape:
-        raise ValueError(f"{name}: scales must have the shape {x.scales_shape}, got {scales.shape}")
+    want, square = tuple(pl.cdiv(extent, SQUARE[0]) for extent in q.shape), block == SQUARE
+    if not square:
+        x = Problem.of(q.shape, q.dtype, to, block, False)._replace(scales=scales.dtype)
+        want = x.scales_shape
+    if scales.shape != want or square and scales.dtype.name != "float32":
+        raise ValueError(
+            f"{name}: scales must have the shape {want}, of square blocks in float32, got"
+            f" {scales.dtype} {scales.shape}"
+        )
+    if square:
+        return _square(q.shape, q.dtype, to, True, interpret)
     return _dequantize(x, interpret)
+
+
+@plgpu.specialize
+def quantize_by_scale(x, scale, *, dtype="float8_e4m3fn", interpret=None):
+    """``x / scale`` as 8-bit elements, and the largest magnitude of ``x``, from which the next
+    scale can be computed (Hopper): delayed scaling.
+
+    x: float16, bfloat16 or float32, any shape. scale: one float32 number, of shape (), (1,) or
+    (1, 1), above 0. dtype: as for :func:`quantize`; elements beyond its largest number become that
+    number.
+
+    Returns (q, largest): q of the shape of ``x``; largest (1,), float32. TypeError, ValueError for
+    other dtypes and shapes; NotImplementedError for ``out``.
+    """
+    name = "quantize_by_scale"
+    to = check_options(name, x, dtype, None, False)
+    if scale.shape not in ((), (1,), (1, 1)) or scale.dtype.name != "float32":
+        raise ValueError(
+            f"{name}: scale must be one float32 number, got {scale.dtype} {scale.shape}"
+        )
+    kernel = _by_scale(x.shape, x.dtype, to, _RESIDENT * plgpu.sm_count(x.device), interpret)
+    return _WithLargest(kernel, _largest(*kernel.definition.outs[1].shape, interpret))
