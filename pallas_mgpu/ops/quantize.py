@@ -95,6 +95,12 @@ def layout_of(size, vec):
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def load_as(layout, ref, at, keep, other=0):
+    """In a layout; keep: which elements there are, None for all."""
+    value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=other)
+    return plgpu.layout_cast(value, layout)
+
+
 def _height(x):
     """Groups of a tile: at least one for each warp, and for each lane if they are that short."""
     least = 4 * max(32 // (x.size // x.vec), 1)
@@ -117,11 +123,7 @@ class _Groups:
         if self.count % self.height:
             at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             keep = at < self.count - self.start
-        at = self.at, slice(None)
-        if keep is None:
-            return plgpu.load(ref, at, layout=self.layout).astype(jnp.float32)
-        value = plgpu.load(ref, at, layout=self.layout, mask=keep, other=0)
-        return value.astype(jnp.float32)
+        return load_as(self.layout, ref, (self.at, slice(None)), keep).astype(jnp.float32)
 
     def store(self, ref, value):
         ref, value = ref.reshape((self.count, self.x.size)), value.astype(ref.dtype)
@@ -137,10 +139,8 @@ class _Groups:
 
     def load_scales(self, ref):
         ref, layout = ref.reshape((self.count,)), self.layout.reduce(1)
-        if self.count % self.height:
-            found = plgpu.load(ref, (self.at,), layout=layout, mask=self._there(), other=1.0)
-        else:
-            found = plgpu.load(ref, (self.at,), layout=layout)
+        there = self._there() if self.count % self.height else None
+        found = load_as(layout, ref, (self.at,), there, 1.0)
         return lax.broadcast_in_dim(found.astype(jnp.float32), self.shape, [0])
 
     def store_scales(self, ref, scale):
@@ -416,8 +416,7 @@ def _by_scale(shape, dtype, to, programs, interpret):
             if total % _TILE:
                 index = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=layout)
                 keep = index < total - start
-            how = {} if keep is None else {"mask": keep, "other": 0}
-            value = plgpu.load(source, at, layout=layout, **how).astype(jnp.float32)
+            value = load_as(layout, source, at, keep).astype(jnp.float32)
             found = jnp.clip(to_integers(x, value * inverse), -most, most).astype(to)
             if keep is None:
                 out[at] = found

@@ -24,6 +24,7 @@ from .quantize import (
     Problem,
     check_options,
     layout_of,
+    load_as,
     quantize,
     scale_of,
     to_integers,
@@ -68,17 +69,15 @@ class _Groups:
         ref, at = self._at(ref, start)
         if self.layout is None:
             return ref[at].astype(jnp.float32)
-        how = {} if self.keep is None else {"mask": self.keep, "other": 0}
-        return plgpu.load(ref, at, layout=self.layout, **how).astype(jnp.float32)
+        return load_as(self.layout, ref, at, self.keep).astype(jnp.float32)
 
     def load_weight(self, ref):
         """One number for each element of a row, which is whole."""
         if not self.x.block:
             return ref[...].astype(jnp.float32)
         ref = ref.reshape((self.x.groups, self.x.block))
-        how = {} if self.keep is None else {"mask": self.keep, "other": 0}
         at = pl.ds(0, self.count), slice(None)
-        return plgpu.load(ref, at, layout=self.layout, **how).astype(jnp.float32)
+        return load_as(self.layout, ref, at, self.keep).astype(jnp.float32)
 
     def quantize(self, value, out, scales):
         x = self.x
