@@ -23,6 +23,7 @@ from ._torch_distributed import (
     ragged_all_to_all,
     reduce_scatter,
 )
+from ._torch_fp8 import Fp8Linear, fp8_matmul, quantize_by_scale
 from ._torch_ops import (
     AdamW,
     attention,
@@ -45,6 +46,7 @@ from ._torch_ops import (
 
 __all__ = [
     "AdamW",
+    "Fp8Linear",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
@@ -54,6 +56,7 @@ __all__ = [
     "column_sums",
     "cross_entropy",
     "dequantize",
+    "fp8_matmul",
     "gated_linear_unit",
     "gated_matmul",
     "layer_norm",
@@ -63,6 +66,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "mixed_matmul",
     "quantize",
+    "quantize_by_scale",
     "ragged_all_to_all",
     "ragged_dot",
     "reduce_scatter",

@@ -731,6 +731,14 @@ def checked():
         "linear_cross_entropy_backward": (torch.tensor(2.0), *(half(9, 16) for _ in range(4))),
         "quantize": (plain, "int8", 32),
         "dequantize": (plain.to(torch.int8), torch.rand(6)),
+        "quantize_by_scale": (plain, torch.tensor([0.01]), "int8"),
+        "fp8_input_gradient": (half(20, 40), half(40, 72)),
+        "fp8_matmul_blocks": (a, half(40, 72).requires_grad_()),
+        "fp8_matmul_delayed": (a, half(40, 72).requires_grad_(), torch.full((3,), 0.1)),
+        "fp8_delayed_backward": (
+            *(half(20, 40), torch.zeros(20, 72, dtype=torch.uint8)),
+            *(torch.ones(40, 72, dtype=torch.uint8), torch.ones(2), torch.ones(3)),
+        ),
         "attention": (q, k, k, True),
         "attention_lse": (q, k, k),
         "attention_backward": (
