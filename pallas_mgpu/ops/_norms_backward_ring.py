@@ -7,10 +7,9 @@ its sums over rows, the gradients of the weight and of the bias, stay in registe
 has done its last row.
 
 Each warpgroup fetches its own segments by TMA, several tiles ahead, into slots of its own, computes
-from there, stores the result, and fetches the next tile into the slot. Those that share a row
-exchange their sums over it through shared memory, by two buffers that alternate: all have met at
-the other one before a buffer is written again. Where a tile is one row, each warp sends its own
-sums, so that a warpgroup does not have to meet once for each of them.
+from there, stores the result, and fetches the next tile into the slot. Warpgroups that share a row
+exchange their sums over it through shared memory, by two buffers that alternate: all warpgroups
+have met at the other one before a buffer is written again.
 
 Which rows a block has is fixed, and so is the order of all sums: results repeat bit for bit."""
 
@@ -28,20 +27,7 @@ WARPGROUPS = 4
 _SEGMENT = 2048  # elements of a row that a warpgroup keeps in registers
 _LONGEST = 4096  # of a segment, which is read from shared memory in parts
 _PART = 1024  # elements of such a part
-_VECTOR = 8  # elements of a lane side by side
-_OF_WARPS = plgpu.Layout.TILED(  # arrays whose dim -2 is the warp, -1 elements of its lanes
-    plgpu.Tiling(((4, 32 * _VECTOR), (_VECTOR,))),
-    warp_dims=(-3,),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
 _STAGES = 4
-_IN_EACH_LANE = plgpu.Layout.TILED(  # of an array of 4 n elements
-    plgpu.Tiling(((4,),)),
-    warp_dims=(plgpu.Replicated(4),),
-    lane_dims=(plgpu.Replicated(32),),
-    vector_dim=-1,
-)
 
 
 class Plan:
@@ -61,9 +47,6 @@ class Plan:
         self.part = pl.cdiv(self.width, self.parts)
         self.width = self.part * self.parts
         self.teams = WARPGROUPS // self.members
-        # sums that are exchanged for a row
-        self.by_warps = height == 1 and self.part % (128 * _VECTOR) == 0
-        self.shares = self.segments * 4 if self.by_warps else self.segments
         self.tiles = pl.cdiv(x.outer, self.height)
         self.programs = max(1, min(sms // cluster, pl.cdiv(self.tiles, self.teams)))
         self.of_tile = [n for n in names if n != "weight"]
@@ -90,13 +73,13 @@ class Plan:
         )
         if self.kept:
             found["weight_smem"] = plgpu.SMEM((self.members, self.width), x.dtype_of("weight"))
-        if self.shares > 1:
-            shape = self.teams, 2, 2, self.shares
+        if self.segments > 1:
+            shape = self.teams, 2, 2, self.segments
             found["partial_smem"] = plgpu.SMEM(shape, _F32)
         of_teams = {"num_arrivals": self.members, "num_barriers": self.teams}
         if self.cluster > 1:
             found["partial_full"] = plgpu.ClusterBarrier(collective_axes=("c",), **of_teams)
-        elif self.shares > 1:
+        elif self.segments > 1:
             found["partial_full"] = plgpu.Barrier(**of_teams)
         if self.summed:
             shape = self.teams - 1, x.sums, self.members, self.width
@@ -217,40 +200,26 @@ class _Tile:
         found = part(0)
         for k in range(1, self.parts):
             found = [s + v for s, v in zip(found, part(k))]
-        if not self.plan.by_warps:
-            found = [jnp.sum(v, axis=1, keepdims=True) for v in found]
-        return self._of_all(found) if self.plan.shares > 1 else found
-
-    def _of_warps(self, values):
-        """Sums of the elements of each warp, [value, warp]."""
-        values = jnp.stack([v.reshape((-1, 4, 32 * _VECTOR)) for v in values])
-        return jnp.sum(plgpu.layout_cast(values, _OF_WARPS), axis=(1, 3))
+        found = [jnp.sum(v, axis=1, keepdims=True) for v in found]
+        return self._of_all(found) if self.plan.segments > 1 else found
 
     def _of_all(self, mine):
-        """Sums of the shares of a row."""
+        """Sums of the segments of a row."""
         p, refs = self.plan, self.refs
         exchanges = 2 if self.x.name == "layer_norm" else 1
         number = self.i * exchanges + self.exchange
         self.exchange += 1
         buffer = refs["partial_smem"].at[self.team, number % 2]
-        if p.by_warps:
-            of_warps = self._of_warps(mine)
         for j in range(p.cluster):
             to = plgpu.cluster_ref(buffer, {"c": j}) if p.cluster > 1 else buffer
-            if p.by_warps:
-                to[pl.ds(0, len(mine)), pl.ds(self.segment * 4, 4)] = of_warps
-                continue
             for v, value in enumerate(mine):
                 to[v, self.segment] = value.reshape(())
         full = refs["partial_full"].at[self.team]
         plgpu.barrier_arrive(full)
         plgpu.barrier_wait(full, phase=number)
-        return [self._sum_of_shares(buffer.at[v]).reshape((1, 1)) for v in range(len(mine))]
-
-    def _sum_of_shares(self, buffer):
-        if self.plan.by_warps:
-            return jnp.sum(plgpu.load(buffer, layout=_IN_EACH_LANE))
-        return sum(buffer[s] for s in range(self.plan.shares))
+        return [
+            sum(buffer[v, s] for s in range(p.segments)).reshape((1, 1)) for v in range(len(mine))
+        ]
 
 
 def _write_sums(tile, total):
