@@ -16,6 +16,7 @@ from torch import Tensor
 from . import _core
 from . import ops as _ops
 from ._torch import OPERATORS, in_torch_func, library_of, make_operator
+from .ops._scale import scale_in_place
 from .ops.adamw import MOST as _TENSORS_OF_A_LAUNCH
 from .ops.adamw import Problem as _AdamWProblem
 from .ops.adamw import kernel as _adamw_kernel
@@ -805,9 +806,11 @@ def _linear_entropy_backward(ctx, grad, *_):
     dx = dx * grad.to(dx.dtype) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, *(None,) * 5
-    in_place = type(dw) is Tensor and not torch.compiler.is_compiling()
+    if type(dw) is not Tensor or torch.compiler.is_compiling():
+        return dx, dw * grad.to(dw.dtype), *(None,) * 5
     # it is as large as the weight: not twice. A second backward of one loss is then an error.
-    dw = dw.mul_(grad.to(dw.dtype)) if in_place else dw * grad.to(dw.dtype)
+    scale_in_place(dw, grad)
+    torch.autograd.graph.increment_version(dw)
     return dx, dw, *(None,) * 5
 
 

@@ -28,16 +28,16 @@ _SEGMENT = 2048  # elements of a row that a warpgroup keeps in registers
 _LONGEST = 4096  # of a segment, which is read from shared memory in parts
 _PART = 1024  # elements of such a part
 _STAGES = 4
+_SUMMED = 16  # columns of a block that adds up sums: with few registers it starts beside the others
 
 
 class Plan:
-    """Numbers that follow from the shape, the rows of a tile, and the blocks of a cluster."""
+    """Numbers that follow from the shape, the rows of a tile, the blocks of a cluster, and the
+    warpgroups of a team."""
 
-    def __init__(self, x, names, sms, height, cluster):
+    def __init__(self, x, names, sms, height, cluster, members):
         self.x, self.names, self.height, self.cluster = x, names, height, cluster
-        self.members = 1  # warpgroups of a team
-        while self.members < WARPGROUPS and x.n > cluster * self.members * _SEGMENT:
-            self.members *= 2
+        self.members = members
         self.segments = cluster * self.members
         # boxes of TMA have up to 256 columns; each lane has 16 bytes of a segment
         grain = 256 if x.n <= _SEGMENT else 2048 // min(d.itemsize for d in x.dtypes[:2])
@@ -141,8 +141,7 @@ class _Tile:
 
     def load(self, name, k):
         at = pl.ds(k * self.plan.part, self.plan.part)
-        value = self.refs[f"{name}_smem"][self.me, self.slot, :, at]
-        return value.astype(jnp.float32)
+        return self.refs[f"{name}_smem"][self.me, self.slot, :, at]
 
     def inside(self, k):
         """Which elements of part k lie in the row; None: all."""
@@ -298,7 +297,7 @@ def kernel(p, row, interpret):
 @cached
 def last_sums(sums, programs, padded, n, dtype, interpret):
     """Kernel: of sums (sum, program, column) those over the programs, each as an array of n."""
-    height, width = min(64, programs), min(32, n)
+    height, width = min(64, programs), min(_SUMMED, n)
     steps = pl.cdiv(programs, height)
 
     def body(x, *outs):
@@ -346,7 +345,10 @@ def plan(x, names, sms):
     height = max(1, min(_SEGMENT // x.n, pl.cdiv(x.outer, WARPGROUPS)))
     forms = [(h, 1) for h in range(height, 0, -1)] + [(1, cluster) for cluster in (2, 4, 8)]
     for height, cluster in forms:
-        p = Plan(x, names, sms, height, cluster)
+        members = 1
+        while members < WARPGROUPS and x.n > cluster * members * _SEGMENT:
+            members *= 2
+        p = Plan(x, names, sms, height, cluster, members)
         if p.fits() and cluster <= sms:
             return p
     return None

@@ -94,8 +94,7 @@ class _Tile:
 
     def load(self, name, k):
         ref, mask = self.refs[name], self.mask(k)
-        value = ref[self.where(k)] if mask is None else self._masked(ref, k, mask)
-        return value.astype(jnp.float32)
+        return ref[self.where(k)] if mask is None else self._masked(ref, k, mask)
 
     def _masked(self, ref, k, mask):
         return pl.load(ref, self.where(k), mask=mask, other=0.0)
@@ -159,16 +158,26 @@ class _Row:
         self.dot = dot * self.factor * n
 
     def load(self, name, k):
-        """Part k of an operand: registers hold the only part."""
+        """Part k of an operand, float32: registers hold the only part."""
+        return self._held(name, k, lambda: self.exact(name, k).astype(jnp.float32))
+
+    def exact(self, name, k):
+        """The same in the dtype of the array."""
+        return self._held(f"exact {name}", k, lambda: self.t.load(name, k))
+
+    def _held(self, name, k, make):
         if self.t.parts > 1:
-            return self.t.load(name, k)
+            return make()
         if name not in self.held:
-            self.held[name] = self.t.load(name, k)
+            self.held[name] = make()
         return self.held[name]
 
     def g(self, k):
-        g = self.load("grad", k)
-        return g if self.t.x.dtypes[2] is None else g * self.t.weight(k)
+        if self.t.x.dtypes[2] is None:
+            return self.load("grad", k)
+        # after the barrier it is as it was loaded: float32 would take twice the registers
+        grad = lax.optimization_barrier(self.exact("grad", k))
+        return self._held("g", k, lambda: grad.astype(jnp.float32) * self.t.weight(k))
 
     def y(self, k):
         """Before the factor of the row."""
@@ -179,15 +188,15 @@ class _Row:
         """Part k of the gradient of x."""
         if self.t.x.name == "softmax":
             return self.load("x", k) * (self.load("grad", k) - self.dot)
-        out = self.g(k) - self.y(k) * (self.factor * self.dot)
+        out = self.g(k) * self.factor
         if self.mean is not None:
-            out = out - self.grads
-        out = out * self.factor
+            out = out - self.grads * self.factor
+        out = out - self.y(k) * (self.factor * self.factor * self.dot)
         return out if self.t.x.dtypes[3] is None else out + self.load("add", k)
 
     def sums(self, k):
         """What part k adds to the gradients of the weight and the bias."""
-        grad, found = self.load("grad", k), []
+        grad, found = lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32), []
         if self.t.x.dtypes[2] is not None:
             found.append(grad * self.y(k) * self.factor)
         return found + ([grad] if self.t.x.bias else [])

@@ -619,6 +619,20 @@ def test_linear_cross_entropy(chunk):
     )
 
 
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_linear_cross_entropy_times_a_number(factor):
+    """backward scales the gradients in place, unless that is by 1; again would be twice."""
+    x, w, targets = half(20, 64).requires_grad_(), half(300, 64).requires_grad_(), torch.arange(20)
+    loss = pt.linear_cross_entropy(x, w, targets) * factor
+    got = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    wide = [v.detach().double().requires_grad_() for v in (x, w)]
+    want = F.cross_entropy(wide[0] @ wide[1].T, targets) * factor
+    for a, b in zip(got, torch.autograd.grad(want, wide)):
+        torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=1e-2 * float(b.abs().max()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, (x, w))
+
+
 def test_linear_cross_entropy_of_frozen_weights():
     x, w, targets = half(20, 64), half(50, 64), torch.arange(20)
     want = torch.autograd.grad(pt.linear_cross_entropy(x.requires_grad_(), w, targets), x)
