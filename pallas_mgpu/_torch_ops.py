@@ -727,22 +727,40 @@ gated_matmul.op = _gated_alone.op  # type: ignore[attr-defined]
 _MADE["gated_matmul"] = gated_matmul
 
 
-def _rotary_fake(x, cos, sin, inverse=False):
+def _rotary_fake(x, cos, sin, weight=None, inverse=False, eps=1e-6):
     return _like(x)
 
 
 def _rotary_setup(ctx, inputs, output):
-    _, cos, sin, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin)
+    x, cos, sin, weight, ctx.inverse, ctx.eps = inputs
+    ctx.save_for_backward(cos, sin, weight, None if weight is None else x)
 
 
-def _rotary_backward(ctx, grad):
-    return rotary(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+def _rotary_gradient(ctx, grad):
+    cos, sin, weight, x = ctx.saved_tensors
+    if weight is None:
+        return rotary(grad, cos, sin, None, not ctx.inverse), *(None,) * 5
+    dx, dw = rotary_backward(grad, x, cos, sin, weight, ctx.eps)
+    return dx, None, None, dw, None, None
 
 
-@_operator(_rotary_fake, (_rotary_setup, _rotary_backward))
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    return ops.rotary(x, cos, sin, inverse=inverse)
+@_operator(_rotary_fake, (_rotary_setup, _rotary_gradient))
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor | None = None,
+    inverse: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    return ops.rotary(x, cos, sin, inverse=inverse, eps=eps, **_optional(weight=weight))
+
+
+@_operator(lambda grad, x, cos, sin, weight, eps=1e-6: (_like(x), _like(weight)))
+def rotary_backward(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    return ops.rotary_backward(grad, x, cos, sin, weight, eps=eps)
 
 
 def _entropy_fake(logits, targets, ignore_index=-100):

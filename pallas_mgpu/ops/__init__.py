@@ -31,7 +31,7 @@ from .norms_backward import (
 from .quantize import dequantize, quantize, quantize_by_scale
 from .quantize_fused import gated_linear_unit_quantize, rms_norm_quantize
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
-from .rotary import rotary
+from .rotary import rotary, rotary_backward
 from .sample import sample
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_quantize",
     "rotary",
+    "rotary_backward",
     "sample",
     "softmax",
     "softmax_backward",

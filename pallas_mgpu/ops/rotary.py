@@ -1,8 +1,12 @@
 """Rotary position embedding: pairs of elements of a head are rotated by angles of the position.
 
 Element i of the first half of a head and element i of the second half are a pair. A block takes a
-few positions of all heads; cosines and sines are read once for each. The gradient is the rotation
-by the opposite angles."""
+few positions of a head at a time. With a weight, each head is first divided by the root of its mean
+square (QK-norm): a row of a tile is a head, so its statistics need no other block.
+
+The gradient is the rotation by the opposite angles, and then, with a weight, that of the norm.
+Blocks of that kernel take several tiles, and add up the gradient of the weight over them in
+registers; further kernels add up those sums, always in the same order."""
 
 import numpy as np
 
@@ -12,73 +16,205 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from .norms_backward import WithSums, sums_of_rows
+from .quantize import layout_of
 
 _FLOATS = ("float16", "bfloat16", "float32")
+_F32 = np.float32
 _TILE = 2048  # elements of half a tile
+_TILE_BACKWARD = 1024  # of the gradient with a weight, whose sums take registers, too
+_VECTOR = 8  # elements of a lane side by side, where a norm sums over the lanes of a head
+_RESIDENT = 5  # blocks of an SM, of the gradient with a weight
+
+
+class _Tiles:
+    """Tiles of a few positions of a head."""
+
+    def __init__(self, shape, normed, size=_TILE):
+        """normed: are there sums over a head? Lanes of a warp then have it, if they can."""
+        self.batch, self.length, self.heads, dim = shape
+        self.half, self.layout = dim // 2, None
+        self.height = max(1, min(size // self.half, self.length))
+        lanes, rest = divmod(self.half, _VECTOR)
+        if normed and rest == 0 and lanes in (2, 4, 8, 16, 32):
+            self.layout, at_once = layout_of(self.half, _VECTOR), 128 // lanes
+            self.height = max(size // self.half // at_once, 1) * at_once
+        self.of_head = pl.cdiv(self.length, self.height)
+        self.count = self.batch * self.of_head * self.heads
+
+    def at(self, number):
+        """Tile of that number; those of one position follow each other."""
+        head, rest = number % self.heads, number // self.heads
+        return _Tile(self, rest // self.of_head, rest % self.of_head, head)
+
+
+class _Tile:
+    """One of them, while a kernel is traced. Arrays are pairs, of both halves of heads."""
+
+    def __init__(self, tiles, batch, tile, head):
+        self.tiles, self.batch, self.head = tiles, batch, head
+        start, shape = tile * tiles.height, (tiles.height, tiles.half)
+        self.rows, self.shape, self.keep = pl.ds(start, tiles.height), shape, None
+        if tiles.length % tiles.height:
+            index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tiles.layout)
+            self.keep = index < tiles.length - start
+
+    def _load(self, ref, at):
+        value = ref[at] if self.keep is None else pl.load(ref, at, mask=self.keep, other=0.0)
+        layout = self.tiles.layout
+        value = value if layout is None else plgpu.layout_cast(value, layout)
+        return value.astype(jnp.float32)
+
+    def _places(self):
+        half = self.tiles.half
+        return [(self.batch, self.rows, self.head, pl.ds(k, half)) for k in (0, half)]
+
+    def load(self, ref):
+        return [self._load(ref, at) for at in self._places()]
+
+    def store(self, ref, values):
+        for at, value in zip(self._places(), values):
+            value = value.astype(ref.dtype)
+            if self.keep is None:
+                ref[at] = value
+            else:
+                pl.store(ref, at, value, mask=self.keep)
+
+    def rotate(self, values, cos, sin, inverse):
+        c, s = (self._load(ref, (self.rows, pl.ds(0, self.tiles.half))) for ref in (cos, sin))
+        s = -s if inverse else s
+        left, right = values
+        return [left * c - right * s, right * c + left * s]
+
+    def weight(self, ref):
+        half = self.tiles.half
+        parts = (ref[pl.ds(k, half)].astype(jnp.float32) for k in (0, half))
+        return [lax.broadcast_in_dim(w, self.shape, [1]) for w in parts]
+
+    def mean(self, pair):
+        """Of both halves of each head, as columns."""
+        left, right = pair
+        return jnp.sum(left + right, axis=1, keepdims=True) * _F32(0.5 / self.tiles.half)
+
+    def normal(self, values, eps):
+        """The factor of each head, and the heads times it."""
+        factor = lax.rsqrt(self.mean([v * v for v in values]) + _F32(eps))
+        return factor, [v * factor for v in values]
 
 
 @cached
-def _kernel(shape, dtype, inverse, interpret):
-    batch, length, heads, dim = shape
-    half = dim // 2
-    height = max(1, min(_TILE // half, length))
+def _kernel(shape, dtype, inverse, eps, interpret):
+    """eps: of the norm, which is there unless it is None."""
+    tiles = _Tiles(shape, eps is not None)
 
-    def body(x, cos, sin, o):
+    def body(x, cos, sin, *refs):
         overlap_launches()
-        b, h = lax.axis_index("batch"), lax.axis_index("head")
-        start = lax.axis_index("tile") * height
-        rows, keep = pl.ds(start, height), None
-        if length % height:
-            keep = lax.broadcasted_iota(jnp.int32, (height, half), 0) < length - start
-
-        def load(ref, at):
-            value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=0.0)
-            return value.astype(jnp.float32)
-
-        def save(first, value):
-            at, value = (b, rows, h, pl.ds(first, half)), value.astype(dtype)
-            if keep is None:
-                o[at] = value
-            else:
-                pl.store(o, at, value, mask=keep)
-
-        c, s = (load(ref, (rows, pl.ds(0, half))) for ref in (cos, sin))
-        s = -s if inverse else s
-        left, right = (load(x, (b, rows, h, pl.ds(k, half))) for k in (0, half))
-        save(0, left * c - right * s)
-        save(half, right * c + left * s)
+        batch, tile, head = (lax.axis_index(name) for name in ("batch", "tile", "head"))
+        t = _Tile(tiles, batch, tile, head)
+        values = t.load(x)
+        if eps is not None:
+            weight, normal = t.weight(refs[0]), t.normal(values, eps)[1]
+            values = [v * w for v, w in zip(normal, weight)]
+        t.store(refs[-1], t.rotate(values, cos, sin, inverse))
 
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct(shape, dtype),
-        grid=(batch, pl.cdiv(length, height), heads),
+        grid=(tiles.batch, tiles.of_head, tiles.heads),
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="rotary",
     )
 
 
+@cached
+def _backward(shape, dtype, eps, programs, interpret):
+    tiles = _Tiles(shape, True, _TILE_BACKWARD)
+    programs, half = min(programs, tiles.count), tiles.half
+
+    def body(grad, x, cos, sin, weight, out, sums):
+        overlap_launches()
+        me = lax.axis_index("program")
+
+        def one(i, total):
+            t = tiles.at(me + i * programs)
+            g = t.rotate(t.load(grad), cos, sin, True)
+            factor, y = t.normal(t.load(x), eps)
+            gw = [v * w for v, w in zip(g, t.weight(weight))]
+            dot = t.mean([a * b for a, b in zip(gw, y)])
+            t.store(out, [(a - b * dot) * factor for a, b in zip(gw, y)])
+            return [s + a * b for s, a, b in zip(total, g, y)]
+
+        zero = jnp.zeros((tiles.height, half), jnp.float32)
+        zero = [zero if tiles.layout is None else plgpu.layout_cast(zero, tiles.layout)] * 2
+        mine = (tiles.count - me + (programs - 1)) // programs
+        for k, total in enumerate(lax.fori_loop(0, mine, one, zero)):
+            sums[me, pl.ds(k * half, half)] = jnp.sum(total, axis=0)
+
+    outs = plgpu.ShapeDtypeStruct(shape, dtype), plgpu.ShapeDtypeStruct((programs, 2 * half), _F32)
+    return plgpu.kernel(
+        body,
+        out_type=outs,
+        grid=(programs,),
+        grid_names=("program",),
+        interpret=interpret,
+        kernel_name="rotary_backward",
+    )
+
+
+def _check(name, x, cos, sin, weight, grad=None):
+    for what, a in (("x", x), ("cos", cos), ("sin", sin), ("weight", weight), ("grad", grad)):
+        if a is not None and a.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {a.dtype}")
+    if x.ndim != 4 or x.shape[3] % 2 or 0 in x.shape:
+        raise ValueError(
+            f"{name}: x must have the dims [batch, length, heads, head_dim] with an even head_dim,"
+            f" got shape {x.shape}"
+        )
+    half = x.shape[3] // 2
+    want = {"cos": (x.shape[1], half), "sin": (x.shape[1], half)}
+    want |= {"weight": x.shape[3:], "grad": x.shape}
+    for what, a in (("cos", cos), ("sin", sin), ("weight", weight), ("grad", grad)):
+        if a is not None and a.shape != want[what]:
+            raise ValueError(f"{name}: {what} must have the shape {want[what]}, got {a.shape}")
+
+
 @plgpu.specialize
-def rotary(x, cos, sin, *, inverse=False, interpret=None):
-    """Rotary position embedding of queries or keys, computed in float32 (Hopper).
+def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None):
+    """Rotary position embedding of queries or keys, computed in float32 (Hopper), with ``weight``
+    of their RMS norm over each head (QK-norm): ``rotary(rms_norm(x, weight, eps=eps))`` in one
+    kernel.
 
     x: [batch, length, heads, head_dim], float16, bfloat16 or float32; head_dim even. cos, sin:
     [length, head_dim / 2], any of these dtypes, of the angles. The pairs are (i, i + head_dim / 2).
-    inverse: rotate by the opposite angles, which is the gradient. out: a preallocated result, which
-    may be ``x``.
+    weight: [head_dim], any of these dtypes. inverse: rotate by the opposite angles, which is the
+    gradient; without a weight. out: a preallocated result, which may be ``x``.
 
     Returns an array like ``x``. TypeError, ValueError for other dtypes and shapes.
     """
-    for name, a in (("x", x), ("cos", cos), ("sin", sin)):
-        if a.dtype.name not in _FLOATS:
-            raise TypeError(f"rotary: {name} must be float16, bfloat16 or float32, got {a.dtype}")
-    if x.ndim != 4 or x.shape[3] % 2 or 0 in x.shape:
-        raise ValueError(
-            "rotary: x must have the dims [batch, length, heads, head_dim] with an even head_dim,"
-            f" got shape {x.shape}"
-        )
-    want = x.shape[1], x.shape[3] // 2
-    for name, a in (("cos", cos), ("sin", sin)):
-        if a.shape != want:
-            raise ValueError(f"rotary: {name} must have the shape {want}, got {a.shape}")
-    return _kernel(x.shape, np.dtype(x.dtype), bool(inverse), interpret)
+    _check("rotary", x, cos, sin, weight)
+    if inverse and weight is not None:
+        raise ValueError("rotary: inverse=True with weight; rotary_backward has both gradients")
+    eps = None if weight is None else float(eps)
+    return _kernel(x.shape, np.dtype(x.dtype), bool(inverse), eps, interpret)
+
+
+@plgpu.specialize
+def rotary_backward(grad, x, cos, sin, weight, *, eps=1e-6, interpret=None):
+    """The gradients of :func:`rotary` with a weight, with respect to ``x`` and ``weight``, in
+    float32 (Hopper).
+
+    grad: the gradient of the result, of the shape of ``x``; the others: the arguments of rotary.
+    The statistics are computed again from ``x``. Results repeat bit for bit. Without a weight, the
+    gradient is ``rotary(grad, cos, sin, inverse=True)``.
+
+    Returns the gradient of ``x`` and that of ``weight``, like these. TypeError, ValueError for other
+    dtypes and shapes.
+    """
+    _check("rotary_backward", x, cos, sin, weight, grad)
+    sms = plgpu.sm_count(x.device)
+    kernel = _backward(x.shape, np.dtype(x.dtype), float(eps), _RESIDENT * sms, interpret)
+    programs, n = kernel.definition.outs[1].shape
+    return WithSums(
+        kernel, sums_of_rows(programs, n, np.dtype(_F32), np.dtype(weight.dtype), sms, interpret)
+    )

@@ -740,6 +740,12 @@ def checked():
         "gated_matmul": (a, b),
         "gated_matmul_products": (a, b, "gelu"),
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
+        "rotary with norm": (
+            *(q, torch.rand(33, 32), torch.rand(33, 32), half(64).requires_grad_()),
+        ),
+        "rotary_backward": (
+            *(q.detach(), q.detach(), torch.rand(33, 32), torch.rand(33, 32), half(64)),
+        ),
         "cross_entropy_lse": (x, torch.randint(0, 130, (6,))),
         "linear_cross_entropy_gradients": (a, b.detach().t().contiguous(), torch.arange(20)),
         "linear_cross_entropy_backward": (torch.tensor(2.0), *(half(9, 16) for _ in range(4))),

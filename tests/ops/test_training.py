@@ -67,6 +67,35 @@ def test_rotary(rng, shape, dtype):
     check(back, x.astype(np.float64), dtype)
 
 
+@pytest.mark.parametrize("shape", [(2, 33, 3, 64), (1, 100, 2, 10), (3, 40, 5, 128)])
+@dtypes
+def test_rotary_with_norm(rng, shape, dtype):
+    """QK-norm, and its gradients from those of the pairs as complex numbers."""
+    x, weight = normal(rng, shape, dtype), normal(rng, shape[3:], dtype)
+    grad = normal(rng, shape, dtype)
+    angles = rng.random((shape[1], shape[3] // 2)) * 7
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    half, eps = shape[3] // 2, 1e-5
+
+    def turned(v, angles):
+        pairs = (v[..., :half] + 1j * v[..., half:]) * np.exp(1j * angles)[None, :, None]
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    wide, w, g = (v.astype(np.float64) for v in (x, weight, grad))
+    factor = 1 / np.sqrt((wide * wide).mean(-1, keepdims=True) + eps)
+    y = wide * factor
+    check(ops.rotary(x, cos, sin, weight, eps=eps, interpret=True), turned(y * w, angles), dtype)
+    g = turned(g, -angles)
+    gw = g * w
+    want = (gw - y * (gw * y).mean(-1, keepdims=True)) * factor, (g * y).sum((0, 1, 2))
+    how = plgpu.InterpretParams(detect_races=True, on_race="raise", seed=1)
+    got = ops.rotary_backward(grad, x, cos, sin, weight, eps=eps, interpret=how)
+    check(got[0], want[0], dtype)
+    np.testing.assert_allclose(
+        got[1].astype(np.float64), want[1], rtol=4 * UNIT[dtype.name], atol=3e-2
+    )
+
+
 @pytest.mark.parametrize(
     "shape",
     [(1, 1), (5, 7), (3, 2048), (4, 5001), (130, 33), (3, 5000), (2, 4104), (2, 20480)],
@@ -129,6 +158,16 @@ def test_no_spills_of_gated_linear_unit(n, packed):
         (lambda x, t: ops.gated_linear_unit_backward(x, x), ValueError),
         (lambda x, t: ops.rotary(x, x, x), ValueError),
         (lambda x, t: ops.rotary(x[None, :, None], x, x), ValueError),
+        (lambda x, t: ops.rotary(x[None, :, None], x[:, :2], x[:, :2], t), TypeError),
+        (lambda x, t: ops.rotary(x[None, :, None], x[:, :2], x[:, :2], x), ValueError),
+        (
+            lambda x, t: ops.rotary(x[None, :, None], x[:, :2], x[:, :2], x[0], inverse=True),
+            ValueError,
+        ),
+        (
+            lambda x, t: ops.rotary_backward(x, x[None, :, None], x[:, :2], x[:, :2], x[0]),
+            ValueError,
+        ),
         (lambda x, t: ops.cross_entropy(x, t[:1]), ValueError),
         (lambda x, t: ops.cross_entropy(x.astype(np.int32), t), TypeError),
         (lambda x, t: ops.cross_entropy_backward(x, x, t, x), ValueError),
