@@ -377,6 +377,49 @@ def layer_norm_backward(
     return tuple(found)
 
 
+def _add_norm_fake(x, *rest):
+    return _like(x), _like(x)
+
+
+def _add_norm_setup(ctx, inputs, output):
+    weight, *bias, ctx.eps = inputs[2:]
+    ctx.bias = bias[0].dtype if bias and bias[0] is not None else None
+    ctx.save_for_backward(output[1], weight)
+
+
+def _add_rms_backward(ctx, grad, of_total):
+    total, weight = ctx.saved_tensors
+    dx, dw = rms_norm_backward(grad, total, weight, of_total, ctx.eps)
+    return dx, dx, None if weight is None else dw, None
+
+
+@_operator(_add_norm_fake, (_add_norm_setup, _add_rms_backward))
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    return ops.add_rms_norm(x, residual, eps=eps, **_optional(weight=weight))
+
+
+def _add_layer_backward(ctx, grad, of_total):
+    total, weight = ctx.saved_tensors
+    found = layer_norm_backward(grad, total, weight, of_total, ctx.bias is not None, ctx.eps)
+    dx, dw, db = found
+    db = None if ctx.bias is None else db.to(ctx.bias)
+    return dx, dx, None if weight is None else dw, db, None
+
+
+@_operator(_add_norm_fake, (_add_norm_setup, _add_layer_backward))
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    options = _optional(weight=weight, bias=bias)
+    return ops.add_layer_norm(x, residual, eps=eps, **options)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ from ._torch_distributed import (
 from ._torch_fp8 import Fp8Linear, fp8_matmul, quantize_by_scale
 from ._torch_ops import (
     AdamW,
+    add_layer_norm,
+    add_rms_norm,
     attention,
     column_sums,
     cross_entropy,
@@ -47,6 +49,8 @@ from ._torch_ops import (
 __all__ = [
     "AdamW",
     "Fp8Linear",
+    "add_layer_norm",
+    "add_rms_norm",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",

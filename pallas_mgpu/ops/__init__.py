@@ -2,6 +2,7 @@
 
 from .activation_backward import activation_backward
 from .adamw import adamw
+from .add_norm import add_layer_norm, add_rms_norm
 from .append_pages import append_pages
 from .attention import (
     AttentionConfig,
@@ -50,6 +51,8 @@ __all__ = [
     "TensorMemoryMixedConfig",
     "activation_backward",
     "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
     "append_pages",
     "attention",
     "attention_backward",

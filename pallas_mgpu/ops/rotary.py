@@ -208,8 +208,8 @@ def rotary_backward(grad, x, cos, sin, weight, *, eps=1e-6, interpret=None):
     The statistics are computed again from ``x``. Results repeat bit for bit. Without a weight, the
     gradient is ``rotary(grad, cos, sin, inverse=True)``.
 
-    Returns the gradient of ``x`` and that of ``weight``, like these. TypeError, ValueError for other
-    dtypes and shapes.
+    Returns the gradient of ``x`` and that of ``weight``, like these. TypeError, ValueError for
+    other dtypes and shapes.
     """
     _check("rotary_backward", x, cos, sin, weight, grad)
     sms = plgpu.sm_count(x.device)

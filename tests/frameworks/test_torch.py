@@ -726,6 +726,8 @@ def checked():
         "activation_backward": (plain, plain, "gelu", False, True, torch.float32),
         "rms_norm": (x, w),
         "layer_norm": (x, w, w),
+        "add_rms_norm": (x, half(6, 130).requires_grad_(), w),
+        "add_layer_norm": (x, half(6, 130).requires_grad_(), w, w),
         "softmax": (x,),
         "ragged_dot": (a, r, sizes),
         "transposed_ragged_dot": (a, half(20, 30).requires_grad_(), sizes),
@@ -793,6 +795,26 @@ def test_autocast():
         w = torch.randn(16, 8, requires_grad=True)
         pt.linear_cross_entropy(x, w, torch.arange(8)).backward()  # of bfloat16
     assert w.grad.dtype == torch.float32
+
+
+def test_add_norms():
+    x, r, w, b = half(6, 130), half(6, 130), half(130), half(130)
+
+    def both(f):
+        def run(x, r, *vectors):
+            y, total = f(x, r, *vectors)
+            return y + 2 * total
+
+        return run
+
+    def rms(x, r, w):
+        return F.rms_norm(x + r, (130,), w, 1e-6), x + r
+
+    def layer(x, r, w, b):
+        return F.layer_norm(x + r, (130,), w, b), x + r
+
+    compare(both(ops.add_rms_norm), both(rms), x, r, w)
+    compare(both(pt.add_layer_norm), both(layer), x, r, w, b)
 
 
 def test_options_that_operators_do_not_have():
