@@ -844,8 +844,10 @@ def rotary(
     x: np.ndarray,
     cos: np.ndarray,
     sin: np.ndarray,
+    weight: np.ndarray | None = None,
     *,
     inverse: bool = False,
+    eps: float = 1e-6,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
     stream: Stream | None = None,
@@ -855,8 +857,10 @@ def rotary(
     x: A,
     cos: A,
     sin: A,
+    weight: A | None = None,
     *,
     inverse: bool = False,
+    eps: float = 1e-6,
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,
@@ -978,7 +982,7 @@ def quantize(
     x: np.ndarray,
     *,
     dtype: DType = "float8_e4m3fn",
-    block: int | None = None,
+    block: int | tuple[int, int] | None = None,
     mx: bool = False,
     interpret: Interpret = None,
     out: tuple[np.ndarray, np.ndarray] | None = None,
@@ -989,7 +993,7 @@ def quantize(
     x: A,
     *,
     dtype: DType = "float8_e4m3fn",
-    block: int | None = None,
+    block: int | tuple[int, int] | None = None,
     mx: bool = False,
     interpret: Interpret = None,
     out: tuple[A, A] | None = None,
@@ -1000,7 +1004,7 @@ def dequantize(
     q: np.ndarray,
     scales: np.ndarray,
     *,
-    block: int | None = None,
+    block: int | tuple[int, int] | None = None,
     out_dtype: DType = "bfloat16",
     interpret: Interpret = None,
     out: np.ndarray | None = None,
@@ -1011,12 +1015,156 @@ def dequantize(
     q: A,
     scales: A,
     *,
-    block: int | None = None,
+    block: int | tuple[int, int] | None = None,
     out_dtype: DType = "bfloat16",
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,
 ) -> A: ...
+@overload
+def add_rms_norm(
+    x: np.ndarray,
+    residual: np.ndarray,
+    weight: np.ndarray | None = None,
+    *,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def add_rms_norm(
+    x: A,
+    residual: A,
+    weight: A | None = None,
+    *,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def add_layer_norm(
+    x: np.ndarray,
+    residual: np.ndarray,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def add_layer_norm(
+    x: A,
+    residual: A,
+    weight: A | None = None,
+    bias: A | None = None,
+    *,
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def quantize_by_scale(
+    x: np.ndarray,
+    scale: np.ndarray,
+    *,
+    dtype: DType = "float8_e4m3fn",
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def quantize_by_scale(
+    x: A,
+    scale: A,
+    *,
+    dtype: DType = "float8_e4m3fn",
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def rms_norm_quantize(
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    *,
+    eps: float = 1e-6,
+    dtype: DType = "float8_e4m3fn",
+    block: int | tuple[int, int] | None = None,
+    mx: bool = False,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def rms_norm_quantize(
+    x: A,
+    weight: A | None = None,
+    *,
+    eps: float = 1e-6,
+    dtype: DType = "float8_e4m3fn",
+    block: int | tuple[int, int] | None = None,
+    mx: bool = False,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def gated_linear_unit_quantize(
+    gate: np.ndarray,
+    up: np.ndarray | None = None,
+    *,
+    activation: str = "silu",
+    dtype: DType = "float8_e4m3fn",
+    block: int | tuple[int, int] | None = None,
+    mx: bool = False,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def gated_linear_unit_quantize(
+    gate: A,
+    up: A | None = None,
+    *,
+    activation: str = "silu",
+    dtype: DType = "float8_e4m3fn",
+    block: int | tuple[int, int] | None = None,
+    mx: bool = False,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def rotary_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    weight: np.ndarray,
+    *,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def rotary_backward(
+    grad: A,
+    x: A,
+    cos: A,
+    sin: A,
+    weight: A,
+    *,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
 @overload
 def activation_backward(
     grad: np.ndarray,

@@ -41,6 +41,12 @@ CALLS = {
     "layer_norm, long rows": lambda **o: ops.layer_norm(long, long[0], long[0], **o),
     "gated_linear_unit": lambda **o: ops.gated_linear_unit(x, x, **o),
     "rotary": lambda **o: ops.rotary(heads, angles, angles, **o),
+    "rotary, with norm": lambda **o: ops.rotary(heads, angles, angles, heads[0, 0, 0], **o),
+    "rotary_backward": lambda **o: ops.rotary_backward(
+        heads, heads, angles, angles, heads[0, 0, 0], **o
+    ),
+    "add_rms_norm": lambda **o: ops.add_rms_norm(x, x, w, **o),
+    "add_layer_norm": lambda **o: ops.add_layer_norm(x, x, w, w, **o),
     "merge_attention": lambda **o: ops.merge_attention(heads[None], lse[None], **o),
     "append_pages": lambda **o: ops.append_pages(
         zeros(4, 16, 2, 64), zeros(4, 16, 2, 64), *[zeros(1, 1, 2, 64)] * 2, table, few_lengths, **o
@@ -50,6 +56,10 @@ CALLS = {
     "column_sums": lambda **o: ops.column_sums(square, **o),
     "quantize": lambda **o: ops.quantize(x, **o),
     "quantize, mx": lambda **o: ops.quantize(x, block=32, mx=True, **o),
+    "quantize, square": lambda **o: ops.quantize(square, block=(128, 128), **o),
+    "quantize_by_scale": lambda **o: ops.quantize_by_scale(x, few[:1], **o),
+    "rms_norm_quantize": lambda **o: ops.rms_norm_quantize(x, w, block=128, **o),
+    "gated_linear_unit_quantize": lambda **o: ops.gated_linear_unit_quantize(x, x, **o),
     "dequantize": lambda **o: ops.dequantize(
         x.astype(E4M3), zeros(16, 8, dtype=f32), block=128, **o
     ),
