@@ -379,9 +379,20 @@ CASES = {
         ),
         lambda: ops.matmul(zeros(2, 8, 8, dtype=F32), zeros(2, 8, 8, dtype=F32)),
     ],
-    "`ops.matmul` of float32 operands": [
+    "`ops.matmul` with `accumulate=True`": [
         lambda: ops.matmul(
             *[zeros(8, 8, dtype=F32)] * 2, accumulate=True, out=zeros(8, 8, dtype=F32)
+        ),
+        lambda: ops.matmul(
+            *[zeros(8, 8)] * 2,
+            accumulate=True,
+            out=zeros(8, 8),
+            config=ops.MatmulConfig(cluster=2, cluster_n=2),
+        ),
+    ],
+    "`ops.quantize_by_scale(out=)`": [
+        lambda: ops.quantize_by_scale(
+            zeros(8), zeros(1, dtype=F32), out=(zeros(8), zeros(1, dtype=F32))
         )
     ],
     "pickling a kernel": [(TypeError, lambda: pickle.dumps(unnamed()))],
