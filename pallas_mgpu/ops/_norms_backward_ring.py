@@ -6,8 +6,11 @@ columns, and a cluster of blocks shares the longest. So a lane always has the sa
 its sums over rows, the gradients of the weight and of the bias, stay in registers until the block
 has done its last row.
 
-Each warpgroup fetches its own segments by TMA, several tiles ahead, into slots of its own, computes
-from there, stores the result, and fetches the next tile into the slot. Warpgroups that share a row
+Each warpgroup fetches its own segments by TMA, several tiles ahead, into slots of its own. Once a
+tile is in registers, the next one is fetched into its slot. Before that, the fence that ends the
+loads from shared memory waits for earlier stores to global memory, too: hence the result of a tile
+is stored after the fence of the next one, or, of long rows, which are read from shared memory
+again, after the fence of its own. Warpgroups that share a row
 exchange their sums over it through shared memory, by two buffers that alternate: all warpgroups
 have met at the other one before a buffer is written again.
 
@@ -151,12 +154,12 @@ class _Tile:
         at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 1)
         return at < self.x.n - (self.offset + k * p.part)
 
-    def mask(self, k):
-        """Which elements of part k lie in the array; None: all."""
+    def mask(self, k, start=None):
+        """Which elements of part k lie in the array; None: all. start: of another tile."""
         p, found = self.plan, self.inside(k)
         if self.x.outer % p.height:
             at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 0)
-            there = at < self.x.outer - self.start
+            there = at < self.x.outer - (self.start if start is None else start)
             found = there if found is None else found & there
         return found
 
@@ -165,10 +168,17 @@ class _Tile:
         mask = self.mask(k)
         return v if mask is None else jnp.where(mask, v, 0.0)
 
-    def store(self, name, k, value):
-        p, ref, mask = self.plan, self.refs[name], self.mask(k)
-        value = value.astype(ref.dtype)
-        at = pl.ds(self.start, p.height), pl.ds(self.offset + k * p.part, p.part)
+    def store(self, i, k, value):
+        """Part k of the result of the team's tile number i."""
+        p, ref = self.plan, self.refs["out"]
+        start = (self.first + i * self.step) * p.height
+        mask, at = (
+            self.mask(k, start),
+            (
+                pl.ds(start, p.height),
+                pl.ds(self.offset + k * p.part, p.part),
+            ),
+        )
         if mask is None:
             ref[at] = value
         else:
@@ -262,16 +272,37 @@ def kernel(p, row, interpret):
         tile = _Tile(p, given)
         tile.fetch_first()
 
-        def one(i, total):
-            of_row, found = row(tile.at(i)), []
+        def finish(of_row, total):
+            """The result, and the sums with those of this tile; of all parts."""
+            results, sums = [], []
             for k in range(p.parts):
-                tile.store("out", k, of_row.result(k))
-                found.append([t + s for t, s in zip(total[k], of_row.sums(k))])
+                results.append(of_row.result(k).astype(x.dtypes[1]))
+                sums.append([t + s for t, s in zip(total[k], of_row.sums(k))])
+            return results, sums
+
+        def in_registers(i, carry):
+            before, total = carry
+            of_row = row(tile.at(i))
+            of_row.hold(p.of_tile)
             tile.fetch_next()
-            return found
+            pl.when(i > 0)(lambda: tile.store(i - 1, 0, before[0]))
+            return finish(of_row, total)
+
+        def in_parts(i, total):
+            results, total = finish(row(tile.at(i)), total)
+            tile.fetch_next()
+            for k, result in enumerate(results):
+                tile.store(i, k, result)
+            return total
 
         zero = jnp.zeros((p.height, p.part), jnp.float32)
-        total = lax.fori_loop(0, tile.count, one, [[zero] * x.sums for _ in range(p.parts)])
+        total = [[zero] * x.sums for _ in range(p.parts)]
+        if p.parts == 1:
+            carry = [zero.astype(x.dtypes[1])], total
+            last, total = lax.fori_loop(0, tile.count, in_registers, carry)
+            pl.when(tile.count > 0)(lambda: tile.store(tile.count - 1, 0, last[0]))
+        else:
+            total = lax.fori_loop(0, tile.count, in_parts, total)
         if x.sums:
             _write_sums(tile, total)
 

@@ -165,6 +165,11 @@ class _Row:
         """The same in the dtype of the array."""
         return self._held(f"exact {name}", k, lambda: self.t.load(name, k))
 
+    def hold(self, names):
+        """The only part of these operands is in registers from here on."""
+        for name in names:
+            self.exact(name, 0)
+
     def _held(self, name, k, make):
         if self.t.parts > 1:
             return make()
