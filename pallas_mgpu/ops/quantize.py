@@ -32,7 +32,8 @@ _PART = 2048
 HELD = 32768  # bytes of a whole row that the registers of a thread block hold
 _TILE = 4096  # elements of the groups that a thread block takes
 _WARP = 2048  # most elements of a row that a warp takes
-_RESIDENT = 8  # blocks of an SM, of kernels with a given scale
+_STEP = 2048  # elements at a time, of kernels with a given scale
+_RESIDENT = 9  # blocks of an SM of those
 SQUARE = 128, 128  # rows and columns of a square block
 _TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
 
@@ -235,7 +236,10 @@ def scale_of(x, largest):
     scale = jnp.maximum(largest, _TINY) * _F32(1 / _LARGEST[x.to.name])
     if x.scales == _F32:
         return scale
-    return jnp.exp2(jnp.ceil(jnp.log2(scale)))  # of mx
+    # of mx: the next power of two, by a carry from the mantissa
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    up = lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+    return jnp.where(jnp.isnan(scale), scale, up)
 
 
 def to_integers(x, value):
@@ -399,10 +403,10 @@ def _square(shape, dtype, to, inverse, interpret):
 def _by_scale(shape, dtype, to, programs, interpret):
     """Kernel: elements, and the largest magnitude that each block has seen."""
     total = math.prod(shape)
-    tiles = pl.cdiv(total, _TILE)
+    tiles = pl.cdiv(total, _STEP)
     programs = min(programs, tiles)
     vec, most = 16 // max(dtype.itemsize, to.itemsize), _F32(_LARGEST[to.name])
-    layout = plgpu.Layout.WG_STRIDED((_TILE,), vec)
+    layout = plgpu.Layout.WG_STRIDED((_STEP,), vec)
     x = Problem(1, total, 0, dtype, to, np.dtype(_F32), shape)
 
     def body(source, scale, out, largest):
@@ -411,10 +415,10 @@ def _by_scale(shape, dtype, to, programs, interpret):
         source, out = (r.reshape((total,)) for r in (source, out))
 
         def one(i, top):
-            start = (me + i * programs) * _TILE
-            at, keep = (pl.ds(start, _TILE),), None
-            if total % _TILE:
-                index = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=layout)
+            start = (me + i * programs) * _STEP
+            at, keep = (pl.ds(start, _STEP),), None
+            if total % _STEP:
+                index = plgpu.broadcasted_iota(jnp.int32, (_STEP,), 0, layout=layout)
                 keep = index < total - start
             value = load_as(layout, source, at, keep).astype(jnp.float32)
             found = jnp.clip(to_integers(x, value * inverse), -most, most).astype(to)
@@ -424,7 +428,7 @@ def _by_scale(shape, dtype, to, programs, interpret):
                 pl.store(out, at, found, mask=keep)
             return jnp.maximum(top, jnp.abs(value))
 
-        zero = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), layout)
+        zero = plgpu.layout_cast(jnp.zeros((_STEP,), jnp.float32), layout)
         mine = (tiles - me + (programs - 1)) // programs
         largest[me] = jnp.max(lax.fori_loop(0, mine, one, zero))
 

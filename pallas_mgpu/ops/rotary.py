@@ -1,12 +1,14 @@
 """Rotary position embedding: pairs of elements of a head are rotated by angles of the position.
 
 Element i of the first half of a head and element i of the second half are a pair. A block takes a
-few positions of a head at a time. With a weight, each head is first divided by the root of its mean
+few positions of a head, or with a weight of up to four heads, one after the other. With a weight, each head is first divided by the root of its mean
 square (QK-norm): a row of a tile is a head, so its statistics need no other block.
 
 The gradient is the rotation by the opposite angles, and then, with a weight, that of the norm.
 Blocks of that kernel take several tiles, and add up the gradient of the weight over them in
 registers; further kernels add up those sums, always in the same order."""
+
+import math
 
 import numpy as np
 
@@ -23,6 +25,7 @@ _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _TILE = 2048  # elements of half a tile
 _TILE_BACKWARD = 1024  # of the gradient with a weight, whose sums take registers, too
+_HEADS = 4  # of a block with a norm
 _VECTOR = 8  # elements of a lane side by side, where a norm sums over the lanes of a head
 _RESIDENT = 5  # blocks of an SM, of the gradient with a weight
 
@@ -80,10 +83,14 @@ class _Tile:
             else:
                 pl.store(ref, at, value, mask=self.keep)
 
-    def rotate(self, values, cos, sin, inverse):
+    def angles(self, cos, sin, inverse):
+        """Cosines and sines, which all heads share."""
         c, s = (self._load(ref, (self.rows, pl.ds(0, self.tiles.half))) for ref in (cos, sin))
-        s = -s if inverse else s
-        left, right = values
+        return c, -s if inverse else s
+
+    @staticmethod
+    def rotate(values, angles):
+        (left, right), (c, s) = values, angles
         return [left * c - right * s, right * c + left * s]
 
     def weight(self, ref):
@@ -106,21 +113,31 @@ class _Tile:
 def _kernel(shape, dtype, inverse, eps, interpret):
     """eps: of the norm, which is there unless it is None."""
     tiles = _Tiles(shape, eps is not None)
+    heads = math.gcd(tiles.heads, _HEADS) if eps is not None else 1  # of a block
 
     def body(x, cos, sin, *refs):
         overlap_launches()
-        batch, tile, head = (lax.axis_index(name) for name in ("batch", "tile", "head"))
-        t = _Tile(tiles, batch, tile, head)
-        values = t.load(x)
-        if eps is not None:
-            weight, normal = t.weight(refs[0]), t.normal(values, eps)[1]
-            values = [v * w for v, w in zip(normal, weight)]
-        t.store(refs[-1], t.rotate(values, cos, sin, inverse))
+        batch, tile, first = (lax.axis_index(name) for name in ("batch", "tile", "head"))
+        t = _Tile(tiles, batch, tile, first * heads)
+        angles = t.angles(cos, sin, inverse)
+
+        def one(k, _):
+            t.head = first * heads + k
+            values = t.load(x)
+            if eps is not None:
+                weight, normal = t.weight(refs[0]), t.normal(values, eps)[1]
+                values = [v * w for v, w in zip(normal, weight)]
+            t.store(refs[-1], t.rotate(values, angles))
+
+        if heads == 1:
+            one(0, None)
+        else:
+            lax.fori_loop(0, heads, one, None)
 
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct(shape, dtype),
-        grid=(tiles.batch, tiles.of_head, tiles.heads),
+        grid=(tiles.batch, tiles.of_head, tiles.heads // heads),
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="rotary",
@@ -138,7 +155,7 @@ def _backward(shape, dtype, eps, programs, interpret):
 
         def one(i, total):
             t = tiles.at(me + i * programs)
-            g = t.rotate(t.load(grad), cos, sin, True)
+            g = t.rotate(t.load(grad), t.angles(cos, sin, True))
             factor, y = t.normal(t.load(x), eps)
             gw = [v * w for v, w in zip(g, t.weight(weight))]
             dot = t.mean([a * b for a, b in zip(gw, y)])
