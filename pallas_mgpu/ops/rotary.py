@@ -1,8 +1,9 @@
 """Rotary position embedding: pairs of elements of a head are rotated by angles of the position.
 
 Element i of the first half of a head and element i of the second half are a pair. A block takes a
-few positions of a head, or with a weight of up to four heads, one after the other. With a weight, each head is first divided by the root of its mean
-square (QK-norm): a row of a tile is a head, so its statistics need no other block.
+few positions of a head, or with a weight of up to four heads, one after the other. The weight is
+that of a norm before the rotation (QK-norm): each head is divided by the root of its mean square. A
+row of a tile is a head, so its statistics need no other block.
 
 The gradient is the rotation by the opposite angles, and then, with a weight, that of the norm.
 Blocks of that kernel take several tiles, and add up the gradient of the weight over them in
