@@ -132,7 +132,7 @@ def _fused(
     return _plain_matmul(a, b, bias, scale_a, scale_b, activation, *options)
 
 
-def _plain_matmul(a, b, bias, scale_a, scale_b, activation, out_dtype, ta, tb, invariant):
+def _plain_matmul(a, b, bias, scale_a, scale_b, activation, out_dtype, ta, tb, invariant, **more):
     return ops.matmul(
         a,
         b,
@@ -142,6 +142,7 @@ def _plain_matmul(a, b, bias, scale_a, scale_b, activation, out_dtype, ta, tb, i
         transpose_b=tb,
         batch_invariant=invariant,
         **_optional(bias=bias, scale_a=scale_a, scale_b=scale_b),
+        **more,
     )
 
 
@@ -169,10 +170,14 @@ def matmul_products(
     transpose_b: bool = False,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result with silu or gelu, by a kernel of its own, and the product before it."""
+    """The result with silu or gelu, and the product before it: of one kernel, if there is one."""
     options = out_dtype, transpose_a, transpose_b, batch_invariant
-    z = _plain_matmul(a, b, bias, scale_a, scale_b, None, *options)
-    return _APART[activation](z), z
+    try:
+        arrays = a, b, bias, scale_a, scale_b
+        return _plain_matmul(*arrays, activation, *options, return_product=True)
+    except NotImplementedError:  # other operands or GPUs
+        z = _plain_matmul(a, b, bias, scale_a, scale_b, None, *options)
+        return _APART[activation](z), z
 
 
 def _activation_fake(grad, x, activation, of_result=False, bias=False, out_dtype=None):

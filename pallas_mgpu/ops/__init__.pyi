@@ -299,10 +299,32 @@ def matmul(
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
+    return_product: Literal[False] = False,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
     stream: Stream | None = None,
 ) -> np.ndarray: ...
+@overload
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    activation: Activation | None = None,
+    out_dtype: DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    scale_a: np.ndarray | None = None,
+    scale_b: np.ndarray | None = None,
+    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | MmaConfig | None = None,
+    batch_invariant: bool = False,
+    deterministic: bool = False,
+    accumulate: bool = False,
+    return_product: Literal[True],
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def matmul(
     a: A,
@@ -319,10 +341,32 @@ def matmul(
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
+    return_product: Literal[False] = False,
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,
 ) -> A: ...
+@overload
+def matmul(
+    a: A,
+    b: A,
+    *,
+    bias: A | None = None,
+    activation: Activation | None = None,
+    out_dtype: DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    scale_a: A | None = None,
+    scale_b: A | None = None,
+    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | MmaConfig | None = None,
+    batch_invariant: bool = False,
+    deterministic: bool = False,
+    accumulate: bool = False,
+    return_product: Literal[True],
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
 @overload
 def mixed_matmul(
     x: np.ndarray,

@@ -82,6 +82,7 @@ class Product(NamedTuple):
     activation: Callable | None = None
     forms: Forms = UNSCALED  # of the scales
     accumulate: bool = False  # add to the result that is there
+    keep: bool = False  # also store what the activation is applied to
     scaling: BlockScaling | None = None  # scales that the tensor cores apply
 
     def named(self, *refs):
@@ -89,6 +90,7 @@ class Product(NamedTuple):
         by_block = self.scaling is not None
         given = self.bias_dtype is not None, *(f is not None or by_block for f in self.forms)
         names = ["a", "b", *(n for n, x in zip(("bias", "scale_a", "scale_b"), given) if x), "o"]
+        names += ["before"] if self.keep else []
         return {"bias": None, "scale_a": None, "scale_b": None} | dict(zip(names, refs))
 
 
@@ -343,11 +345,20 @@ class _Block(WarpSpecialized):
             plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
 
     def part_of_result(self, me, c, row, col):
-        """The store buffer of part c of the columns, and its place in the result."""
+        """The place of part c of the columns in the result."""
         p = self.plan
         height = p.sent if self.cfg.split > 1 else 64
-        where = pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk)
-        return self.o_smem.at[me, c % p.buffers, pl.ds(0, height)], where
+        return pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk)
+
+    def store_part(self, me, number, value, targets):
+        """Store number `number` of a tile, through one of the store buffers."""
+        p = self.plan
+        if not p.single or number >= p.buffers:
+            pending = (p.buffers - 1) * len(targets)
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        how = {"engine": None if p.by_tma else "plain"}
+        buffer = self.o_smem.at[me, number % p.buffers, pl.ds(0, value.shape[0])]
+        store(buffer, value.astype(self.x.out_dtype), *targets, **how)
 
     def load_scales(self, me, rows, scales):
         of_rows, columns = scales.load_rows(rows), None
@@ -436,8 +447,9 @@ class _Block(WarpSpecialized):
         p, x = self.plan, self.x
         if self.bias is not None and x.forms.b != "each":
             plgpu.barrier_wait(self.row_full.at[me])
-        of_value = p.width // len(values)
+        of_value, number = p.width // len(values), 0
         for c in range(p.chunks):
+            where = self.part_of_result(me, c, row, col)
             i, first = divmod(c * p.chunk, of_value)
             part = values[i][:, first : first + p.chunk]
             if scaled is not None:
@@ -445,17 +457,15 @@ class _Block(WarpSpecialized):
             if self.bias is not None:
                 bias = self.bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
                 part = part + lax.broadcast_in_dim(bias, part.shape, [1])
+            if x.keep:
+                self.store_part(me, number, part, [self.before.at[where]])
+                number += 1
             if x.activation is not None:
                 part = x.activation(part)
             if x.accumulate:
                 part = part + self.load_there(me, it + c, part.shape[0])
-            buffer, where = self.part_of_result(me, c, row, col)
-            if not p.single or c >= p.buffers:
-                pending = (p.buffers - 1) * len(results)
-                plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            how = {"engine": None if p.by_tma else "plain"}
-            targets = (result.at[where] for result in results)
-            store(buffer, part.astype(x.out_dtype), *targets, **how)
+            self.store_part(me, number, part, [result.at[where] for result in results])
+            number += 1
 
     def load_there(self, me, it, height):
         """The part of what the result is added to that step `it` brought."""
@@ -480,7 +490,11 @@ def _kernel(x, cfg, sms, interpret):
         _Block(plan, x.named(a, b, *refs) | scratch).run()
 
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
+    out_type = (out_type, out_type) if x.keep else out_type
     options = {"interpret": interpret, "kernel_name": "matmul"}
+    if x.activation in _ACTIVATIONS.values() and x.out_dtype.itemsize == 2:
+        # the result is rounded more coarsely; of a function of the caller nothing is known
+        options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
     if isinstance(x.m, plgpu.Dim):
         a = (None, x.m) if x.ta else (x.m, None)
         options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None)
@@ -582,7 +596,7 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
         kind = x._replace(m=0), a.device, invariant, interpret
         rows, m = rows_of(kind, x.m)
         x = x._replace(m=rows)
-    if config is None and (invariant or x.accumulate):
+    if config is None and (invariant or x.accumulate or x.keep):
         config = choose_invariant(m, x.n, x.k, sms)._replace(serpentine=not invariant)
     config = config or choose(m, x.n, x.k, sms, x.ta, x.tb)
     _check_config(config, m, x.ta, x.tb)
@@ -632,6 +646,26 @@ class _Into:
         if out is None:
             raise ValueError("matmul: accumulate=True adds to out=, which must be given")
         return self.product(*operands, out=out, stream=stream)
+
+
+def _check_kept(x, a, config):
+    why_not = None
+    if a.dtype.itemsize != 2:
+        why_not = f"operands of {a.dtype}"
+    elif x.activation is None:
+        why_not = "no activation"
+    elif x.accumulate:
+        why_not = "accumulate=True"
+    elif _warp_mma.runs_here(a.device) or _tensor_memory.runs_here(a.device):
+        why_not = _core.target(a.device)["name"]
+    elif config is not None and not isinstance(config, MatmulConfig):
+        why_not = f"a {type(config).__name__}"
+    elif config is not None and config.slices > 1:
+        why_not = "a config with slices"
+    if why_not:
+        raise NotImplementedError(
+            f"matmul: return_product=True with {why_not}; apply the activation in a step of its own"
+        )
 
 
 def _of_8_bits(x, operands, config, invariant, sms, interpret):
@@ -768,6 +802,7 @@ def matmul(
     batch_invariant=False,
     deterministic=False,
     accumulate=False,
+    return_product=False,
     interpret=None,
 ):
     """``activation(a @ b + bias)`` with float32 accumulation.
@@ -817,17 +852,30 @@ def matmul(
     (with a config of one slice and a ``cluster`` or ``cluster_n`` of 1), on sm_80, sm_86, sm_89 and
     sm_120a for all operands. NotImplementedError elsewhere; ValueError without ``out``.
 
-    Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
+    return_product: also return ``a @ b + bias``, in out_dtype, from which the gradient of an
+    activation is computed; on Hopper, of 16-bit operands without batch dimensions, with an
+    activation and a config of one slice. NotImplementedError elsewhere.
+
+    Returns (M, N) of the caller's kind of array, or with return_product the pair of it and the
+    product. TypeError, ValueError for other dtypes and shapes.
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if max(a.ndim, b.ndim) > 2:
+        if return_product:
+            raise NotImplementedError(
+                "matmul: return_product=True with batch dimensions; apply the activation in a step"
+                " of its own"
+            )
         options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
         options |= {"transpose_a": ta, "transpose_b": tb, "interpret": interpret}
         return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
     x = _checked(a, b, bias, activation, out_dtype, ta, tb)
     x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
     sms = plgpu.sm_count(a.device)
+    if return_product:
+        x = x._replace(keep=True)
+        _check_kept(x._replace(accumulate=bool(accumulate)), a, config)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
     if a.dtype.name == "float32":

@@ -356,11 +356,40 @@ def test_errors_of_accumulate():
         ops.matmul(a, a, accumulate=True, interpret=True)
     with pytest.raises(NotImplementedError, match="bias or an activation"):
         ops.matmul(a, a, activation="relu", accumulate=True, out=a.copy(), interpret=True)
+    for options in ({}, {"activation": "relu", "config": ops.FewRowsConfig()}):
+        with pytest.raises(NotImplementedError, match="matmul: return_product=True with"):
+            ops.matmul(a, a, return_product=True, interpret=True, **options)
     with pytest.raises(NotImplementedError, match="share both A and B"):
         shared = ops.MatmulConfig(cluster=2, cluster_n=2)
         ops.matmul(a, a, accumulate=True, out=a.copy(), config=shared, interpret=True)
     with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
         ops.matmul(a, a[:, :3].copy(), accumulate=True, out=a[:, :3].copy(), interpret=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        ops.MatmulConfig(1, 64, cluster=1, buffers=1),
+        ops.MatmulConfig(2, 128, cluster=2, buffers=4),
+        ops.MatmulConfig(1, 128, cluster=1, split=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(1, 64, 64), (300, 200, 96), (2100, 136, 200)], ids=str)
+def test_products_before_activations(rng, config, shape):
+    """Both results; rows that TMA cannot store, several tiles for each block."""
+    m, n, k = shape
+    a, b, bias = normal(rng, (m, k), np.float16), normal(rng, (k, n), np.float16), None
+    bias = normal(rng, (n,), np.float16)
+    want = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
+    how = plgpu.InterpretParams(detect_races=True, on_race="raise", seed=5)
+    options = {"bias": bias, "activation": "silu", "config": config, "interpret": how}
+    y, z = ops.matmul(a, b, return_product=True, **options)
+    np.testing.assert_allclose(z.astype(np.float64), want, rtol=1e-2, atol=2e-2)
+    np.testing.assert_allclose(
+        y.astype(np.float64), want / (1 + np.exp(-want)), rtol=1e-2, atol=2e-2
+    )
 
 
 # ---- the checker ---------------------------------------------------------------------------------
