@@ -1090,7 +1090,8 @@ class _Launches:
 
 # ---- calls of `ops` ------------------------------------------------------------------------------
 
-_DROPPED = "deterministic", "stream", "out", "config", "interpret"  # options of the functions alone
+# options of the functions alone
+_DROPPED = "deterministic", "stream", "out", "config", "interpret", "accumulate", "return_product"
 
 
 def _of_family(name, operator):
@@ -1099,7 +1100,7 @@ def _of_family(name, operator):
     def call(*args, **kwargs):
         for option in _DROPPED:
             value = kwargs.pop(option, None)
-            if option != "deterministic" and value is not None:
+            if option != "deterministic" and value is not None and value is not False:
                 raise NotImplementedError(
                     f"{name}: {option}= where autograd records, or with tensors without memory of"
                     " their own; call it under torch.no_grad()"

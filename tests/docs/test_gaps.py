@@ -390,6 +390,17 @@ CASES = {
             config=ops.MatmulConfig(cluster=2, cluster_n=2),
         ),
     ],
+    "`ops.matmul` with `return_product=True`": [
+        lambda: ops.matmul(*[zeros(8, 8, dtype=F32)] * 2, activation="relu", return_product=True),
+        lambda: ops.matmul(zeros(2, 8, 8), zeros(8, 8), activation="relu", return_product=True),
+        lambda: ops.matmul(*[zeros(8, 8)] * 2, return_product=True),
+        lambda: ops.matmul(
+            *[zeros(8, 8)] * 2,
+            activation="relu",
+            return_product=True,
+            config=ops.MatmulConfig(1, 64, cluster=1, slices=2),
+        ),
+    ],
     "`ops.quantize_by_scale(out=)`": [
         lambda: ops.quantize_by_scale(
             zeros(8), zeros(1, dtype=F32), out=(zeros(8), zeros(1, dtype=F32))

@@ -823,6 +823,8 @@ def test_options_that_operators_do_not_have():
         ops.rms_norm(x, out=torch.empty(4, 8, dtype=torch.float16))
     with pytest.raises(NotImplementedError, match="activation"):
         ops.matmul(x, half(8, 4), activation=lambda y: y)
+    with pytest.raises(NotImplementedError, match="matmul: return_product="):
+        ops.matmul(x, half(8, 4), activation="silu", return_product=True)
 
 
 # ---- as_torch_kernel -----------------------------------------------------------------------------
