@@ -397,6 +397,86 @@ def rotary(b, batch, n, heads, d):
     return {"ours": call} | contestants, errors, 2 * x.numel() * 2 / 1e12, "TB/s"
 
 
+def qk_norm(b, batch, n, heads, d, backward):
+    """Rotary embedding with the norm of heads before it."""
+    x, grad, w = b.randn(batch, n, heads, d), b.randn(batch, n, heads, d), b.randn(d)
+    angles = b.randn(n, d // 2, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+
+    def reference(x, w):
+        left, right = F.rms_norm(x, (d,), w, 1e-6).float().chunk(2, -1)
+        c, s = cos[:, None], sin[:, None]
+        return torch.cat([left * c - right * s, right * c + left * s], -1).to(x.dtype)
+
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    wide = [t.detach().float().requires_grad_() for t in leaves]
+    plain = [t.detach() for t in leaves]
+    if backward:
+        call = functools.partial(ops.rotary_backward, grad, plain[0], cos, sin, plain[1])
+        made = {k: grads(f(*leaves), leaves, grad) for k, f in b.compiled(reference).items()}
+        want = torch.autograd.grad(reference(*wide), wide, grad.float())
+    else:
+        out = b.nan(*x.shape)
+        call = functools.partial(ops.rotary, plain[0], cos, sin, plain[1], out=out)
+        made = {k: functools.partial(f, *plain) for k, f in b.compiled(reference).items()}
+        want = [reference(*wide).detach()]
+    found = call()
+    errors = errors_of({"ours": found if backward else [out]}, want)
+    return {"ours": call} | made, errors, (6 if backward else 4) * x.numel() / 1e12, "TB/s"
+
+
+def add_norm(b, rows, n):
+    x, r, w = b.randn(rows, n), b.randn(rows, n), b.randn(n)
+
+    def reference(x, r, w):
+        return F.rms_norm(x + r, (n,), w, 1e-6), x + r
+
+    out = b.nan(rows, n), b.nan(rows, n)
+    call = functools.partial(ops.add_rms_norm, x, r, w, out=out)
+    call()
+    made = {k: functools.partial(f, x, r, w) for k, f in b.compiled(reference).items()}
+    want = reference((x + r).float(), torch.zeros_like(x), w.float())
+    return {"ours": call} | made, errors_of({"ours": out}, want), 8 * x.numel() / 1e12, "TB/s"
+
+
+def quantized(b, name, rows, n, block):
+    """A norm or a gated linear unit whose result is quantised."""
+    of_norm = name == "rms_norm"
+    x, w = b.randn(rows, n if of_norm else 2 * n), b.randn(n)
+
+    def exact(x, w):
+        if of_norm:
+            return F.rms_norm(x, (n,), w, 1e-6)
+        return F.silu(x[:, :n]) * x[:, n:]
+
+    def reference(x, w):
+        groups = exact(x, w).float().view(rows, -1, block or n)
+        scale = groups.abs().amax(-1, keepdim=True) / 448
+        return (groups / scale).view(rows, n).to(torch.float8_e4m3fn), scale
+
+    if of_norm:
+        call = functools.partial(ops.rms_norm_quantize, x, w, block=block)
+    else:
+        call = functools.partial(ops.gated_linear_unit_quantize, x, block=block)
+    found = ops.dequantize(*call(), block=block)
+    made = {k: functools.partial(f, x, w) for k, f in b.compiled(reference).items()}
+    errors = {"ours": error(found, exact(x.float(), w.float()))}
+    return {"ours": call} | made, errors, (3 if of_norm else 5) * rows * n / 1e12, "TB/s"
+
+
+def quantize_by_scale(b, rows, n):
+    x, scale = b.randn(rows, n), torch.full((1,), 6 / 448, device=b.a.device)
+
+    def reference(x):
+        largest = x.abs().amax()
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), largest
+
+    call = functools.partial(ops.quantize_by_scale, x, scale)
+    made = {k: functools.partial(f, x) for k, f in b.compiled(reference).items()}
+    errors = {"ours": error(call()[0].float() * scale, x)}
+    return {"ours": call} | made, errors, 3 * x.numel() / 1e12, "TB/s"
+
+
 def quantize(b, rows, n, block, mx):
     x = b.randn(rows, n)
     size = block or n
@@ -537,6 +617,28 @@ def dense(b, m, k, n):
     return trained(b, ours, reference, arrays, 6 * m * k * n / 1e12)
 
 
+def fp8(b, m, k, n):
+    """A product and its gradients by 8-bit floats, and by 16 bits."""
+    x, w, grad = b.randn(m, k), b.randn(n, k, scale=0.02), b.randn(m, n)
+    most = [float(t.abs().max()) for t in (x, w, grad)]
+    limits = torch.tensor([448.0, 448.0, 57344.0], device=x.device)
+    scales = (torch.tensor(most, device=x.device) / limits).requires_grad_()
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+
+    def step(f, *more):
+        return lambda: torch.autograd.grad(f(*leaves, *more), leaves, grad)
+
+    contestants = {
+        "ours, blocks": step(pt.fp8_matmul),
+        "ours, delayed": step(pt.fp8_matmul, scales),
+        "ours alone, 16 bits": step(lambda x, w: pt.matmul(x, w, transpose_b=True)),
+        "torch, 16 bits": step(lambda x, w: x @ w.t()),
+    }
+    want = contestants["torch, 16 bits"]()
+    errors = errors_of({k: f() for k, f in contestants.items()}, want)
+    return contestants, errors, 6 * m * k * n / 1e12, "TFLOP/s"
+
+
 def main_gradients(b, m, k, n):
     """dW added to a float32 gradient."""
     x, grad = b.randn(m, k), b.randn(m, n)
@@ -625,7 +727,15 @@ def cases(b):
     for what in ("window", "softcap", "dropout"):
         yield case(attention_options, shapes[0][:5] + (True,), what)
     yield case(attention_options, shapes[-1][:5] + (False,), "bias")
+    yield case(fp8, m, k, n)
     yield case(rotary, *((1, 20, 2, 64) if b.tiny else (4, 4096, 32, 128)))
+    for backward in (False, True):
+        yield case(qk_norm, *((1, 20, 2, 64) if b.tiny else (4, 4096, 32, 128)), backward)
+    yield case(add_norm, *((9, 130) if b.tiny else (8192, 8192)))
+    for name in ("rms_norm", "gated"):
+        for block in (None, 128):
+            yield case(quantized, name, *((8, 256) if b.tiny else (16384, 4096)), block)
+    yield case(quantize_by_scale, *((8, 256) if b.tiny else (16384, 4096)))
     for block, mx in ((None, False), (128, False), (32, True)):
         yield case(quantize, *((8, 256) if b.tiny else (16384, 4096)), block, mx)
     for size in (300,) if b.tiny else (32000, 128256):
