@@ -220,21 +220,81 @@ def cross_entropy_backward(c):
     return [grad, logits, targets, lse.astype(F32)], want.astype(logits.dtype)
 
 
-def rotary(c):
+def _heads_and_angles(c):
     batch, length, heads = c.rng.randint(1, 3), c.extent(), c.rng.randint(1, 4)
     half = c.pick(1, 2, 3, 5, 16, 31, 32, 33, 64, 96, 128)
     c.need(batch * length * heads * half <= 60000)
     x = normal(c, (batch, length, heads, 2 * half))
     angles = c.numbers.random((length, half)) * 7
     dtypes = c.pick(F16, BF16, F32), c.pick(F16, BF16, F32)
-    cos, sin = np.cos(angles).astype(dtypes[0]), np.sin(angles).astype(dtypes[1])
+    return x, np.cos(angles).astype(dtypes[0]), np.sin(angles).astype(dtypes[1])
+
+
+def _rotated(x, cos, sin, inverse):
+    u, v = wide(cos)[None, :, None], wide(sin)[None, :, None] * (-1 if inverse else 1)
+    left, right = np.split(x, 2, -1)
+    return np.concatenate([left * u - right * v, right * u + left * v], -1)
+
+
+def _normed(c, x):
+    """The factors of heads, and the heads times them."""
+    eps = c.pick(None, 1e-3, 0.5)
+    c.options |= {} if eps is None else {"eps": eps}
+    factor = 1 / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + (eps or 1e-6))
+    return factor, wide(x) * factor
+
+
+def rotary(c):
+    x, cos, sin = _heads_and_angles(c)
+    c.close = near(x.dtype)
+    if c.chance(0.4):
+        weight = normal(c, x.shape[3:])
+        want = _rotated(_normed(c, x)[1] * wide(weight), cos, sin, False)
+        c.close = near(x.dtype, 1e-4)
+        return [x, cos, sin, weight], want.astype(x.dtype)
     inverse = c.chance(0.5)
     c.options |= {"inverse": True} if inverse else {}
-    u, v = wide(cos)[None, :, None], wide(sin)[None, :, None] * (-1 if inverse else 1)
-    left, right = wide(x[..., :half]), wide(x[..., half:])
-    want = np.concatenate([left * u - right * v, right * u + left * v], -1)
-    c.close = near(x.dtype)
-    return [x, cos, sin], want.astype(x.dtype)
+    return [x, cos, sin], _rotated(wide(x), cos, sin, inverse).astype(x.dtype)
+
+
+def rotary_backward(c):
+    x, cos, sin = _heads_and_angles(c)
+    weight, grad = normal(c, x.shape[3:]), normal(c, x.shape)
+    factor, y = _normed(c, x)
+    c.need(factor.max() < 50)
+    g = _rotated(wide(grad), cos, sin, True)
+    gw = g * wide(weight)
+    dx = (gw - y * (gw * y).mean(-1, keepdims=True)) * factor
+    dw = (g * y).sum((0, 1, 2))
+    count = math.sqrt(math.prod(x.shape[:3]))
+    c.close = [near(x.dtype, 1e-5 * factor.max()), near(weight.dtype, 2e-5 * count)]
+    return [grad, x, cos, sin, weight], (dx.astype(x.dtype), dw.astype(weight.dtype))
+
+
+def add_norm(centered):
+    def make(c):
+        shape, dtype = shape_of(c), c.pick(F16, BF16, F32)
+        c.need(shape[-1] > 1)
+        x, residual = normal(c, shape, dtype), normal(c, shape, dtype)
+        arrays, names = [x, residual], []
+        for name in ("weight", "bias")[: 1 + centered]:
+            if c.chance(0.6):
+                arrays.append(normal(c, shape[-1:]))
+                names.append(name)
+        c.names = tuple(names)
+        eps = c.pick(0.5, 1e-3)
+        c.options["eps"] = eps
+        total = (x.astype(F32) + residual.astype(F32)).astype(dtype)
+        y = wide(total)
+        y = y - y.mean(-1, keepdims=True) if centered else y
+        y = y / np.sqrt((y * y).mean(-1, keepdims=True) + eps)
+        given = dict(zip(names, arrays[2:]))
+        y = y * wide(given["weight"]) if "weight" in given else y
+        y = y + wide(given["bias"]) if "bias" in given else y
+        c.close = [near(dtype, 1e-4), (0, 0)]
+        return arrays, (y.astype(dtype), total)
+
+    return make
 
 
 def adamw(c):
@@ -300,6 +360,16 @@ def quantize(c):
     c.close = [(STEP[to], 1.0 if to == I8 else 2.0**-9 if to == E4 else 2.0**-16), (1e-5, 0)]
     scales = scales if block else scales[..., 0]
     return [x], (q.astype(to), scales.astype(MX if mx else F32))
+
+
+def quantize_by_scale(c):
+    shape, to = shape_of(c, most=100_000), c.pick(E4, E5, I8)
+    x, scale = normal(c, shape, factor=c.pick(0.01, 1, 100)), np.asarray([c.pick(0.02, 0.3)], F32)
+    c.options |= {"dtype": c.pick(to, to.name)} if to != E4 or c.chance(0.5) else {}
+    q = wide(x) / wide(scale)
+    q = np.clip(np.round(q) if to == I8 else q, -LARGEST[to], LARGEST[to])
+    c.close = [(STEP[to], 1.0 if to == I8 else 2.0**-9 if to == E4 else 2.0**-16), (1e-6, 0)]
+    return [x, scale], (q.astype(to), np.abs(wide(x)).max().astype(F32).reshape(1))
 
 
 def dequantize(c):
@@ -455,8 +525,12 @@ MAKERS = {
     "cross_entropy": cross_entropy,
     "cross_entropy_backward": cross_entropy_backward,
     "rotary": rotary,
+    "rotary_backward": rotary_backward,
+    "add_rms_norm": add_norm(False),
+    "add_layer_norm": add_norm(True),
     "adamw": adamw,
     "quantize": quantize,
+    "quantize_by_scale": quantize_by_scale,
     "dequantize": dequantize,
     "attention_decode": attention_decode,
     "merge_attention": merge_attention,
