@@ -758,6 +758,33 @@ def _of_float32(x, a, b, bias, config, invariant, interpret):
     return _float32.product(x, a, b, make, interpret)
 
 
+def _product_of(x, operands, config, invariant, accumulate, interpret):
+    """The kernel for a Product of two matrices. operands: as of _of_8_bits."""
+    a, b, bias, scale_a, scale_b = operands
+    sms = plgpu.sm_count(a.device)
+    if a.dtype.name == "float32":
+        _check_unscaled(a, scale_a, scale_b)
+        if accumulate:
+            _check_accumulation(x, a, config)
+        return _of_float32(x, a, b, bias, config, invariant, interpret)
+    on_blackwell = config is None and _tensor_memory.runs_here(a.device)
+    on_blackwell |= isinstance(config, TensorMemoryConfig)
+    if x.scaling and not on_blackwell:
+        _block_scaled.refuse_elsewhere(x)
+    if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
+        return _on_warps(x, operands, config, accumulate, interpret)
+    if accumulate:
+        _check_accumulation(x, a, config)
+        x = x._replace(accumulate=True)
+        return _Into(_of_16_bits(x, a, b, config, invariant, sms, interpret))
+    if on_blackwell:
+        return _in_tensor_memory(x, operands, config, sms, interpret)
+    if a.dtype.name in FP8:
+        return _of_8_bits(x, operands, config, invariant, sms, interpret)
+    _check_unscaled(a, scale_a, scale_b)
+    return _of_16_bits(x, a, b, config, invariant, sms, interpret)
+
+
 def _of_batches(a, b, bias, scales, config, invariant, **options):
     """The product of arrays with batch dimensions. options: the other ones."""
     if a.dtype.itemsize != 2 or any(s is not None for s in scales) or options["accumulate"]:
@@ -872,32 +899,9 @@ def matmul(
         return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
     x = _checked(a, b, bias, activation, out_dtype, ta, tb)
     x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
-    sms = plgpu.sm_count(a.device)
     if return_product:
         x = x._replace(keep=True)
         _check_kept(x._replace(accumulate=bool(accumulate)), a, config)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
-    if a.dtype.name == "float32":
-        _check_unscaled(a, scale_a, scale_b)
-        if accumulate:
-            _check_accumulation(x, a, config)
-        return _of_float32(x, a, b, bias, config, invariant, interpret)
-    on_blackwell = config is None and _tensor_memory.runs_here(a.device)
-    on_blackwell |= isinstance(config, TensorMemoryConfig)
-    if x.scaling and not on_blackwell:
-        _block_scaled.refuse_elsewhere(x)
-    if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
-        operands = a, b, bias, scale_a, scale_b
-        return _on_warps(x, operands, config, accumulate, interpret)
-    if accumulate:
-        _check_accumulation(x, a, config)
-        x = x._replace(accumulate=True)
-        return _Into(_of_16_bits(x, a, b, config, invariant, sms, interpret))
-    if on_blackwell:
-        return _in_tensor_memory(x, (a, b, bias, scale_a, scale_b), config, sms, interpret)
-    if a.dtype.name in FP8:
-        operands = a, b, bias, scale_a, scale_b
-        return _of_8_bits(x, operands, config, invariant, sms, interpret)
-    _check_unscaled(a, scale_a, scale_b)
-    return _of_16_bits(x, a, b, config, invariant, sms, interpret)
+    return _product_of(x, (a, b, bias, scale_a, scale_b), config, invariant, accumulate, interpret)
