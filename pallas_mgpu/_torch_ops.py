@@ -861,6 +861,7 @@ def _linear_entropy_fake(x, weight, targets, ignore_index=-100, chunk=0, of_x=Tr
 def _linear_entropy_setup(ctx, inputs, output):
     ctx.save_for_backward(output[1], output[2], inputs[0], inputs[1])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else backward gets zeros as large as the weight
 
 
 def _linear_entropy_backward(ctx, grad, *_):
