@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import ops as _ops
-from ._torch_ops import _dtype, _may_need_gradient, _operator, matmul
+from ._torch_ops import _dtype, _may_need_gradient, _no_gradients, _operator, matmul
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
 
@@ -84,7 +84,7 @@ def _delayed_fake(x, weight, scales):
 
 def _delayed_setup(ctx, inputs, output):
     ctx.save_for_backward(*output[1:], inputs[2])
-    ctx.mark_non_differentiable(*output[1:])
+    _no_gradients(ctx, *output[1:])
 
 
 def _delayed_backward(ctx, grad, *_):

@@ -41,6 +41,13 @@ def _operator(fake, backward=None, autocast=(), name=None):
     return make
 
 
+def _no_gradients(ctx, *outputs):
+    """Of outputs other than the only one that has a gradient. Else backward would get zeros for
+    them, which take memory and time."""
+    ctx.mark_non_differentiable(*outputs)
+    ctx.set_materialize_grads(False)
+
+
 def _may_need_gradient(x):
     """A tensor under torch.func does not know of levels outside."""
     if not torch.is_grad_enabled():
@@ -77,7 +84,7 @@ def _matmul_setup(ctx, inputs, output):
     again = bias if activation in ("silu", "gelu") else None  # the product is computed again
     if isinstance(output, tuple):
         kept, again = output[1], None
-        ctx.mark_non_differentiable(kept)
+        _no_gradients(ctx, kept)
     ctx.save_for_backward(a, b, again, kept)
 
 
@@ -437,7 +444,7 @@ def _attention_setup(ctx, inputs, output):
     q, k, v, *ctx.plain = inputs[:5]
     ctx.options = inputs[9:]
     ctx.save_for_backward(q, k, v, *output, *inputs[5:9])  # bias, cu_seqlens, seed
-    ctx.mark_non_differentiable(output[1])
+    _no_gradients(ctx, output[1])
 
 
 def _attention_gradient(ctx, grad, _):
@@ -726,7 +733,7 @@ def _gated_matmul_setup(ctx, inputs, output):
     both = None
     if isinstance(output, tuple):
         both = output[1]
-        ctx.mark_non_differentiable(both)
+        _no_gradients(ctx, both)
     ctx.save_for_backward(x, w, both)
 
 
@@ -819,7 +826,7 @@ def _entropy_fake(logits, targets, ignore_index=-100):
 def _entropy_setup(ctx, inputs, output):
     logits, targets, ctx.ignore = inputs
     ctx.save_for_backward(logits, targets, output[1])
-    ctx.mark_non_differentiable(output[1])
+    _no_gradients(ctx, output[1])
 
 
 def _entropy_backward(ctx, grad, _):
@@ -860,8 +867,7 @@ def _linear_entropy_fake(x, weight, targets, ignore_index=-100, chunk=0, of_x=Tr
 
 def _linear_entropy_setup(ctx, inputs, output):
     ctx.save_for_backward(output[1], output[2], inputs[0], inputs[1])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else backward gets zeros as large as the weight
+    _no_gradients(ctx, *output[1:])
 
 
 def _linear_entropy_backward(ctx, grad, *_):
