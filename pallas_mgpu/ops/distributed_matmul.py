@@ -618,7 +618,6 @@ class _SumBlock(_DeviceBlock):
             for c in range(self.plan.chunks):
                 panels = self.waiting.at[self.block, w % _WAITING, c, me].transpose((1, 0, 2))
                 panels[...] = self.columns(value, c).reshape(panels.shape)
-            plgpu.commit_smem()  # TMA reads what was stored, in global memory as well
 
         self.fill(w, write)
 
