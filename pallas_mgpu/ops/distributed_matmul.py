@@ -50,6 +50,10 @@ _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
+# For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM,
+# and cycles until what blocks that divide K send each other is added, and until the first rows of
+# another device are there.
+_LINK, _JOIN, _FIRST_ROWS = 215, 8500, 14000
 
 
 class Plan(_KernelPlan):
@@ -61,6 +65,7 @@ class Plan(_KernelPlan):
     def __init__(self, x, cfg, blocks, parts, threads, dealt=False):
         super().__init__(x, cfg._replace(split=1), blocks)
         self.parts, self.threads, self.single, self.split = parts, threads, False, cfg.split
+        self.sms, self.dealt = blocks, dealt
         self.steps = pl.cdiv(self.steps, self.split)
         self.width = self.cols // self.split
         self.chunk = math.gcd(self.chunk, self.width)
@@ -77,6 +82,14 @@ class Plan(_KernelPlan):
         most = int(clusters_at_once(blocks, self.cluster))
         self.clusters = min(self.total, max(most, 1))
         self.blocks = self.clusters * self.cluster
+
+    def product(self, parts):
+        """Cycles that the product takes, and how many waves of tiles there are. parts: how many
+        times the rows of x."""
+        x, waves = self.x, pl.cdiv(self.total, self.clusters)
+        part = pl.cdiv(x.k, self.split)
+        took = cycles(parts * x.m, x.n * self.split, part, self.cfg, self.sms)
+        return took + (waves * _JOIN if self.split > 1 else 0), waves
 
     def options(self):
         """Of the kernel."""
@@ -105,18 +118,26 @@ class Plan(_KernelPlan):
         return self.x.named(*refs[:3]) | dict(zip((*names, "halves"), refs[3:]))
 
 
-def _config(x, blocks, tmem, parts, given=None):
-    """The configuration, or the fastest one for so many parts that does not divide K."""
+def _plan(kind, x, blocks, parts, tmem, given, **options):
+    """The plan for a configuration, or the fastest one."""
+
+    def plan(cfg):
+        return kind(x, cfg, blocks, parts, **options)
+
     if tmem:
-        return MatmulConfig(2, 128, 4, 1, serpentine=False)
+        return plan(MatmulConfig(2, 128, 4, 1, serpentine=False))
     if given:
-        return _fitted(given)
+        return plan(_fitted(given))
     found = []
     for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
-        found.append(_fitted(cfg._replace(buffers=1)))
-    return min(found, key=lambda cfg: cycles(parts * x.m, x.n, x.k, cfg, blocks))
+        alone = cfg.cluster == cfg.cluster_n == 1
+        steps = pl.cdiv(x.k, cfg.step)
+        for split in (1, 2, 4) if alone else (1,):
+            if split == 1 or split <= blocks and steps >= 8 * split and cfg.tile_n >= 64 * split:
+                found.append(plan(_fitted(cfg._replace(buffers=1, split=split))))
+    return min(found, key=lambda p: p.time())
 
 
 def _fitted(cfg):
@@ -305,6 +326,14 @@ def _scratch(plan, tmem):
 class _GatherPlan(Plan):
     """The same with cells. A *band* is the rows of A that tiles are worked on together for."""
 
+    def time(self):
+        """An estimate, in cycles."""
+        took, waves = self.product(self.parts)
+        sent = (self.parts - 1) * self.x.m * self.x.k * self.x.dtypes[0].itemsize / _LINK
+        if self.each < self.clusters:  # some blocks begin with rows that are yet to come
+            took += _FIRST_ROWS
+        return max(took, sent + took / waves / self.slabs)
+
     def __init__(self, x, cfg, blocks, parts):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1)
         wide, steps = _PIECE[1] // cfg.step, self.steps * self.split  # steps of a piece
@@ -404,7 +433,7 @@ class _GatherBlock(_DeviceBlock):
 def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _GatherPlan(x, _config(x, blocks, tmem, size, config), blocks, size)
+    plan = _plan(_GatherPlan, x, blocks, size, tmem, config)
 
     def body(refs, flags, epochs, **scratch):
         named = plan.named(refs, "staging") | scratch
@@ -432,6 +461,20 @@ class _SumPlan(Plan):
     """The same with summands. A *share* of a tile is that of a block; its chunks of columns follow
     each other in memory, and in a chunk the parts of the consumers. A part is stored in panels of
     8 columns, which are contiguous for a warp as it holds the accumulators of a product."""
+
+    def time(self):
+        """An estimate, in cycles."""
+        x = self.x
+        took, waves = self.product(1 if self.dealt else self.parts)
+        wave, first = took / waves, pl.cdiv(self.total - self.each, self.clusters)
+        sent = (self.total - self.each) * self.cluster * self.rows * self.width * 4 / _LINK
+        # the last summands are there when all are sent, or the last ones alone
+        took = max(took, wave + sent, first * wave + sent / first)
+        if self.dealt:  # and the sums of the last tiles
+            results = self.each * (self.parts - 1) * self.cluster * self.rows * self.width
+            results *= x.out_dtype.itemsize / _LINK
+            took = max(took + results / max(waves - first, 1), wave + sent + results)
+        return took
 
     def __init__(self, x, cfg, blocks, parts, dealt=False):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
@@ -710,7 +753,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(x, blocks, tmem, size, config), blocks, size)
+    plan = _plan(_SumPlan, x, blocks, size, tmem, config)
 
     def body(refs, flags, epochs, **scratch):
         named = plan.named(refs, "staging", "waiting") | scratch
@@ -724,7 +767,7 @@ def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fa
 def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _SumPlan(x, _config(x, blocks, tmem, 1, config), blocks, size, dealt=True)
+    plan = _plan(_SumPlan, x, blocks, size, tmem, config, dealt=True)
 
     def body(refs, flags, epochs, **scratch):
         named = plan.named(refs, "staging", "waiting") | scratch
