@@ -28,6 +28,7 @@ that a block that waits for one of another device waits for one that runs.
 
 On Blackwell each consumer issues its own products of 64 rows, into tensor memory."""
 
+import functools
 import math
 
 import numpy as np
@@ -355,8 +356,9 @@ class _GatherPlan(Plan):
         }
 
     def staging(self):
-        columns = self.steps * self.split * self.cfg.step
-        return [((2, self.parts, self.x.m, columns), self.x.dtypes[0]), *super().staging()]
+        """The columns of a cell lie side by side."""
+        shape = (2, self.parts, self.slabs, self.x.m, self.slab * self.cfg.step)
+        return [(shape, self.x.dtypes[0]), *super().staging()]
 
     def pieces_of(self, band):
         return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
@@ -384,7 +386,12 @@ class _GatherBlock(_DeviceBlock):
             def _():
                 self.hear(shard, cell, p.pieces_of(band))
 
-        sources = [(own, self.a), (~own, self.staging.at[self.half, shard])]
+        def staged(rows, columns):
+            slab, at = columns.start // columns_of_slab, columns.start % columns_of_slab
+            return self.staging.at[self.half, shard, slab, rows, pl.ds(at, columns.size)]
+
+        columns_of_slab = p.slab * p.cfg.step
+        sources = [(own, self.a), (~own, staged)]
         return self.fetch_steps(it0, row, col, first * p.cfg.step, sources, own, arrived)
 
     def courier(self):
@@ -395,27 +402,38 @@ class _GatherBlock(_DeviceBlock):
         trips = (total - self.block + (p.blocks - 1)) // p.blocks
 
         def place(j):
-            """Cell, rows and columns of piece j of this block."""
+            """Band, slab, rows and column in the slab of piece j of this block."""
             g = self.block + j * p.blocks
             band = jnp.minimum(g // per_band, p.bands - 1)
             inside, pieces = g - band * per_band, p.pieces_of(band)
             slab, i = inside // pieces, inside % pieces
             row = band * p.band + i // p.across * _PIECE[0]
-            col = slab * (p.slab * p.cfg.step) + i % p.across * _PIECE[1]
             # not before the array, which the compiler cannot tell
-            row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
-            return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
+            slab, row = jnp.maximum(slab, 0), jnp.maximum(row, 0)
+            return band, slab, pl.ds(row, _PIECE[0]), jnp.maximum(i % p.across * _PIECE[1], 0)
+
+        def source(j):
+            _, slab, rows, col = place(j)
+            return self.a.at[rows, pl.ds(slab * (p.slab * p.cfg.step) + col, _PIECE[1])]
+
+        def target(there, j):
+            _, slab, rows, col = place(j)
+            return there.at[slab, rows, pl.ds(col, _PIECE[1])]
+
+        def tell(to, j):
+            band, slab, *_ = place(j)
+            self.tell(to, band * p.slabs + slab)
 
         for step in range(1, self.size):
             to = (self.me + self.size - step) % self.size
-            target = self.on(self.staging, to).at[self.half, self.me]
+            staging = self.on(self.staging, to).at[self.half, self.me]
             self.carry(
                 self.pieces,
                 trips * (step - 1),
                 trips,
-                lambda j: self.a.at[place(j)[1]],
-                lambda j, target=target: [target.at[place(j)[1]]],
-                lambda j, to=to: self.tell(to, place(j)[0]),
+                source,
+                lambda j, staging=staging: [target(staging, j)],
+                functools.partial(tell, to),
             )
 
     def consumer(self, me):
@@ -458,9 +476,9 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
 
 
 class _SumPlan(Plan):
-    """The same with summands. A *share* of a tile is that of a block; its chunks of columns follow
-    each other in memory, and in a chunk the parts of the consumers. A part is stored in panels of
-    8 columns, which are contiguous for a warp as it holds the accumulators of a product."""
+    """The same with summands. A *share* of a tile is that of a block. What blocks move at the same
+    time, a consumer's part of the same chunk of columns, lies side by side in memory. It is stored
+    in panels of 8 columns, which are contiguous for a warp as it holds the accumulators."""
 
     def time(self):
         """An estimate, in cycles."""
@@ -482,7 +500,7 @@ class _SumPlan(Plan):
         self.part = (self.chunk // _PANEL, 64, _PANEL)
         part = 64 * self.chunk
         self.piece = min(math.prod(_PIECE) // 2, part)  # elements
-        self.pieces = self.consumers * part // self.piece  # of a chunk
+        self.pieces = part // self.piece  # of a consumer's part of a chunk
         rows = 4 * math.prod(_PIECE) // 2 // (self.width * x.out_dtype.itemsize)
         self.result_piece = min(1 << rows.bit_length() - 1, 64), self.width
 
@@ -503,10 +521,10 @@ class _SumPlan(Plan):
 
     def staging(self):
         """What came from the others, in two halves, and what is to be sent."""
-        share, f32 = (self.chunks, self.consumers, *self.part), np.dtype(np.float32)
+        share, f32 = (self.chunks, self.consumers), np.dtype(np.float32)
         return [
-            ((2, self.parts, self.units, *share), f32),
-            ((self.blocks, _WAITING, *share), f32),
+            ((2, self.parts, *share, self.units, *self.part), f32),
+            ((_WAITING, *share, self.blocks, *self.part), f32),
             *super().staging(),
         ]
 
@@ -605,18 +623,29 @@ class _SumBlock(_DeviceBlock):
 
     def carry_summands(self, w):
         p, t = self.plan, self.tiles().tile(w)
-        pieces = p.chunks * p.pieces
-        shape, device, unit = (pieces, p.piece), self.part(t, False), self.unit(t)
-        source = self.waiting.at[self.block, w % _WAITING].reshape(shape)
-        target = self.on(self.staging, device).at[self.half, self.me, unit].reshape(shape)
+        device, unit = self.part(t, False), self.unit(t)
+        of_chunk = p.consumers * p.pieces
+        n = p.chunks * of_chunk
 
-        def piece(j):
-            return source.at[jnp.minimum(j, pieces - 1)]  # it is not beyond
+        def piece(memory, unit, j):
+            """Piece j of a block's share of a tile."""
+            found = memory.at[j // of_chunk, j // p.pieces % p.consumers, unit]
+            return found.reshape((p.pieces, p.piece)).at[j % p.pieces]
+
+        source = self.waiting.at[w % _WAITING]
+        target = self.on(self.staging, device).at[self.half, self.me]
 
         def there(j):
-            pl.when(j % p.pieces == p.pieces - 1)(lambda: self.tell(device, unit))
+            pl.when(j % of_chunk == of_chunk - 1)(lambda: self.tell(device, unit))
 
-        self.carry(self.pieces[0], w * pieces, pieces, piece, lambda j: [target.at[j]], there)
+        self.carry(
+            self.pieces[0],
+            w * n,
+            n,
+            lambda j: piece(source, self.block, jnp.minimum(j, n - 1)),  # it is not beyond
+            lambda j: [piece(target, unit, j)],
+            there,
+        )
 
     def listener(self):
         p, tiles = self.plan, self.tiles()
@@ -659,7 +688,7 @@ class _SumBlock(_DeviceBlock):
     def send(self, w, me, value):
         def write():
             for c in range(self.plan.chunks):
-                panels = self.waiting.at[self.block, w % _WAITING, c, me].transpose((1, 0, 2))
+                panels = self.waiting.at[w % _WAITING, c, me, self.block].transpose((1, 0, 2))
                 panels[...] = self.columns(value, c).reshape(panels.shape)
 
         self.fill(w, write)
@@ -670,7 +699,7 @@ class _SumBlock(_DeviceBlock):
         def summands(c):
             plgpu.barrier_wait(self.came.at[c], phase=k)
             for d in self.others():
-                panels = self.staging.at[self.half, d, unit, c, me].transpose((1, 0, 2))
+                panels = self.staging.at[self.half, d, c, me, unit].transpose((1, 0, 2))
                 yield panels[...].reshape(64, p.chunk)
 
         # as many as registers have room for
@@ -740,7 +769,7 @@ class _EverySumBlock(_SumBlock):
     def courier(self):
         super().courier()
         p, sends = self.plan, self.sends()
-        before = sends * (p.chunks * p.pieces - p.rows // p.result_piece[0])
+        before = sends * (p.chunks * p.consumers * p.pieces - p.rows // p.result_piece[0])
         self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
         for d in self.others():
             self.tell(d, p.units)
