@@ -17,7 +17,6 @@
  * it issues the copy, or the first copy of a run (expect.c). A collective copy loads this block's
  * share and multicasts it; its barrier receives the bytes of all shares. PLAIN copies are loads and
  * stores by all lanes, followed by a proxy fence and the arrival. */
-#include <stdlib.h>
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */
@@ -521,7 +520,7 @@ static pm_code copy(pm_gen *e, pm_opid op, by_lane emit) {
   if (p->engine == PM_ENGINE_PLAIN) return copy_by_lanes(e, op, p);
   if (!e->lane) return pm_gen_fail(e, op, PM_E_INTERNAL, "no lane was elected for it");
   pm_place(e, op);
-  if (meets_stores(e, op) && !getenv("H19_NOFENCE")) pm_line(e, "fence_proxy_async_global();");
+  if (meets_stores(e, op)) pm_line(e, "fence_proxy_async_global();");
   return emit(e, op, p);
 }
 

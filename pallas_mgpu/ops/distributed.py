@@ -34,8 +34,8 @@ from . import _bulk
 from ._common import overlap_launches
 
 _THREADS = 4  # warpgroups of a block
-_FEW_SMS, _MANY_SMS = 16, 64
-_LARGE = 16 << 20  # bytes of a result for which many SMs take part
+# SMs that take part by default: bytes of a result from which on it is so many
+_DEFAULT_SMS = (64 << 20, 128), (2 << 20, 64), (0, 16)
 _PIECE = 8192  # bytes that a worker moves at a time
 _ITEM = 32768  # bytes that one flag tells of, at most
 _SLOTS = 4  # of staging memory, for the items of a worker
@@ -772,8 +772,9 @@ def _split(shape, axis, what):
 def _blocks(blocks, what, shape=(), dtype=None):
     """How many SMs take part, with results of this shape."""
     if blocks is None:
-        large = math.prod(shape) * dtype.itemsize >= _LARGE
-        return _MANY_SMS if large else _FEW_SMS
+        size = math.prod(shape) * dtype.itemsize
+        found = next(sms for least, sms in _DEFAULT_SMS if size >= least)
+        return min(found, plgpu.sm_count())
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
         raise ValueError(f"{what}: blocks must be a positive int, got {blocks!r}")
     return blocks
@@ -787,9 +788,9 @@ def all_gather(
     x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
     tensor of this process. Returns the same kind, or ``out``, which it writes. axis_name: on a mesh
     of several axes, the one along which devices exchange; those at each place of the other axes do
-    so among themselves. ``blocks``: how many SMs of each device take part, at most; None: 16, or 64
-    for results of 16 MiB or more, which 16 SMs move at 0.85 times the rate. Calls on one mesh must
-    follow each other on every device, in the same order. With a process group, arrays
+    so among themselves. ``blocks``: how many SMs of each device take part, at most; None: 16, 64
+    for results of 2 MiB or more, 128 for those of 64 MiB or more. 16 SMs move large arrays at 0.85
+    times the rate. Calls on one mesh must follow each other on every device, in the same order. With a process group, arrays
     that other devices access (results of 2 MiB a device or more, and where ``axis`` is not the
     first dimension of more than one element) need no copies if they are tensors of
     ``plgpu.symm_empty``; others are copied to such a tensor, or from it, which the first call of

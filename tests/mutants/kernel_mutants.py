@@ -184,7 +184,8 @@ def on_meshes():
     a, b = each(128, 320, dtype=F16), each(320, 256, dtype=F16)
     yield "all_gather_matmul", (a, b), {}
     yield "matmul_reduce_scatter", (each(384, 320, dtype=F16), b), {}
-    yield "matmul_all_reduce", (a, b), {}
+    # a block sends more tiles than wait at a time
+    yield "matmul_all_reduce", (a, each(320, 512, dtype=F16)), {}
     yield "all_reduce_rms_norm", (each(3, 40), each(3, 40), each(40)), dict(one_shot=False)
     sizes = [np.array(s, np.int32) for s in ([1, 3, 0], [2, 0, 2], [0, 1, 3])]
     # seven pieces a worker and more, so that the ring goes round
@@ -646,7 +647,8 @@ EQUIVALENT = {
     r"^matmul_(all_reduce|reduce_scatter): .*wait_smem_to_gmem\(pending": ONE_TILE,
     r"drop barrier_wait at distributed_matmul.py: .*self.added, phase=k": UNSEEN,
     r"earlier barrier_arrive at distributed_matmul.py: .*self.added": "each tile has its summands",
-    r"^matmul_all_reduce: .*semaphore_wait at .* #3": BEGIN,
+    r"^matmul_all_reduce: .*semaphore_wait at .*decrement=False\)( #2)?$": BEGIN,
+    r"^matmul_all_reduce: .*wait_smem_to_gmem.*(_LEAVING|\(0\)).* #2": BEGIN,
     r"^matmul_all_reduce: .*wait_smem_to_gmem\(0, wait_read_only=True\)$": "a device has one tile",
     r"^matmul_all_reduce: earlier semaphore_signal at .*flags.at.flag": BEGIN,
     r"^softmax\.0: ": PLAIN,
