@@ -790,11 +790,11 @@ def all_gather(
     of several axes, the one along which devices exchange; those at each place of the other axes do
     so among themselves. ``blocks``: how many SMs of each device take part, at most; None: 16, 64
     for results of 2 MiB or more, 128 for those of 64 MiB or more. 16 SMs move large arrays at 0.85
-    times the rate. Calls on one mesh must follow each other on every device, in the same order. With a process group, arrays
-    that other devices access (results of 2 MiB a device or more, and where ``axis`` is not the
-    first dimension of more than one element) need no copies if they are tensors of
-    ``plgpu.symm_empty``; others are copied to such a tensor, or from it, which the first call of
-    each shape makes.
+    times the rate. Calls on one mesh must follow each other on every device, in the same order.
+    With a process group, arrays that other devices access (results of 2 MiB a device or more, and
+    where ``axis`` is not the first dimension of more than one element) need no copies if they are
+    tensors of ``plgpu.symm_empty``; others are copied to such a tensor, or from it, which the first
+    call of each shape makes.
 
     ``multicast``: through an address at which NVLink stores to all devices, and sums what they
     have (Hopper, with a process group; never used unless asked for). Sums are then rounded as the
