@@ -46,15 +46,14 @@ from .distributed import Collective
 from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
-_ENGINE = None
 _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
-# For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM,
-# and cycles until what blocks that divide K send each other is added, and until the first rows of
-# another device are there.
-_LINK, _JOIN, _FIRST_ROWS = 215, 8500, 14000
+# For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
+# cycles until what blocks that divide K send each other is added, and until the first rows of
+# another device are there; how much longer products take whose blocks share no operands.
+_LINK, _JOIN, _FIRST_ROWS, _ALONE = 215, 8500, 14000, 1.03
 
 
 class Plan(_KernelPlan):
@@ -90,6 +89,7 @@ class Plan(_KernelPlan):
         x, waves = self.x, pl.cdiv(self.total, self.clusters)
         part = pl.cdiv(x.k, self.split)
         took = cycles(parts * x.m, x.n * self.split, part, self.cfg, self.sms)
+        took *= _ALONE if self.cfg.cluster * self.cfg.cluster_n == 1 else 1
         return took + (waves * _JOIN if self.split > 1 else 0), waves
 
     def options(self):
@@ -209,10 +209,8 @@ class _DeviceBlock(_Block):
             plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
             *others, last = targets(j)
             for target in others:
-                plgpu.copy_smem_to_gmem(
-                    slots.at[it % _PIECES], target, commit_group=False, engine=_ENGINE
-                )
-            plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last, engine=_ENGINE)
+                plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], target, commit_group=False)
+            plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last)
             plgpu.wait_smem_to_gmem(_LEAVING)  # the piece so many before is there
             pl.when(j + ahead < n)(lambda: load(j + ahead))
             if there:
@@ -331,9 +329,10 @@ class _GatherPlan(Plan):
         """An estimate, in cycles."""
         took, waves = self.product(self.parts)
         sent = (self.parts - 1) * self.x.m * self.x.k * self.x.dtypes[0].itemsize / _LINK
+        wave = took / waves
         if self.each < self.clusters:  # some blocks begin with rows that are yet to come
-            took += _FIRST_ROWS
-        return max(took, sent + took / waves / self.slabs)
+            took = max(took, _FIRST_ROWS + wave * pl.cdiv(self.total - self.each, self.clusters))
+        return max(took, sent + wave / self.slabs)
 
     def __init__(self, x, cfg, blocks, parts):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1)
