@@ -240,8 +240,7 @@ class _Block(WarpSpecialized):
     def fetch_steps(self, it0, row, col, first, sources, backwards=True, before=None):
         """All steps of a tile. first: where it begins along K. sources: pairs (condition, ref), of
         which the one that holds has the rows of A, or a function of rows and columns that gives
-        the ref. backwards: as for order(). before(s): called in
-        step s before all else."""
+        the ref. backwards: as for order(). before(s): called in step s before all else."""
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
         place = self.order(it0, backwards)
