@@ -28,7 +28,6 @@ that a block that waits for one of another device waits for one that runs.
 
 On Blackwell each consumer issues its own products of 64 rows, into tensor memory."""
 
-import functools
 import math
 
 import numpy as np
@@ -355,9 +354,8 @@ class _GatherPlan(Plan):
         }
 
     def staging(self):
-        """The columns of a cell lie side by side."""
-        shape = (2, self.parts, self.slabs, self.x.m, self.slab * self.cfg.step)
-        return [(shape, self.x.dtypes[0]), *super().staging()]
+        columns = self.steps * self.split * self.cfg.step
+        return [((2, self.parts, self.x.m, columns), self.x.dtypes[0]), *super().staging()]
 
     def pieces_of(self, band):
         return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
@@ -385,12 +383,7 @@ class _GatherBlock(_DeviceBlock):
             def _():
                 self.hear(shard, cell, p.pieces_of(band))
 
-        def staged(rows, columns):
-            slab, at = columns.start // columns_of_slab, columns.start % columns_of_slab
-            return self.staging.at[self.half, shard, slab, rows, pl.ds(at, columns.size)]
-
-        columns_of_slab = p.slab * p.cfg.step
-        sources = [(own, self.a), (~own, staged)]
+        sources = [(own, self.a), (~own, self.staging.at[self.half, shard])]
         return self.fetch_steps(it0, row, col, first * p.cfg.step, sources, own, arrived)
 
     def courier(self):
@@ -401,38 +394,27 @@ class _GatherBlock(_DeviceBlock):
         trips = (total - self.block + (p.blocks - 1)) // p.blocks
 
         def place(j):
-            """Band, slab, rows and column in the slab of piece j of this block."""
+            """Cell, rows and columns of piece j of this block."""
             g = self.block + j * p.blocks
             band = jnp.minimum(g // per_band, p.bands - 1)
             inside, pieces = g - band * per_band, p.pieces_of(band)
             slab, i = inside // pieces, inside % pieces
             row = band * p.band + i // p.across * _PIECE[0]
+            col = slab * (p.slab * p.cfg.step) + i % p.across * _PIECE[1]
             # not before the array, which the compiler cannot tell
-            slab, row = jnp.maximum(slab, 0), jnp.maximum(row, 0)
-            return band, slab, pl.ds(row, _PIECE[0]), jnp.maximum(i % p.across * _PIECE[1], 0)
-
-        def source(j):
-            _, slab, rows, col = place(j)
-            return self.a.at[rows, pl.ds(slab * (p.slab * p.cfg.step) + col, _PIECE[1])]
-
-        def target(there, j):
-            _, slab, rows, col = place(j)
-            return there.at[slab, rows, pl.ds(col, _PIECE[1])]
-
-        def tell(to, j):
-            band, slab, *_ = place(j)
-            self.tell(to, band * p.slabs + slab)
+            row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
+            return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
         for step in range(1, self.size):
             to = (self.me + self.size - step) % self.size
-            staging = self.on(self.staging, to).at[self.half, self.me]
+            target = self.on(self.staging, to).at[self.half, self.me]
             self.carry(
                 self.pieces,
                 trips * (step - 1),
                 trips,
-                source,
-                lambda j, staging=staging: [target(staging, j)],
-                functools.partial(tell, to),
+                lambda j: self.a.at[place(j)[1]],
+                lambda j, target=target: [target.at[place(j)[1]]],
+                lambda j, to=to: self.tell(to, place(j)[0]),
             )
 
     def consumer(self, me):

@@ -239,8 +239,8 @@ class _Block(WarpSpecialized):
 
     def fetch_steps(self, it0, row, col, first, sources, backwards=True, before=None):
         """All steps of a tile. first: where it begins along K. sources: pairs (condition, ref), of
-        which the one that holds has the rows of A, or a function of rows and columns that gives
-        the ref. backwards: as for order(). before(s): called in step s before all else."""
+        which the one that holds has the rows of A. backwards: as for order(). before(s): called
+        in step s before all else."""
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
         place = self.order(it0, backwards)
@@ -257,9 +257,8 @@ class _Block(WarpSpecialized):
             for holds, a in sources:
 
                 def copy(a=a):
-                    where = (along_k, along_m) if x.ta else (along_m, along_k)
                     plgpu.copy_gmem_to_smem(
-                        a(*where) if callable(a) else a.at[where],
+                        a.at[(along_k, along_m) if x.ta else (along_m, along_k)],
                         self.a_smem.at[slot],
                         self.full.at[slot],
                         collective_axes="cn" if "cn" in p.axes else None,
