@@ -31,6 +31,7 @@ import numpy as np
 import results
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import lax
 from pallas_mgpu.ops import (
     distributed,
     distributed_matmul,
@@ -515,7 +516,7 @@ def configs(w, dtype="float16"):
     """Products of other tiles than they choose."""
     one = MatmulConfig(2, 128, cluster=1)
     wide = one._replace(tile_n=256, buffers=1)
-    summed = one, one._replace(cluster=2), wide, wide._replace(cluster=2), wide._replace(lag=0)
+    summed = one, one._replace(cluster=2), wide, wide._replace(cluster=2), wide._replace(split=2)
     gathered = (
         one._replace(buffers=1),
         one._replace(cluster=2),
@@ -540,10 +541,92 @@ def configured(w, kind, m, k, cols, dtype, config):
     def ours():
         return getattr(distributed_matmul, kind)(a, b, w.mesh, **options)
 
-    names = ("tile_n", "cluster", "stages", "buffers", "group", "lag")
+    names = ("tile_n", "cluster", "stages", "buffers", "group", "split")
     how = ", ".join(f"{n} {getattr(config, n)}" for n in names) if config else "chosen"
     took = w.time("ours", ours, FEW)
     return {"what": kind, "size": f"{m} x {k} x {cols}", "ours": took, "note": how}
+
+
+# ---- what the time of a product over devices consists of
+
+
+def only_tell(block, slots, first, n, source, targets, there=None):
+    if there:
+        lax.fori_loop(0, n, lambda j, _: there(j), None)
+
+
+def only_own(block, t, w, me, value, k):
+    chunks = distributed_matmul._Chunks(block.plan.chunks, lambda c: block.columns(value, c))
+    block.epilogue(me, chunks, [block.o], *block.corner(block.tile(t)))
+
+
+WITHOUT_DATA = {"carry": only_tell}
+WITHOUT_SUMS = {"listener": lambda block: None, "total": only_own}
+PARTS = {
+    "everything": {},
+    "summands stay on their device": {"on": lambda block, ref, device: ref},
+    "flags without summands": WITHOUT_DATA,
+    "summands that nobody adds": WITHOUT_SUMS,
+    "tiles alone": WITHOUT_DATA | WITHOUT_SUMS,
+}
+
+
+def parts(w, dtype="float16"):
+    """matmul_reduce_scatter without some of its work, which gives wrong results; and products
+    while the copy engine sends."""
+    for shape in [(130, 72, 66)] if w.dry else PRODUCTS[:3]:
+        for what in PARTS:
+            yield partial(part, w, what, *shape, dtype)
+    if not w.dry:
+        for beside in ("nothing", "copies to the other GPU", "copies on the GPU"):
+            yield partial(product_beside, w, beside, *PRODUCTS[1], dtype)
+
+
+def part(w, what, m, k, cols, dtype):
+    w.say("arrays")
+    a, b = w.data((w.n * m, k), dtype, 2), w.data((k, cols), dtype, 3)
+    out, found = w.empty((m, cols), dtype), plgpu.ShapeDtypeStruct((), dtype).dtype
+    real = distributed_matmul._SumBlock
+    distributed_matmul._SumBlock = type("Part", (real,), PARTS[what])
+    try:
+        how = (found, found, 2 if w.dry else 132, None)
+        f = distributed_matmul._scattered.__wrapped__(w.mesh, "x", m, k, cols, *how)
+        took = w.time("ours", lambda: f(a, b, out=out), FEW)
+    finally:
+        distributed_matmul._SumBlock = real
+    return {"what": f"scatter: {what}", "size": f"{m} x {k} x {cols}", "ours": took}
+
+
+def product_beside(w, beside, m, k, cols, dtype):
+    torch, symmetric = w.torch, w.data((16 << 20,), "float32", 77)
+    memory = torch.distributed._symmetric_memory.rendezvous(symmetric, w.dist.group.WORLD)
+    source, stream = torch.ones_like(symmetric), torch.cuda.Stream()
+    there = {
+        "nothing": None,
+        "copies to the other GPU": memory.get_buffer(
+            (w.rank + 1) % w.n, symmetric.shape, symmetric.dtype
+        ),
+        "copies on the GPU": torch.empty_like(symmetric),
+    }[beside]
+    a, b = w.data((w.n * m, k), dtype, 2), w.data((k, cols), dtype, 3)
+    multiply, found = w.own_product(a, b), []
+    multiply()
+    for _ in range(4):
+        w.dist.barrier(w.control)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(0 if there is None else 60):  # longer than the products
+                there.copy_(source)
+        multiply()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(FEW):
+            multiply()
+        last.record()
+        torch.cuda.synchronize()
+        found.append(first.elapsed_time(last) * 1e3 / FEW)
+    took = max(min(t) for t in w.agree(found))
+    return {"what": f"matmul beside {beside}", "size": f"{w.n * m} x {k} x {cols}", "ours": took}
 
 
 def fused(w, dtype="bfloat16"):
@@ -645,6 +728,7 @@ SECTIONS = {  # functions, and shares of the time
     "many_launches": (many_launches, 1.5),
     "settings": (settings, 1.5),
     "configs": (configs, 2),
+    "parts": (parts, 1),
     "bfloat16 products": (lambda w: products(w, "bfloat16"), 1),
 }
 
