@@ -959,22 +959,6 @@ def keep(args, rows):
     kept.write()
 
 
-def markdown(rows):
-    """The rows as those of a table of RESULTS.md, with one of titles for each section."""
-    names = {"ours": "ops", "nccl": "NCCL", "goal": "goal", "of": "ops / goal", "cublas": "cuBLAS"}
-    names |= {"matmul": "ops.matmul", "link": "transfer"}
-    lines, last = [], None
-    for r in (r for r in rows if "failed" not in r):
-        if r["section"] != last:
-            last = r["section"]
-            titles = " | ".join(names.values())
-            lines += ["", f"| {last} | size | {titles} |", "|---|---|" + "---:|" * len(names)]
-        of = {"of": f"{r['ours'] / r['goal']:.2f}"} if r.get("goal") and r.get("ours") else {}
-        cells = [of.get(k) or (f"{r[k]:.1f}" if r.get(k) else "") for k in names]
-        lines.append(f"| {r['what']} | {r['size']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--gpus", type=int, default=0, help="how many, 0: all")
@@ -982,7 +966,6 @@ def main():
     parser.add_argument("--patience", type=float, default=20, help="seconds of a measurement")
     results.argument(parser)
     parser.add_argument("--dry", action="store_true", help="on the interpreter")
-    parser.add_argument("--markdown", metavar="JSON", help="prints tables of such a file, no more")
     parser.add_argument("--sections", nargs="*", choices=[*SECTIONS, "one process"])
     for hidden in ("--worker", "--mode"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -990,9 +973,6 @@ def main():
     args = parser.parse_args()
     if args.worker:
         return worker(args)
-    if args.markdown:
-        with open(args.markdown) as f:
-            return print(markdown(json.load(f)["rows"]))
     args.sections = args.sections or [*SECTIONS, "one process"]
     devices = plgpu._core.system_info()["devices"]
     n = args.gpus or (2 if args.dry else len(devices))
