@@ -569,13 +569,18 @@ PARTS = {
     "summands that nobody adds": WITHOUT_SUMS,
     "tiles alone": WITHOUT_DATA | WITHOUT_SUMS,
 }
+IN_FLIGHT = {  # everything, with constants of distributed_matmul
+    "16 KiB of a block in flight, in four": {"_PIECE": (16, 128), "_PIECES": 4, "_LEAVING": 2},
+    "8 KiB of a block in flight": {"_LEAVING": 0},
+    "4 KiB of a block in flight": {"_PIECE": (16, 128), "_LEAVING": 0},
+}
 
 
 def parts(w, dtype="float16"):
     """matmul_reduce_scatter without some of its work, which gives wrong results; and products
     while the copy engine sends."""
     for shape in [(130, 72, 66)] if w.dry else PRODUCTS[:3]:
-        for what in PARTS:
+        for what in [*PARTS, *IN_FLIGHT]:
             yield partial(part, w, what, *shape, dtype)
     if not w.dry:
         for beside in ("nothing", "copies to the other GPU", "copies on the GPU"):
@@ -586,14 +591,16 @@ def part(w, what, m, k, cols, dtype):
     w.say("arrays")
     a, b = w.data((w.n * m, k), dtype, 2), w.data((k, cols), dtype, 3)
     out, found = w.empty((m, cols), dtype), plgpu.ShapeDtypeStruct((), dtype).dtype
-    real = distributed_matmul._SumBlock
-    distributed_matmul._SumBlock = type("Part", (real,), PARTS[what])
+    changed = {"_SumBlock": type("Part", (distributed_matmul._SumBlock,), PARTS.get(what, {}))}
+    changed |= IN_FLIGHT.get(what, {})
+    real = {name: getattr(distributed_matmul, name) for name in changed}
+    vars(distributed_matmul).update(changed)
     try:
         how = (found, found, 2 if w.dry else 132, None)
         f = distributed_matmul._scattered.__wrapped__(w.mesh, "x", m, k, cols, *how)
         took = w.time("ours", lambda: f(a, b, out=out), FEW)
     finally:
-        distributed_matmul._SumBlock = real
+        vars(distributed_matmul).update(real)
     return {"what": f"scatter: {what}", "size": f"{m} x {k} x {cols}", "ours": took}
 
 
