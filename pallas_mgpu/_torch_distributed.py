@@ -22,7 +22,6 @@ from .ops import distributed as _distributed
 from .ops import distributed_matmul as _matmul
 from .ops import distributed_norms as _norms
 from .ops import distributed_ragged as _ragged
-from .ops._common import SMS
 
 _ops: Any = torch.ops.pallas_mgpu
 distributed: Any = _distributed
@@ -314,7 +313,7 @@ def _all_gather_matmul(
     mesh: str,
     axis_name: str | None = None,
     out_dtype: torch.dtype | None = None,
-    blocks: int = SMS,
+    blocks: int | None = None,
     interpret: bool = False,
 ) -> list[Tensor]:
     options = _options_of_product(axis_name, out_dtype, blocks, interpret)
@@ -334,7 +333,7 @@ def _matmul_reduce_scatter(
     mesh: str,
     axis_name: str | None = None,
     out_dtype: torch.dtype | None = None,
-    blocks: int = SMS,
+    blocks: int | None = None,
     interpret: bool = False,
 ) -> list[Tensor]:
     options = _options_of_product(axis_name, out_dtype, blocks, interpret)
@@ -357,7 +356,7 @@ def _matmul_all_reduce(
     mesh: str,
     axis_name: str | None = None,
     out_dtype: torch.dtype | None = None,
-    blocks: int = SMS,
+    blocks: int | None = None,
     interpret: bool = False,
 ) -> list[Tensor]:
     options = _options_of_product(axis_name, out_dtype, blocks, interpret)
@@ -376,7 +375,7 @@ def _multiply(name, a, b, mesh, axis_name, out_dtype, blocks, interpret, out):
 
 
 def all_gather_matmul(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=None, interpret=None, out=None
 ):
     """:func:`pallas_mgpu.ops.distributed_matmul.all_gather_matmul` with gradients: by ``a``,
     matmul_reduce_scatter; by ``b``, a product for which ``a`` is gathered."""
@@ -385,7 +384,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=None, interpret=None, out=None
 ):
     """:func:`pallas_mgpu.ops.distributed_matmul.matmul_reduce_scatter` with gradients: by ``a``,
     all_gather_matmul; by ``b``, a product for which the gradient is gathered."""
@@ -394,7 +393,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=SMS, interpret=None, out=None
+    a, b, mesh, axis_name=None, *, out_dtype=None, blocks=None, interpret=None, out=None
 ):
     """:func:`pallas_mgpu.ops.distributed_matmul.matmul_all_reduce` with gradients by ``a`` and
     ``b``, which take the sum of the gradients of all devices."""

@@ -38,7 +38,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _tensor_memory, distributed
-from ._common import SMEM_BYTES, SMS, StaticTiles
+from ._common import SMEM_BYTES, StaticTiles
 from ._matmul_choice import MatmulConfig, candidates, clusters_at_once, cycles
 from ._padding import cropping, padding
 from .distributed import Collective
@@ -857,7 +857,8 @@ def _prepare(what, a, b, mesh, axis_name, out_dtype, blocks, config, interpret, 
         m //= size
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     tmem = _has_tensor_memory(mesh)
-    how = out_dtype, distributed._blocks(blocks, what), interpret, tmem, config
+    blocks = plgpu.sm_count() if blocks is None else distributed._blocks(blocks, what)
+    how = out_dtype, blocks, interpret, tmem, config
     _checked(config, what, m, tmem)
     operands = [_aligned(z, mesh, interpret) for z in (a, b)]
     return operands, (m, n), out_dtype, lambda make, n: make(mesh, axis, m, k, n, dtype, *how)
@@ -870,7 +871,7 @@ def all_gather_matmul(
     axis_name=None,
     *,
     out_dtype=None,
-    blocks=SMS,
+    blocks=None,
     config=None,
     interpret=None,
     out=None,
@@ -879,7 +880,7 @@ def all_gather_matmul(
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (devices * m, n), in
     ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays as for
-    :func:`all_gather`. ``blocks``: SMs of each device, at most as many as it has. ``config``: on
+    :func:`all_gather`. ``blocks``: SMs of each device, all by default. ``config``: on
     Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k) and
     (k, n); chosen from the shape by default."""
     how = axis_name, out_dtype, blocks, config, interpret
@@ -894,7 +895,7 @@ def matmul_reduce_scatter(
     axis_name=None,
     *,
     out_dtype=None,
-    blocks=SMS,
+    blocks=None,
     config=None,
     interpret=None,
     out=None,
@@ -916,7 +917,7 @@ def matmul_all_reduce(
     axis_name=None,
     *,
     out_dtype=None,
-    blocks=SMS,
+    blocks=None,
     config=None,
     interpret=None,
     out=None,
