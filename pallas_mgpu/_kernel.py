@@ -475,11 +475,17 @@ class _Structured:
             kernel = self.kernels[structure] = self.definition.make(structure)
         return kernel, leaves
 
+    def _with_refs(self, args):
+        """The kernel for mutable arrays; None if there are none."""
+        if not any(isinstance(x, MutableArray) for x in tree.leaves(args)):
+            return None
+        if self.refs is None:
+            self.refs = RefKernel(self.definition)
+        return self.refs
+
     def call(self, args, out, stream):
-        if any(isinstance(x, MutableArray) for x in tree.leaves(args)):
-            if self.refs is None:
-                self.refs = RefKernel(self.definition)
-            return self.refs(*args, out=out, stream=stream)
+        if refs := self._with_refs(args):
+            return refs(*args, out=out, stream=stream)
         kernel, leaves = self._find(args)
         if any(isinstance(x, Batched) for x in leaves):
             return call_batched(self.definition, args, leaves, out, stream)
@@ -489,6 +495,8 @@ class _Structured:
         return kernel(*leaves, out=out, stream=stream)
 
     def lower(self, args, target):
+        if refs := self._with_refs(args):
+            return refs.lower(*args, target=target)
         kernel, leaves = self._find(args)
         return kernel.lower(*leaves, target=target)
 

@@ -319,10 +319,21 @@ CUresult {name}_unload({name}_kernel *k);
             "  const CUlaunchConfig c = configuration(attributes, stream, grid[0], grid[1],"
             " grid[2]);",
             *_wrapped(f"  void *params[] = {{{', '.join(params)}}};").split("\n"),
+            *self.cleared(),
             "  return cuLaunchKernelEx(&c, k->function, params, NULL);",
             "}",
         ]
         return out
+
+    def cleared(self):
+        """Counters that the kernel does not leave at 0."""
+        if not (self.info["counters"] and self.info["clears_counters"]):
+            return []
+        bytes_of = 4 * (self.info["counters"] + 1)
+        return [
+            f"  const CUresult cleared = cuMemsetD8Async(k->counters, 0, {bytes_of}, stream);",
+            "  if (cleared) return cleared;",
+        ]
 
     def unload(self):
         name = self.name

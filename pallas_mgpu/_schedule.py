@@ -13,6 +13,7 @@ from ._tmem import TryClusterCancelResult
 from ._trace import Ref, env, type_text
 from ._types import SMEM, Barrier, ClusterBarrier, axis_names
 
+_SLOT_NAMES = ("next_tile", "next_tile_ready", "next_tile_read", "next_tile_free")
 _MOST_POINTS = 1 << 30  # of a dynamically scheduled grid, so that counters do not overflow
 
 
@@ -250,9 +251,9 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
     return names, sizes, wide, total
 
 
-def _tile_loop(body, point, total, rounds, init_carry, work):
-    """Iterate until no tile is left. ``work(body of one step, its index)`` returns the next tile.
-    Returns (the next tile, the number of steps, the carry)."""
+def _tile_loop(body, point, total, rounds, init_carry, work, first=None):
+    """Iterate until no tile is left, from ``first`` on, by default that of the cluster.
+    ``work(body of one step, its index)`` returns the next tile. Returns (the next tile, the number of steps, the carry)."""
 
     def step(carry):
         tile, k, value = carry
@@ -268,7 +269,7 @@ def _tile_loop(body, point, total, rounds, init_carry, work):
         following = work(run, k)
         return following, k + 1, *(result or [value])
 
-    zero, first = _core.as_array(0, "int32"), _core.first_tile()
+    zero, first = _core.as_array(0, "int32"), _core.first_tile() if first is None else first
     if rounds is None:
         return while_loop(lambda c: c[0] < total, step, (first, zero, init_carry))
     # Numbers continue from the previous round: a cluster keeps a number of a later round.
@@ -324,6 +325,38 @@ def _cancelling_loop(body, names, wide, e, init_carry):
     )
 
 
+def _counting_loop(body, point, total, wide, e, thread_axis, init_carry):
+    """The loop after one by cluster launch control, which has left fewer clusters than points: all
+    of them fetch every point, the first one, too."""
+    counter = e.counters
+    e.counters += 1
+
+    def loop(*refs):
+        scheduler = TileScheduler(*refs, counter=counter)
+        last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
+
+        def take(k):
+            if not refs:
+                return scheduler.fetch()
+            when(last)(lambda: scheduler.broadcast(scheduler.fetch(), k))
+            return scheduler.receive(k)
+
+        def work(run, k):
+            run()
+            return take(k + 1)
+
+        zero = _core.as_array(0, "int32")
+        _, steps, value = _tile_loop(body, point, total, None, init_carry, work, take(zero))
+        if refs:
+            when(last)(lambda: scheduler.drain(steps + 1))
+        return value
+
+    if e.n_threads == 1 and not wide:
+        return loop()
+    types = [*TileScheduler.scratch(e.n_threads, 2, tuple(wide)).values()]
+    return scoped(loop, types, {}, _SLOT_NAMES, thread_axis or ())
+
+
 def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
     """Decorator: run a body once for every point of the kernel's grid, assigned to clusters
     dynamically (Hopper).
@@ -343,9 +376,11 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     clusters must execute the same number of rounds; a cluster that has finished a round continues
     with the next, so rounds overlap.
 
-    In a kernel that has allocated TMEM, and so is for Blackwell, a loop that is not inside another
-    one uses cluster launch control (:func:`try_cluster_cancel`): the launch has all points, and a
-    cluster takes over those of clusters that have not started.
+    In a kernel that has allocated TMEM, and so is for Blackwell, the first loop, if not inside
+    another one, uses cluster launch control (:func:`try_cluster_cancel`): the launch has all
+    points, and a cluster takes over those of clusters that have not started. In loops that follow
+    it, the clusters that are left fetch all points. NotImplementedError if such a loop is inside
+    another one.
 
     ValueError for missing axes, NotImplementedError under ``vmap``.
     """
@@ -353,13 +388,16 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     e = env(what)
     not_batched(what)
     names, sizes, wide, total = _checked_axes(what, e, grid_names, thread_axis, cluster_axes)
-    if e.has_tmem and not _core.in_loop():
+    in_loop = _core.in_loop()
+    if e.cancels and in_loop:
+        raise NotImplementedError(
+            f"{what}: inside another loop, after cluster launch control, which left fewer clusters"
+            " than grid points; use plgpu.ext.TileScheduler"
+        )
+    if e.has_tmem and not in_loop and not e.cancels and not e.counters:
+        e.cancels = True
         return lambda body: _cancelling_loop(body, names, wide, e, init_carry)
-    rounds = e.rounds if _core.in_loop() else None
-    counter = e.counters if rounds is None or rounds.counter is None else rounds.counter
-    e.counters += counter == e.counters
-    if rounds is not None:
-        rounds.counter = counter
+    rounds = e.rounds if in_loop else None
 
     def point(tile):
         """The grid point, clamped so that its range is known."""
@@ -367,6 +405,13 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
         tile = _core.binary("min", _core.binary("max", tile, 0), total - 1)
         of = dict(zip(sizes, unravel(tile, tuple(sizes.values()))))
         return tuple(of[n] for n in names)
+
+    if e.cancels:
+        return lambda body: _counting_loop(body, point, total, wide, e, thread_axis, init_carry)
+    counter = e.counters if rounds is None or rounds.counter is None else rounds.counter
+    e.counters += counter == e.counters
+    if rounds is not None:
+        rounds.counter = counter
 
     def wrap(body):
         loop = functools.partial(_tile_loop, body, point, total, rounds, init_carry)
@@ -410,7 +455,6 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
             return value
 
         types = [*TileScheduler.scratch(e.n_threads, 2, tuple(wide)).values()]
-        names_of = ("next_tile", "next_tile_ready", "next_tile_read", "next_tile_free")
-        return scoped(together, types, {}, names_of, thread_axis or ())
+        return scoped(together, types, {}, _SLOT_NAMES, thread_axis or ())
 
     return wrap

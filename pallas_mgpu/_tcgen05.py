@@ -221,6 +221,7 @@ def try_cluster_cancel(result_ref, barrier):
     what = "try_cluster_cancel"
     result_ref = _ref(result_ref, what, "result_ref", SMEM)
     _core.effect(what, (result_ref, _barrier(barrier, what)))
+    env(what).cancels = True
 
 
 def query_cluster_cancel(result_ref, grid_names):

@@ -37,6 +37,7 @@ class Env:
         "cluster_names",
         "counters",
         "has_tmem",
+        "cancels",
         "rounds",
         "semaphores",
         "unions",
@@ -66,6 +67,7 @@ class Env:
         self.has_tmem = False  # some was allocated: the kernel is for Blackwell
         self.scopes = None  # named ones, if somebody wants to know: {name: number}
         self.held = []  # refs of run_state to arrays in registers
+        self.cancels = False  # uses cluster launch control
         self.counters = 0  # of the launch, given out to loops
         self.rounds = None  # of dynamic loops in loops; see _schedule.py
         self.semaphores = 0  # of the launch, given out by get_global

@@ -6,7 +6,7 @@
 #include "../passes/passes.h"
 
 /* COUNTERS: pointer to n_counters + 1 words of u32, zero when the launch begins; the kernel leaves
- * them zero. No other launch that runs at the same time may have the same words.
+ * them zero, unless it clears_counters. No other launch that runs at the same time may have the same words.
  * SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first one zero
  * when it begins; not zero after it: it stopped, and the next words are a site, a value, a block,
  * x, y and z, and a thread of it.
@@ -70,6 +70,8 @@ typedef struct pm_program {
   const pm_target *target;
   const pm_target *machine; /* whose instructions it has: that of target, or of its stand-in */
   uint32_t n_counters;
+  bool clears_counters; /* the launch sets them to 0: cancelled blocks, which never run, could not
+                         * be awaited by the last one */
   bool meets_blocks; /* blocks of the launch wait for each other */
   uint32_t n_sizes;  /* values that a launch takes, with number 0; 0: none */
   uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */

@@ -336,6 +336,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
   } else if (code == PM_OP_ARRIVE && *pm_attr(g, op, PM_ATTR_ORDER) != PM_ORDER_RELAXED) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
+  } else if (code == PM_OP_TRY_CANCEL) {
+    s->e->program->clears_counters = true;
   } else if (code == PM_OP_SCATTER_S2G) {
     s->e->warps_store = true; /* a lane of each warp */
   } else if (code == PM_OP_PDL_WAIT) {
@@ -428,6 +430,12 @@ static pm_code print_counters_done(pm_gen *e, bool in_warps) {
   const uint64_t callers = (uint64_t)p->grid[0] * p->grid[1] * p->grid[2] * e->g->n_threads;
   const char *who = PM_ONE_LANE, *done = "counters_done";
   if (!e->n_counters) return PM_OK;
+  if (p->clears_counters && p->n_devices > 1) {
+    return pm_fail(e->err, PM_E_NOT_IMPLEMENTED,
+                   "cluster launch control and counters of the launch (semaphores, TileScheduler) "
+                   "in a kernel on a mesh; use plgpu.nd_loop, or semaphores of an array");
+  }
+  if (p->clears_counters) return PM_OK;
   if (e->n_counters > e->first_semaphore) {
     who = "if (warp == 0)", done = "counters_done_by_warp";
     if (in_warps) pm_line(e, PM_WARPGROUP_SYNC);

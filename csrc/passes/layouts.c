@@ -53,15 +53,19 @@ static pm_layid given_layout(const pm_graph *g, pm_opid op) {
   return pm_has_attr(g, op, PM_ATTR_LAYOUT) ? (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT) : 0;
 }
 
-static void fail_layout(pass *p, pm_opid op, const char *why) {
+/* `v`: the array in question. */
+static void fail_layout_of(pass *p, pm_opid op, pm_val v, const char *why) {
   pm_graph *g = p->g;
-  const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
   pm_layid l = given_layout(g, op);
   p->code = pm_fail(p->err, PM_E_VALUE,
                     "Failed to infer a possible set of layouts: %s of %s in the layout %s: %s",
-                    pm_ops[pm_get(g, op)->code].text, pm_type_text(g->arena, t),
+                    pm_ops[pm_get(g, op)->code].text, pm_type_text(g->arena, pm_typeof(g, v)),
                     l ? pm_layout_text(g->arena, pm_layout_of(g, l)) : "(none)", why);
   pm_err_op(p->err, g, op);
+}
+
+static void fail_layout(pass *p, pm_opid op, const char *why) {
+  fail_layout_of(p, op, pm_get(p->g, op)->out, why);
 }
 
 static void check_given(pass *p, pm_opid op) {
@@ -468,9 +472,13 @@ static void check_tmem(pass *p, pm_opid op) {
   pm_text_init(&t, g->arena);
   pm_putf(&t, "TMEM in the layout %s, packed %d to 32 bits, ", pm_enum_text(PM_ENUM_TMEM, m.layout),
           m.packing);
-  pm_put(&t, l ? "is loaded and stored in " : "cannot be loaded or stored; use packed=True");
-  if (l) pm_put(&t, pm_layout_text(g->arena, pm_layout_of(g, l)));
-  fail_layout(p, op, t.at);
+  if (l) pm_putf(&t, "is loaded and stored in %s", pm_layout_text(g->arena, pm_layout_of(g, l)));
+  else if (m.layout == PM_TMEM_DEFAULT || m.layout == PM_TMEM_HALF) {
+    pm_put(&t, "cannot be loaded or stored; use packed=True");
+  } else {
+    pm_putf(&t, "cannot be loaded or stored; use packing=%u", 32 / pm_dtypes[m.dtype].bits);
+  }
+  fail_layout_of(p, op, of_tmem(g, op), t.at);
 }
 
 /* The array that a LOAD or STORE moves and the allocation in SMEM it moves it from or to. */

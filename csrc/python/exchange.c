@@ -632,7 +632,8 @@ static const pmpy_source *source_of(PyObject *o) {
   if (s) return s;
   if (!describe(o, &new)) {
     if (object_has(o, "__cuda_array_interface__")) return &interface;
-    return object_has(o, "shape") && object_has(o, "dtype") ? &spec : &nothing;
+    const bool is_spec = object_has(o, "shape") && object_has(o, "dtype");
+    return is_spec && !object_has(o, "is_mutable_array") ? &spec : &nothing;
   }
   s = add_source(&new);
   if (!s) PyErr_NoMemory();

@@ -320,7 +320,7 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   const pm_program *p = &j.program;
   return Py_BuildValue(
       "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N,s:I,"
-      "s:N,s:N,s:N})",
+      "s:N,s:N,s:N,s:O})",
       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry", p->entry, "grid",
       u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3), "shares_grid",
       p->shares_grid ? Py_True : Py_False, "meets_blocks", p->meets_blocks ? Py_True : Py_False,
@@ -332,7 +332,7 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
       i64_tuple(j.g->cluster, j.g->n_cluster), "operands", j.g->n_operands, "sites",
       list_of(p, p->n_sites, site_info), "sizes", p->n_sizes, "grid_extents",
       u32_tuple(j.g->grid_sizes, j.g->n_grid), "extents", extents_info(j.g, p), "size_rules",
-      sizes_info(j.g));
+      sizes_info(j.g), "clears_counters", p->clears_counters ? Py_True : Py_False);
 }
 
 /* ---- functions that stand for CUDA source --------------------------------------------------- */

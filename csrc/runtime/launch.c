@@ -37,6 +37,7 @@ struct pm_kernel {
   uint32_t n_devices, n_peers;
   int32_t peers[MAX_ARGS];
   bool multicasts;
+  size_t cleared; /* bytes of counters that a launch sets to 0 */
   const char *name;
   pm_program_site *sites; /* of checks and of watched waits; their text is interned */
   uint32_t n_sites;
@@ -158,6 +159,7 @@ static void prepare(pm_kernel *k, const pm_program *p) {
   k->n_devices = p->n_devices;
   k->n_peers = p->n_peers;
   k->multicasts = p->multicasts;
+  if (p->clears_counters && p->n_counters) k->cleared = 4 * ((size_t)p->n_counters + 1);
   k->n_sizes = p->n_sizes;
   k->grid = p->launch;
   if (p->n_peers) memcpy(k->peers, p->peers, p->n_peers * sizeof *p->peers);
@@ -446,7 +448,8 @@ static pm_code launch(const pm_kernel *k, const uint64_t *pointers, const int64_
   }
   config.stream = stream;
   atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
-  r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
+  if (k->cleared) r = pm_cu.cuMemsetD8Async(counters, 0, k->cleared, stream);
+  if (!r) r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
   if (!r) return PM_OK;
   if (*record) pm_device_free(k->device->info.ordinal, *record, stream);
   return launch_failed(k, r, err);

@@ -565,11 +565,10 @@ def launch_mesh(
         where = describe(text, line.value)
         message = f"{info['entry']}, seed {seed}: {what}{where}\n{printed}"
         raise HostError(message, what, line.value, facts.value.decode(errors="replace"), printed)
-    for words in counters:
+    for words in [] if info.get("clears_counters") else counters:
         if words.any() and not (watch and watch.bytes_of(0, 4).any()):
-            raise HostError(
-                f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
-            )
+            what = f"the counters are left at {words.view('u4')}"
+            raise HostError(f"{info['entry']}, seed {seed}: {what}", what)
     return printed
 
 
