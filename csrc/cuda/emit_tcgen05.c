@@ -47,6 +47,22 @@ void pm_print_tmem_dealloc(pm_gen *e) {
           (long long)e->g->tmem_columns);
 }
 
+/* Blocks that wait for each other hang if they share a multiprocessor that has not enough columns
+ * for all of them. They take so much shared memory that no more run there than columns suffice
+ * for. The blocks of a pair never share one. */
+void pm_keep_blocks_apart(pm_gen *e) {
+  enum { RESERVED = 1024, LANES = 2048 }; /* bytes for each block; of a multiprocessor */
+  pm_program *p = e->program;
+  if (!pm_has_tmem(e) || pm_stands_in(e)) return;
+  const uint32_t fit = (uint32_t)(e->target->tmem / e->g->tmem_columns);
+  const uint32_t near = p->cluster[0] * p->cluster[1] * p->cluster[2] /
+                        (pm_tmem_is_of_pairs(e) ? 2 : 1);
+  if ((near <= fit && !p->meets_blocks) || LANES / p->block <= fit) return;
+  const uint32_t all = (uint32_t)e->target->smem + RESERVED;
+  const uint32_t least = all / (fit + 1) + 1 - RESERVED;
+  p->smem_bytes = pm_max(p->smem_bytes, (uint32_t)pm_round_up(least, 128));
+}
+
 pm_code pm_cuda_ALLOC_TMEM(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const pm_tmem m = pm_tmem_of(e->g, op);

@@ -265,6 +265,7 @@ const char *pm_map_name(pm_gen *e, const pm_tensor_map *m); /* that of an equal 
 
 bool pm_has_tmem(const pm_gen *e);
 bool pm_tmem_is_of_pairs(const pm_gen *e);
+void pm_keep_blocks_apart(pm_gen *e);
 void pm_print_tmem_alloc(pm_gen *e, uint32_t slot); /* slot: in shared memory, 4 bytes */
 void pm_print_tmem_address(pm_gen *e, uint32_t slot);
 void pm_print_tmem_dealloc(pm_gen *e);

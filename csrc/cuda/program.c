@@ -759,6 +759,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program
   pm_find_words(&e);
   pm_find_expects(&e);
   PM_TRY(print_body(&e));
+  pm_keep_blocks_apart(&e);
   out->pdl = out->pdl && !pm_stands_in(&e);
   assemble(&e);
   return PM_OK;

@@ -824,6 +824,7 @@ static void launch(u64 seed) {
   static const u32 eagerness[] = {0, 0, 64, 16, 4};
   m.eagerness = eagerness[host_random(5)];
   m.leader = host_random(32);
+  m.crowded = m.random >> 41 & 1;
   m.cluster_blocks = m.cluster.x * m.cluster.y * m.cluster.z;
   const u32 clusters = m.grid.x * m.grid.y * m.grid.z / m.cluster_blocks * m.devices;
   const u32 at_once = 1 + host_random(3);

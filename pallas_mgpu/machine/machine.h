@@ -338,6 +338,7 @@ struct Agent {
 struct Machine {
   HostIndex grid, cluster;
   bool together;  /* blocks wait for each other: all of them run at once */
+  bool crowded;   /* multiprocessors have as many blocks as fit */
   bool dependent; /* the launch may begin before the one before it has ended */
   u32 cluster_blocks;
   std::vector<Began> began;    /* by their number - 1 */

@@ -138,6 +138,25 @@ static u32 place(const TensorMemory &t, u32 n) {
   return COLUMNS;
 }
 
+/* Columns of the other blocks that run on the same multiprocessor, among those that wait for each
+ * other: of the cluster, or of the launch. By the seed, as many share one as fit. The blocks of a
+ * pair never do. */
+static u32 held_beside(const Block &b, u32 ctas) {
+  const u32 threads = 2048, shared = 228 << 10, reserved = 1 << 10;
+  if (!m.crowded) return 0;
+  const u32 room = std::max(
+      1u, std::min(threads / m.block_threads, shared / (m.shared_bytes + reserved)));
+  const size_t n = m.together ? m.blocks.size() : m.cluster_blocks;
+  const size_t me = &b - &m.blocks[0], first = me / n * n;
+  u32 held = 0;
+  for (size_t k = first; k < first + n; k++) {
+    if (k == me || (k - me) % ctas || (k - first) / ctas / room != (me - first) / ctas / room)
+      continue;
+    for (auto &a : m.blocks[k].tensor.allocated) held += a.second;
+  }
+  return held;
+}
+
 static void allocate(Warp &w) {
   const Request *r = same_request(w);
   const u32 n = r->b & 0xffff, ctas = r->b >> 16;
@@ -155,7 +174,8 @@ static void allocate(Warp &w) {
     t.tries = host_random(20);
   }
   if (t.tries) t.tries--;
-  const bool waits = t.tries && t.taken + n > COLUMNS;
+  const bool waits =
+      (t.tries && t.taken + n > COLUMNS) || held_beside(b, ctas) + n > COLUMNS;
   for (u32 l = 0; l < 32; l++) w.request[l]->result = waits;
   if (waits) return;
   u32 at = place(t, n);
