@@ -428,6 +428,9 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   b->entering = s;
   if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
+  for (uint32_t k = 0; k < m->n_threads; k++) {
+    pm_vm_tmem_told(&m->threads[(size_t)(b - m->blocks) * m->n_threads + k]);
+  }
   if (m->races) pm_race_meet(m, b);
   if (m->timeline) pm_time_meet(m, b);
   init_scope(m, b, s, t);
@@ -754,6 +757,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   m->n_live += n;
   for (thread *t = first; t < first + n; t++) {
     t->pc = 0;
+    t->n_uses = 0;
     t->groups = 0;
     for (uint32_t w = 0; m->has_warps && w < WARPS; w++) pm_vm_warps(m, t)[w].groups = 0;
     pm_vm_make_ready(m, t);

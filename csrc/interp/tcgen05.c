@@ -216,6 +216,15 @@ void pm_vm_tmem_told(thread *t) {
   t->n_uses = n;
 }
 
+/* What must follow the access before another one that depends on it. */
+static const char *lacks(const tmem_use *u) {
+  if (u->stage == USE_WAITED) {
+    return "it did not signal that: arrive on a barrier with orders_tensor_core=True, and wait on "
+           "that before";
+  }
+  return u->store ? "commit_tmem must follow the store" : "wait_load_tmem must follow the load";
+}
+
 /* A tensor core, working for `by`, touches p. */
 static step check_uses(pm_machine *m, const task *k, const tmem_place *p, bool writes) {
   char place[600], agent[512];
@@ -226,12 +235,6 @@ static step check_uses(pm_machine *m, const task *k, const tmem_place *p, bool w
       const tmem_use *u = &t->uses[n];
       if (!meet(&u->place, p) || (!u->store && !writes)) continue;
       if (u->stage == USE_WAITED && t == own) continue;
-      const char *lacks =
-          u->stage == USE_WAITED
-              ? "it did not signal that: arrive on a barrier with orders_tensor_core=True, "
-                "and wait on that before the product"
-          : u->store ? "commit_tmem must follow the store"
-                     : "wait_load_tmem must follow the load";
       return pm_vm_fail(m, k->owner, k->i->op, PM_E_VALUE,
                         "%s %s columns %" PRId64 " to %" PRId64
                         " of '%s' while the async_%s_tmem%s "
@@ -240,7 +243,8 @@ static step check_uses(pm_machine *m, const task *k, const tmem_place *p, bool w
                         p->from - p->mem->tmem->offset,
                         p->from - p->mem->tmem->offset + p->width - 1, p->mem->name,
                         u->store ? "store" : "load", pm_vm_place(m, u->op, place, sizeof place),
-                        pm_vm_agent(m, t, agent, sizeof agent), u->store ? "write" : "read", lacks);
+                        pm_vm_agent(m, t, agent, sizeof agent), u->store ? "write" : "read",
+                        lacks(u));
     }
   }
   return STEP_NEXT;
@@ -422,14 +426,13 @@ static step check_idle(pm_machine *m, thread *t, const instr *i, const tmem_plac
     for (uint32_t n = 0; n < u->n_uses; n++) {
       const tmem_use *x = &u->uses[n];
       if (!meet(&x->place, p) || (!x->store && !store)) continue;
-      if (x->stage == USE_WAITED || (u == t && x->store && store)) continue;
+      if (u == t && (x->stage == USE_WAITED || (x->store && store))) continue;
       return pm_vm_fail(
           m, t, i->op, PM_E_VALUE,
           "async_%s_tmem of '%s' while the async_%s_tmem%s of %s may still %s it; %s",
           store ? "store" : "load", p->mem->name, x->store ? "store" : "load",
           pm_vm_place(m, x->op, place, sizeof place), pm_vm_agent(m, u, agent, sizeof agent),
-          x->store ? "write" : "read",
-          x->store ? "commit_tmem must follow the store" : "wait_load_tmem must follow the load");
+          x->store ? "write" : "read", lacks(x));
     }
   }
   return STEP_NEXT;
@@ -796,8 +799,10 @@ step pm_vm_check_tmem(pm_machine *m, thread *t, pm_opid op, const struct tmem_al
     uint32_t n = 0;
     for (uint32_t j = 0; j < u->n_uses; j++) {
       const tmem_use *use = &u->uses[j];
-      if (!meet(&use->place, &p)) u->uses[n++] = *use;
-      else if (use->store && use->stage == USE_ISSUED)
+      const bool issued = use->stage == USE_ISSUED;
+      /* a load may still read when the next scope uses the columns */
+      if (!meet(&use->place, &p) || (issued && !use->store)) u->uses[n++] = *use;
+      else if (issued)
         return pm_vm_fail(m, t, op, PM_E_VALUE,
                           "the scope of '%s' ends while the async_store_tmem%s may still write to "
                           "it; commit_tmem must follow the store",

@@ -72,6 +72,7 @@ static Mbarrier &mbarrier_of(Block &b, u32 a, const char *what, int line, u32 *o
   if (&b != t->block && !b.alive) host_fail(line, "%s: the other block has ended", what);
   if (!x.published && t->clock.seen[x.init_by] < x.init_at)
     host_fail(line, "%s is not ordered after mbarrier.init in line %d", what, x.init_line);
+  if (&b != t->block) b.arrivals.push_back({(u16)t->rank, t->clock.seen[t->rank], line});
   return x;
 }
 

@@ -683,8 +683,12 @@ extern "C" void host_cluster_sync(int line) {
     host_sleep("barrier.cluster");
     return;
   }
-  for (Block &b : cluster)
+  for (Block &b : cluster) {
     for (auto &x : b.mbarriers) x.second.published = x.second.fenced;
+    b.met.assign(m.n_clock, 0);
+    for (const Thread *o : arrived)
+      for (u32 k = 0; k < m.n_clock; k++) b.met[k] = std::max(b.met[k], o->clock.seen[k]);
+  }
   std::vector<Thread *> all;
   all.swap(arrived);
   for (Thread *o : all)
@@ -745,6 +749,8 @@ static void make_block(Block &b, HostIndex first, u32 number) {
   memset(b.shared.bytes, 0xcd, m.shared_bytes);
   b.shared.forget();
   b.mbarriers.clear();
+  b.arrivals.clear();
+  b.met.clear();
   b.tensor = TensorMemory();
   const u32 limit = 65536 / m.block_threads / 8 * 8; /* what __launch_bounds__(n, 1) leaves */
   const u32 registers = limit > 256 ? 256 : limit;
@@ -759,6 +765,25 @@ static void make_block(Block &b, HostIndex first, u32 number) {
   b.threads.resize(m.block_threads);
   for (u32 i = 0; i < m.block_threads; i++) make_thread(b, i, number * m.block_threads + i);
   b.alive = m.block_threads;
+}
+
+/* What other blocks and their engines do to a block's memory comes before its end. */
+static void check_visits(Block &b) {
+  const u32 me = (u32)(&b - &m.blocks[0]), engines = m.n_clock - MAX_ENGINES;
+  std::vector<u32> known = b.met.empty() ? b.threads[0].clock.seen : b.met;
+  for (const Thread &t : b.threads)
+    for (u32 k = 0; k < m.n_clock; k++) known[k] = std::max(known[k], t.clock.seen[k]);
+  auto check = [&](u16 who, u32 when, int line, const char *what) {
+    if (who >= MANY || known[who] >= when) return;
+    if ((who < engines ? who / m.block_threads : m.agents[who - engines].block) == me) return;
+    host_fail(line, "block (%u, %u, %u) may end before %s %s", b.index.x, b.index.y, b.index.z, what,
+              by(who).c_str());
+  };
+  for (const Mark &k : b.shared.marks) {
+    check(k.writer, k.write, k.write_line, "its shared memory is written");
+    check(k.reader, k.read, k.read_line, "its shared memory is read");
+  }
+  for (const Arrival &a : b.arrivals) check(a.who, a.when, a.line, "an arrival");
 }
 
 static void end_block(Block &b) {
@@ -779,6 +804,7 @@ static void end_block(Block &b) {
                   "and another one %zu",
                   k * 4 + w, b.warps[k * 4 + w].issued, g.issued.size());
   }
+  if (m.cluster_blocks > 1) check_visits(b);
   for (auto &x : b.mbarriers) {
     const Mbarrier &bar = x.second;
     if (bar.tx || (bar.copied && !bar.awaited)) host_fact("kind unawaited");

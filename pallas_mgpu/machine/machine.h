@@ -251,6 +251,12 @@ struct Warpgroup {
   std::vector<Thread *> waiters;   /* for groups that other warps have not committed */
 };
 
+struct Arrival {
+  u16 who;
+  u32 when;
+  int line;
+};
+
 struct Block {
   HostIndex index, in_cluster;
   u16 cluster;    /* number among those of the launch, from 1 */
@@ -266,6 +272,8 @@ struct Block {
   u32 free_registers;
   std::vector<Thread *> want_registers;
   u32 alive;
+  std::vector<Arrival> arrivals; /* of threads of other blocks, at its barriers */
+  std::vector<u32> met; /* by the clock: what preceded the latest barrier of the cluster */
 };
 
 /* ---- engines ------------------------------------------------------------------------------- */
