@@ -325,6 +325,18 @@ def _cancelling_loop(body, names, wide, e, init_carry):
     )
 
 
+def _meet_blocks(scheduler):
+    """Scheduler threads: what the blocks of the cluster did before comes before what they do next."""
+    _core.effect("barrier_arrive", (scheduler.free.at[0],), memory_order="release")
+    barrier_wait(scheduler.free.at[0])
+
+
+def _after_other_loops(scheduler, e, last):
+    """Other blocks may still read the slots of the loop before, where those of this one may be."""
+    if scheduler.free is not None and e.counters > 1:
+        when(last)(lambda: _meet_blocks(scheduler))
+
+
 def _counting_loop(body, point, total, wide, e, thread_axis, init_carry):
     """The loop after one by cluster launch control, which has left fewer clusters than points: all
     of them fetch every point, the first one, too."""
@@ -346,6 +358,7 @@ def _counting_loop(body, point, total, wide, e, thread_axis, init_carry):
             return take(k + 1)
 
         zero = _core.as_array(0, "int32")
+        _after_other_loops(scheduler, e, last)
         _, steps, value = _tile_loop(body, point, total, None, init_carry, work, take(zero))
         if refs:
             when(last)(lambda: scheduler.drain(steps + 1))
@@ -442,6 +455,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
                 when(last)(lambda: scheduler.broadcast(taken, k))
                 return scheduler.receive(k)
 
+            _after_other_loops(scheduler, e, last)
             _, steps, value = loop(work)
 
             @when(last if rounds is None else (steps > 0) & last)
@@ -449,8 +463,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
                 barrier_wait(read.at[(steps - 1) % 2])
                 when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
                 if rounds is not None and wide:  # also in other blocks, before the next round
-                    _core.effect("barrier_arrive", (scheduler.free.at[0],), memory_order="release")
-                    barrier_wait(scheduler.free.at[0])
+                    _meet_blocks(scheduler)
 
             return value
 

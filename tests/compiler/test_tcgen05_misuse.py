@@ -165,6 +165,10 @@ MUTANTS = {
          r"if (cluster_rank() == 1) \1"),
         ("one", r"(expect_tx\(full[^;]*), \d+\)", r"\1, 16384)"),
     ],
+    "end of a block": [
+        ("pair", r"cluster_sync\(\);(?!.*cluster_sync)", ""),
+        ("pair", r"cluster_sync\(\);(?!.*cluster_sync)", "if (cluster_rank() == 0) cluster_sync();"),
+    ],
     "allocation": [
         ("pair", r"(tmem_alloc<2>\([^;]*), 256\)", r"\1, 128)"),
         ("pair", r"tmem_dealloc<2>\(tmem, 256\);", ";"),

@@ -507,6 +507,33 @@ def told_too_early(r):
         wait(r.done)
 
 
+def load_told_by_a_plain_barrier(r):
+    @pl.when(r.thread == 1)
+    def _():
+        plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+        plgpu.commit_tmem()
+        arrive(r.plain)
+
+    @pl.when(r.thread == 0)
+    def _():
+        wait(r.plain)
+        r.o[...] = plgpu.async_load_tmem(r.acc)
+
+
+def load_outlasts_its_scope(r):
+    def first(tmem):
+        plgpu.async_store_tmem(tmem, jnp.ones((128, 64), F32))
+        plgpu.commit_tmem()
+        r.o[...] = plgpu.async_load_tmem(tmem)
+
+    def second(again):
+        mma(again, r.a, r.b, r.done, accumulate=False)
+        wait(r.done)
+
+    pl.run_scoped(first, TMEM((128, 64), F32))
+    pl.run_scoped(second, TMEM((128, 64), F32))
+
+
 def other_commit(r):
     multiply(r, barrier=r.done)
     multiply(r, barrier=r.told)
@@ -542,6 +569,12 @@ def store_at_the_end(r):
         (operand_overwritten, 1, "copy_gmem_to_smem overwrites 'a' while the tcgen05_mma"),
         (told_by_a_plain_barrier, 2, "it did not signal that.*orders_tensor_core=True"),
         (told_too_early, 2, "tcgen05_mma writes.*while the async_store_tmem.*commit_tmem must"),
+        (load_told_by_a_plain_barrier, 2, "it did not signal that.*orders_tensor_core=True"),
+        (
+            load_outlasts_its_scope,
+            1,
+            "tcgen05_mma writes.*'again' while the async_load.*wait_load_tmem must",
+        ),
         (other_commit, 1, "async_load_tmem of 'acc' while the tcgen05_mma"),
         (store_at_the_end, 1, "the scope of 'acc' ends while the async_store_tmem"),
     ],
@@ -553,6 +586,38 @@ def test_misuse(use, threads, why):
         with pytest.raises(ValueError, match=why) as caught:
             kernel(x)
         assert len(re.findall(r"test_tensor_core\.py:\d+", str(caught.value))) >= 1
+
+
+def test_scopes_of_two_threads(rng):
+    """The columns that one thread has loaded are another thread's in the next scope."""
+
+    def use(r):
+        def first(tmem):
+            @pl.when(r.thread == 0)
+            def _():
+                mma(tmem, r.a, r.b, r.done, accumulate=False)
+
+            wait(r.done)
+
+            @pl.when(r.thread == 1)
+            def _():
+                r.o[...] = plgpu.async_load_tmem(tmem)
+                plgpu.wait_load_tmem()
+
+        def second(tmem):
+            @pl.when(r.thread == 0)
+            def _():
+                mma(tmem, r.a, r.b, r.told, accumulate=False)
+                wait(r.told)
+                r.o[...] += plgpu.async_load_tmem(tmem)
+
+        for f in (first, second):
+            pl.run_scoped(f, TMEM((128, 64), F32), collective_axes="t")
+
+    for seed in range(3):
+        for options in (dict(detect_races=True), dict(backend="emulate")):
+            kernel, x = misused(use, 2, interpret=plgpu.InterpretParams(seed=seed, **options))
+            np.testing.assert_array_equal(kernel(x), np.full((128, 64), 128, F32))
 
 
 def test_right_use(rng):
@@ -1015,6 +1080,75 @@ def test_every_point_once(blocks, threads, carries):
     want = 10 * np.arange(5)[:, None] + np.arange(4) + 1
     np.testing.assert_array_equal(np.asarray(plgpu.freeze(out))[:, :, 0], want)
     assert np.asarray(plgpu.freeze(count))[0] == (20 if carries else 0)
+
+
+@pytest.mark.parametrize("backend", ["interpret", "emulate"])
+@pytest.mark.parametrize("blocks, threads", [(1, 1), (2, 2)])
+def test_loops_after_another(blocks, threads, backend):
+    """The first loop leaves fewer clusters than points; they share those of the next loops, in two
+    launches."""
+    axes = dict(cluster=(blocks,), cluster_names=("c",)) if blocks > 1 else {}
+    if threads > 1:
+        axes.update(num_threads=threads, thread_name="t")
+
+    def body(o_ref, tmem):
+        first = lax.axis_index("c") == 0 if blocks > 1 else True
+        first = (lax.axis_index("t") == 0) & first if threads > 1 else first
+        for scale in (1, 10, 100):
+
+            @plgpu.dynamic_scheduling_loop(
+                "g",
+                thread_axis="t" if threads > 1 else None,
+                cluster_axes=("c",) if blocks > 1 else (),
+                init_carry=jnp.int32(0),
+            )
+            def total(info, carry):
+                @pl.when(first)
+                def _():
+                    value = jnp.full((128,), scale * (info.index[0] + 1), jnp.int32)
+                    plgpu.atomic_add(o_ref.at[info.index[0]], value)
+
+                return carry + info.index[0]
+
+            @pl.when(first)
+            def _():
+                plgpu.atomic_add(o_ref.at[7], jnp.full((128,), total, jnp.int32))
+
+    kernel = plgpu.kernel(
+        body,
+        grid=(7,),
+        grid_names=("g",),
+        scratch_types=[TMEM((128, 8), F32)],
+        interpret=plgpu.InterpretParams(seeds=4, backend=backend),
+        **axes,
+    )
+    for _ in range(2):
+        out = plgpu.new_ref(np.zeros((8, 128), np.int32))
+        kernel(out)
+        want = [*(111 * np.arange(1, 8)), 3 * 21]
+        np.testing.assert_array_equal(np.asarray(plgpu.freeze(out))[:, 0], want)
+
+
+def test_loop_in_a_loop_after_another():
+    def body(o_ref, tmem):
+        for k in range(2):
+
+            def loop(_=0):
+                @plgpu.dynamic_scheduling_loop("g")
+                def _(info):
+                    o_ref[info.index[0]] = jnp.full((128,), 1.0, F32)
+
+            pl.loop(0, 2)(loop) if k else loop()
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((6, 128)),
+        grid=(6,),
+        grid_names=("g",),
+        scratch_types=[TMEM((128, 8), F32)],
+    )
+    with pytest.raises(NotImplementedError, match="dynamic_scheduling_loop: .*TileScheduler"):
+        kernel.lower()
 
 
 @pytest.mark.parametrize("scratch, way", [([TMEM((128, 8), F32)], "cancel"), ([], "fetch_tile")])

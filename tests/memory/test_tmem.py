@@ -285,6 +285,40 @@ def test_parts_of_tensor_memory(rng):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("columns, blocks, pair, apart", [
+    (512, 2, False, True), (256, 4, False, True), (256, 2, False, False), (512, 2, True, False),
+])  # fmt: skip
+def test_clusters_that_share_a_multiprocessor(columns, blocks, pair, apart):
+    """Blocks that wait for each other are never more on a multiprocessor than it has columns for:
+    an allocation would wait for ever. The emulated machine puts as many there as fit."""
+
+    def body(o_ref, tmem, met):
+        rank = lax.axis_index("c")
+        plgpu.async_store_tmem(tmem.at[:, :8], jnp.full((128, 8), rank, F32))
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        o_ref[rank] = plgpu.async_load_tmem(tmem.at[:, :8])
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((blocks, 128, 8)),
+        cluster=(blocks,),
+        cluster_names=("c",),
+        scratch_types=[
+            plgpu.TMEM((128, columns), F32, collective=pair),
+            plgpu.ClusterBarrier(collective_axes=("c",)),
+        ],
+    )
+    lowered = kernel.lower(target="sm_100a")
+    used = int(re.search(r"(\d+) bytes of dynamic", lowered.as_text("cuda"))[1])
+    assert (used > (228 << 10) // (512 // columns + 1) - 1024) == apart
+    for seed in range(6):
+        got = np.zeros((blocks, 128, 8), F32)
+        run_on_machine(lowered, [], [got], seed=seed)
+        np.testing.assert_array_equal(got[:, 0, 0], np.arange(blocks))
+
+
 def test_print_layout(capfd):
     def body(o_ref, a, b, c):
         plgpu.print_layout("a: {}", a)
@@ -401,6 +435,12 @@ BATCH = plgpu.TMEM((2, 128, 64), F32)
             plgpu.TMEM((128, 64), U2, layout=LAYOUTS.SPARSE_METADATA_LAYOUT),
             NotImplementedError,
             "sparse metadata",
+        ),
+        (
+            lambda t: plgpu.async_store_tmem(t, jnp.zeros((64, 48), np.int8)),
+            plgpu.TMEM((64, 48), np.int8, layout=LAYOUTS.M64_COLLECTIVE_LAYOUT(48, 2)),
+            ValueError,
+            r"async_store_tmem of int8\[64,48\] .*packed 2 to 32 bits.*use packing=4",
         ),
         (
             lambda t: plgpu.async_load_tmem(t),

@@ -218,6 +218,32 @@ def test_every_point_once(run, capfd, grid, threads, cluster):
             assert set(seen.values()) == {1}
 
 
+@pytest.mark.parametrize("threads,cluster", [(1, (2,)), (2, (2,)), (2, (1, 3))], ids=str)
+def test_loops_of_clusters_in_turn(run, threads, cluster):
+    """The slots of one loop may be where those of the next one are, also in the other blocks."""
+    kernel_options, loop_options = options_of((9,), threads, cluster)
+    blocks = int(np.prod(cluster))
+
+    def body(o):
+        t = lax.axis_index("wg") if threads > 1 else 0
+        c = lax.axis_index(kernel_options["cluster_names"])
+        for k in range(3):
+
+            @plgpu.dynamic_scheduling_loop(**loop_options)
+            def _(info):
+                (i,) = info.index
+                o[k, i, c, t] = jnp.full((128,), 10 * k + i, jnp.int32)
+
+    out = plgpu.ShapeDtypeStruct((3, 9, blocks, threads, 128), np.int32)
+    want = 10 * np.arange(3)[:, None] + np.arange(9)
+    want = np.broadcast_to(want[:, :, None, None, None], out.shape)
+    np.testing.assert_array_equal(run(body, out, **kernel_options), want)
+    if run.way == "interpret":
+        params = plgpu.InterpretParams(seeds=5, detect_races=True)
+        kernel = plgpu.kernel(body, out_type=out, interpret=params, **kernel_options)
+        np.testing.assert_array_equal(kernel(), want)
+
+
 def test_axes_in_another_order(run):
     def body(o):
         @plgpu.dynamic_scheduling_loop(("b", "a"))
