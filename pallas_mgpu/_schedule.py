@@ -253,7 +253,8 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
 
 def _tile_loop(body, point, total, rounds, init_carry, work, first=None):
     """Iterate until no tile is left, from ``first`` on, by default that of the cluster.
-    ``work(body of one step, its index)`` returns the next tile. Returns (the next tile, the number of steps, the carry)."""
+    ``work(body of one step, its index)`` returns the next tile. Returns (the next tile, the number
+    of steps, the carry)."""
 
     def step(carry):
         tile, k, value = carry
@@ -326,7 +327,7 @@ def _cancelling_loop(body, names, wide, e, init_carry):
 
 
 def _meet_blocks(scheduler):
-    """Scheduler threads: what the blocks of the cluster did before comes before what they do next."""
+    """Scheduler threads: what the blocks of the cluster did comes before what they do next."""
     _core.effect("barrier_arrive", (scheduler.free.at[0],), memory_order="release")
     barrier_wait(scheduler.free.at[0])
 

@@ -167,7 +167,7 @@ MUTANTS = {
     ],
     "end of a block": [
         ("pair", r"cluster_sync\(\);(?!.*cluster_sync)", ""),
-        ("pair", r"cluster_sync\(\);(?!.*cluster_sync)", "if (cluster_rank() == 0) cluster_sync();"),
+        ("pair", r"(cluster_sync\(\);)(?!.*cluster_sync)", r"if (cluster_rank() == 0) \1"),
     ],
     "allocation": [
         ("pair", r"(tmem_alloc<2>\([^;]*), 256\)", r"\1, 128)"),

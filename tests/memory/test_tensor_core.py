@@ -1102,7 +1102,7 @@ def test_loops_after_another(blocks, threads, backend):
                 cluster_axes=("c",) if blocks > 1 else (),
                 init_carry=jnp.int32(0),
             )
-            def total(info, carry):
+            def total(info, carry, scale=scale):
                 @pl.when(first)
                 def _():
                     value = jnp.full((128,), scale * (info.index[0] + 1), jnp.int32)

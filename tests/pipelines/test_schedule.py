@@ -230,7 +230,7 @@ def test_loops_of_clusters_in_turn(run, threads, cluster):
         for k in range(3):
 
             @plgpu.dynamic_scheduling_loop(**loop_options)
-            def _(info):
+            def _(info, k=k):
                 (i,) = info.index
                 o[k, i, c, t] = jnp.full((128,), 10 * k + i, jnp.int32)
 
