@@ -6,11 +6,10 @@
 #include "../passes/passes.h"
 
 /* COUNTERS: pointer to n_counters + 1 words of u32, zero when the launch begins; the kernel leaves
- * them zero, unless it clears_counters. No other launch that runs at the same time may have the same words.
- * SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first one zero
- * when it begins; not zero after it: it stopped, and the next words are a site, a value, a block,
- * x, y and z, and a thread of it.
- * WATCH: a pm_watch_arg, of the waits for other devices.
+ * them zero, unless it clears_counters. No other launch that runs at the same time may have the
+ * same words. SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first
+ * one zero when it begins; not zero after it: it stopped, and the next words are a site, a value, a
+ * block, x, y and z, and a thread of it. WATCH: a pm_watch_arg, of the waits for other devices.
  * SIZE: i32, the size of the call whose number is `param`.
  * PEERS, in kernels for a mesh of devices: u64 rank; for each of `peers`, the address of that
  * argument (-1: of the counters) on each device, as this one reaches it; then for each the address
@@ -72,9 +71,9 @@ typedef struct pm_program {
   uint32_t n_counters;
   bool clears_counters; /* the launch sets them to 0: cancelled blocks, which never run, could not
                          * be awaited by the last one */
-  bool meets_blocks; /* blocks of the launch wait for each other */
-  uint32_t n_sizes;  /* values that a launch takes, with number 0; 0: none */
-  uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */
+  bool meets_blocks;    /* blocks of the launch wait for each other */
+  uint32_t n_sizes;     /* values that a launch takes, with number 0; 0: none */
+  uint32_t n_args;      /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
     uint8_t kind;  /* pm_arg_kind */
     int32_t param; /* kernel argument (operands, then outputs); of other kinds: -1 */

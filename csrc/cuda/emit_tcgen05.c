@@ -55,8 +55,8 @@ void pm_keep_blocks_apart(pm_gen *e) {
   pm_program *p = e->program;
   if (!pm_has_tmem(e) || pm_stands_in(e)) return;
   const uint32_t fit = (uint32_t)(e->target->tmem / e->g->tmem_columns);
-  const uint32_t near = p->cluster[0] * p->cluster[1] * p->cluster[2] /
-                        (pm_tmem_is_of_pairs(e) ? 2 : 1);
+  const uint32_t near =
+      p->cluster[0] * p->cluster[1] * p->cluster[2] / (pm_tmem_is_of_pairs(e) ? 2 : 1);
   if ((near <= fit && !p->meets_blocks) || LANES / p->block <= fit) return;
   const uint32_t all = (uint32_t)e->target->smem + RESERVED;
   const uint32_t least = all / (fit + 1) + 1 - RESERVED;

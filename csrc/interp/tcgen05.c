@@ -235,16 +235,15 @@ static step check_uses(pm_machine *m, const task *k, const tmem_place *p, bool w
       const tmem_use *u = &t->uses[n];
       if (!meet(&u->place, p) || (!u->store && !writes)) continue;
       if (u->stage == USE_WAITED && t == own) continue;
-      return pm_vm_fail(m, k->owner, k->i->op, PM_E_VALUE,
-                        "%s %s columns %" PRId64 " to %" PRId64
-                        " of '%s' while the async_%s_tmem%s "
-                        "of %s may still %s them; %s",
-                        k->i->tensor->name, writes ? "writes" : "reads",
-                        p->from - p->mem->tmem->offset,
-                        p->from - p->mem->tmem->offset + p->width - 1, p->mem->name,
-                        u->store ? "store" : "load", pm_vm_place(m, u->op, place, sizeof place),
-                        pm_vm_agent(m, t, agent, sizeof agent), u->store ? "write" : "read",
-                        lacks(u));
+      return pm_vm_fail(
+          m, k->owner, k->i->op, PM_E_VALUE,
+          "%s %s columns %" PRId64 " to %" PRId64
+          " of '%s' while the async_%s_tmem%s "
+          "of %s may still %s them; %s",
+          k->i->tensor->name, writes ? "writes" : "reads", p->from - p->mem->tmem->offset,
+          p->from - p->mem->tmem->offset + p->width - 1, p->mem->name, u->store ? "store" : "load",
+          pm_vm_place(m, u->op, place, sizeof place), pm_vm_agent(m, t, agent, sizeof agent),
+          u->store ? "write" : "read", lacks(u));
     }
   }
   return STEP_NEXT;
@@ -427,12 +426,12 @@ static step check_idle(pm_machine *m, thread *t, const instr *i, const tmem_plac
       const tmem_use *x = &u->uses[n];
       if (!meet(&x->place, p) || (!x->store && !store)) continue;
       if (u == t && (x->stage == USE_WAITED || (x->store && store))) continue;
-      return pm_vm_fail(
-          m, t, i->op, PM_E_VALUE,
-          "async_%s_tmem of '%s' while the async_%s_tmem%s of %s may still %s it; %s",
-          store ? "store" : "load", p->mem->name, x->store ? "store" : "load",
-          pm_vm_place(m, x->op, place, sizeof place), pm_vm_agent(m, u, agent, sizeof agent),
-          x->store ? "write" : "read", lacks(x));
+      return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                        "async_%s_tmem of '%s' while the async_%s_tmem%s of %s may still %s it; %s",
+                        store ? "store" : "load", p->mem->name, x->store ? "store" : "load",
+                        pm_vm_place(m, x->op, place, sizeof place),
+                        pm_vm_agent(m, u, agent, sizeof agent), x->store ? "write" : "read",
+                        lacks(x));
     }
   }
   return STEP_NEXT;

@@ -776,8 +776,8 @@ static void check_visits(Block &b) {
   auto check = [&](u16 who, u32 when, int line, const char *what) {
     if (who >= MANY || known[who] >= when) return;
     if ((who < engines ? who / m.block_threads : m.agents[who - engines].block) == me) return;
-    host_fail(line, "block (%u, %u, %u) may end before %s %s", b.index.x, b.index.y, b.index.z, what,
-              by(who).c_str());
+    host_fail(line, "block (%u, %u, %u) may end before %s %s", b.index.x, b.index.y, b.index.z,
+              what, by(who).c_str());
   };
   for (const Mark &k : b.shared.marks) {
     check(k.writer, k.write, k.write_line, "its shared memory is written");

@@ -273,7 +273,7 @@ struct Block {
   std::vector<Thread *> want_registers;
   u32 alive;
   std::vector<Arrival> arrivals; /* of threads of other blocks, at its barriers */
-  std::vector<u32> met; /* by the clock: what preceded the latest barrier of the cluster */
+  std::vector<u32> met;          /* by the clock: what preceded the latest barrier of the cluster */
 };
 
 /* ---- engines ------------------------------------------------------------------------------- */

@@ -144,8 +144,8 @@ static u32 place(const TensorMemory &t, u32 n) {
 static u32 held_beside(const Block &b, u32 ctas) {
   const u32 threads = 2048, shared = 228 << 10, reserved = 1 << 10;
   if (!m.crowded) return 0;
-  const u32 room = std::max(
-      1u, std::min(threads / m.block_threads, shared / (m.shared_bytes + reserved)));
+  const u32 room =
+      std::max(1u, std::min(threads / m.block_threads, shared / (m.shared_bytes + reserved)));
   const size_t n = m.together ? m.blocks.size() : m.cluster_blocks;
   const size_t me = &b - &m.blocks[0], first = me / n * n;
   u32 held = 0;
@@ -174,8 +174,7 @@ static void allocate(Warp &w) {
     t.tries = host_random(20);
   }
   if (t.tries) t.tries--;
-  const bool waits =
-      (t.tries && t.taken + n > COLUMNS) || held_beside(b, ctas) + n > COLUMNS;
+  const bool waits = (t.tries && t.taken + n > COLUMNS) || held_beside(b, ctas) + n > COLUMNS;
   for (u32 l = 0; l < 32; l++) w.request[l]->result = waits;
   if (waits) return;
   u32 at = place(t, n);

@@ -107,6 +107,15 @@ def test_core_map_is_deprecated():
         plgpu.kernel(body, out_type=F32, interpret=True)()
 
 
+def test_lowered_for_mutable_arrays():
+    def body(x_ref, y_ref):
+        y_ref[...] = x_ref[...] + 1
+
+    x, y = np.ones(128, np.float32), plgpu.new_ref(np.zeros(128, np.float32))
+    low = plgpu.kernel(body).lower(x, y, target="sm_100a")
+    assert "target sm_100a" in low.as_text("graph") and not y[...].any()
+
+
 @pytest.mark.filterwarnings("error::DeprecationWarning")
 def test_kernel_over_a_mesh_closes_over_refs(rng):
     """What core_map did: mutable arrays in the closure, with and without outputs, operands, in the

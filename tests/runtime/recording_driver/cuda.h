@@ -79,6 +79,7 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int);
 CUresult cuMemAlloc(CUdeviceptr *, size_t);
 CUresult cuMemFree(CUdeviceptr);
 CUresult cuMemsetD32(CUdeviceptr, unsigned, size_t);
+CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, size_t, CUstream);
 CUresult cuCtxGetDevice(CUdevice *);
 CUresult cuDeviceGetAttribute(int *, CUdevice_attribute, CUdevice);
 CUresult cuOccupancyMaxActiveClusters(int *, CUfunction, const CUlaunchConfig *);

@@ -39,6 +39,10 @@ CUresult cuMemsetD32(CUdeviceptr p, unsigned value, size_t n) {
   printf("[\"fill\", %llu, %u, %zu]\n", (unsigned long long)p, value, n);
   return CUDA_SUCCESS;
 }
+CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char value, size_t n, CUstream s) {
+  printf("[\"clear\", %llu, %u, %zu, %d]\n", (unsigned long long)p, value, n, (int)(size_t)s);
+  return CUDA_SUCCESS;
+}
 CUresult cuCtxGetDevice(CUdevice *d) {
   *d = 0;
   return CUDA_SUCCESS;
