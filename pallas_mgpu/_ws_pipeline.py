@@ -403,7 +403,8 @@ def emit_pipeline_warp_specialized(
 
     ``compute_context(pipeline_fn)`` runs only in the compute threads and calls
     ``pipeline_fn(init_carry)`` exactly once; it is the place for a prologue and epilogue in
-    registers. ``BlockSpec(delay_release=d)`` releases a slot d steps late.
+    registers. (All threads reach the code after the pipeline, so it has to do with
+    ``memory_registers`` registers.) ``BlockSpec(delay_release=d)`` releases a slot d steps late.
     ``BlockSpec(collective_axes=axis)`` multicasts an input to the blocks along a cluster axis.
     ``pipeline_state`` joins several calls, see :class:`PipelinePipeline`; it needs
     ``pipeline.get_allocations(*refs)`` allocated around the calls.

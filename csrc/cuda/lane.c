@@ -8,7 +8,7 @@
  * - Only the elected lane flips phase bits in a region, and only it knows the results of scalar
  *   loads, waits for stores and NEXT_TILE. A region with such ops ("sticky") must therefore be the
  *   rest of the kernel, or of a branch that not all threads take; the lanes synchronise after it if
- *   anything follows.
+ *   anything follows. What the lane knows of the tensor core by its waits, fences pass on.
  * - Each thread waits for a barrier either only inside regions or only outside of them:
  *   pm_find_lane_barriers finds the barriers that may be awaited in regions. Threads are
  *   distinguished by the conditions on the thread axis that lead to an op.
@@ -43,6 +43,7 @@ uint32_t pm_threads_of(const pm_graph *g, pm_opid op) {
 
 typedef struct traits {
   bool issues, sticky, syncs, flows; /* also of what is inside; flows: loops and branches */
+  bool sees_tensor_core;             /* a wait tells that it has done something */
 } traits;
 
 static bool lane_block(const pm_gen *e, pm_blk block, traits *t);
@@ -109,6 +110,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
   while (pm_next_access(g, &a)) { /* of a barrier that is waited for */
     const bool waits = a.where == PM_IN_BARRIER && !a.writes;
     if (waits && !e->lane_barrier[pm_view_base(g, a.view)]) return false;
+    t->sees_tensor_core |= waits && pm_orders_tensor_core(g, a.view);
   }
   return has_no_arrays(e, op);
 }
@@ -313,10 +315,13 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   for (uint32_t k = first; k < end; k++) {
     if (!hoisted[k - first]) PM_TRY(pm_gen_op(e, b->ops.at[k]));
   }
+  const bool meets = t.sticky && !is_last(e->g, block, end, false);
+  if (meets && t.sees_tensor_core) pm_line(e, "tcgen05_fence_before();");
   e->lane = false;
   pm_end(e);
   pm_print_exit(e, &e->lane_exit);
   if (t.flows || t.sticky) pm_line(e, "warp_sync();");
-  if (t.sticky && !is_last(e->g, block, end, false)) pm_line(e, "%s", pm_meet(e));
+  if (meets) pm_line(e, "%s", pm_meet(e));
+  if (meets && t.sees_tensor_core) pm_line(e, "tcgen05_fence_after();");
   return PM_OK;
 }

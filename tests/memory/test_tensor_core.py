@@ -154,16 +154,17 @@ def test_pipelines(specialized, rng):
             o_ref[pl.ds(i * 128, 128)] = plgpu.async_load_tmem(acc)
 
     threads = dict(num_threads=2, thread_name="wg") if specialized else {}
-    kernel = plgpu.kernel(
-        body,
-        out_type=shaped((256, 128)),
-        grid=(2,),
-        grid_names=("i",),
-        scratch_types=[TMEM((128, 128), F32), ordering()],
-        interpret=MANY,
-        **threads,
-    )
-    np.testing.assert_array_equal(kernel(a, b), a.astype(F32) @ b.astype(F32).T)
+    for interpret in (MANY, plgpu.InterpretParams(seeds=3, backend="emulate")):
+        kernel = plgpu.kernel(
+            body,
+            out_type=shaped((256, 128)),
+            grid=(2,),
+            grid_names=("i",),
+            scratch_types=[TMEM((128, 128), F32), ordering()],
+            interpret=interpret,
+            **threads,
+        )
+        np.testing.assert_array_equal(kernel(a, b), a.astype(F32) @ b.astype(F32).T)
 
 
 def test_operand_from_registers(rng):
