@@ -60,6 +60,15 @@ def refuse(op, device, instead):
         raise NotImplementedError(f"{op}: needs wgmma or tcgen05, which {name} lacks; {instead}")
 
 
+def check_config(op, config, own, device):
+    """NotImplementedError of a config whose kernel such GPUs lack; they have one for ``own``."""
+    if isinstance(config, tuple) and not isinstance(config, own) and runs_here(device):
+        raise NotImplementedError(
+            f"{op}: config= is a {type(config).__name__}, for GPUs with wgmma or tcgen05, which"
+            f" {_core.target(device)['name']} lacks; use a {own.__name__}, or no config"
+        )
+
+
 def room_of_block(target, blocks=BLOCKS_PER_SM):
     """Bytes of shared memory that a block may use if so many share an SM. 1024 bytes of each are
     the system's."""

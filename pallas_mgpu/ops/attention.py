@@ -661,6 +661,7 @@ def attention(
     scores = _attention_scores.options("attention", q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
+    _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
     if isinstance(config, MmaAttentionConfig):

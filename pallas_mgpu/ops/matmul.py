@@ -888,6 +888,7 @@ def matmul(
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
+    _warp_mma.check_config("matmul", config, MmaConfig, a.device)
     if max(a.ndim, b.ndim) > 2:
         if return_product:
             raise NotImplementedError(

@@ -673,8 +673,6 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     dtypes = tuple(None if v is None else v.dtype for v in given)
     if eps is not None and not isinstance(eps, numbers.Real):
         raise TypeError(f"{name}: eps must be a number, got {show(eps)}")
-    if eps is not None and not isinstance(eps, numbers.Real):
-        raise TypeError(f"{name}: eps must be a number, got {show(eps)}")
     eps = () if eps is None else (float(eps),)
     problem = Problem(name, eps, x.shape, axis, axes, x.dtype, out_dtype, dtypes, aligned)
     outer, n, inner = problem.extents
@@ -696,6 +694,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     if default and inner == 1 and "CLUSTER" not in gpu["features"]:
         config = _without_clusters(config, n, size, gpu)
     _check(name, config, inner, by_tma)
+    if config.cluster > 1 and "CLUSTER" not in gpu["features"]:
+        raise NotImplementedError(
+            f"{name}: clusters of blocks, which {gpu['name']} lacks; use a NormConfig with cluster"
+            " 1, or no config"
+        )
     if default and x.ndim == 2 and axes == 1 and inner == 1 and not config.ring:
         kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
         rows, _ = rows_of(kind, outer, ANY_ROWS)

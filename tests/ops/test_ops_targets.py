@@ -199,6 +199,22 @@ def test_gated_matmul_refused_by_name(target, what, monkeypatch):
         ops.gated_matmul(square, square, **what, interpret=True)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_120a"])
+def test_configs_refused_by_name(target, monkeypatch):
+    """Those of other GPUs, with what to use instead."""
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+    for config in (ops.MatmulConfig(), ops.TensorMemoryConfig(), ops.FewRowsConfig()):
+        message = rf"^matmul: config= is a {type(config).__name__}, .*{target}.*use a MmaConfig"
+        for a in (x, x[None]):
+            with pytest.raises(NotImplementedError, match=message):
+                ops.matmul(a, zeros(1024, 64), config=config, interpret=True)
+    for config in (ops.AttentionConfig(), ops.TensorMemoryAttentionConfig()):
+        with pytest.raises(NotImplementedError, match=rf"{target}.*use a MmaAttentionConfig"):
+            ops.attention(heads, heads, heads, config=config, interpret=True)
+    with pytest.raises(NotImplementedError, match=rf"^softmax: clusters.*{target}.*cluster 1"):
+        ops.softmax(x, config=ops.NormConfig(cluster=2), interpret=True)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120a"])
