@@ -64,8 +64,8 @@ def check_config(op, config, own, device):
     """NotImplementedError of a config whose kernel such GPUs lack; they have one for ``own``."""
     if isinstance(config, tuple) and not isinstance(config, own) and runs_here(device):
         raise NotImplementedError(
-            f"{op}: config= is a {type(config).__name__}, for GPUs with wgmma or tcgen05, which"
-            f" {_core.target(device)['name']} lacks; use a {own.__name__}, or no config"
+            f"{op}: config= has type {type(config).__name__}, for GPUs with wgmma or tcgen05, which"
+            f" {_core.target(device)['name']} lacks; use {own.__name__}, or no config"
         )
 
 

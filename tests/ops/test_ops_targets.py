@@ -204,12 +204,12 @@ def test_configs_refused_by_name(target, monkeypatch):
     """Those of other GPUs, with what to use instead."""
     monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
     for config in (ops.MatmulConfig(), ops.TensorMemoryConfig(), ops.FewRowsConfig()):
-        message = rf"^matmul: config= is a {type(config).__name__}, .*{target}.*use a MmaConfig"
+        message = rf"^matmul: config= has type {type(config).__name__}, .*{target}.*use MmaConfig"
         for a in (x, x[None]):
             with pytest.raises(NotImplementedError, match=message):
                 ops.matmul(a, zeros(1024, 64), config=config, interpret=True)
     for config in (ops.AttentionConfig(), ops.TensorMemoryAttentionConfig()):
-        with pytest.raises(NotImplementedError, match=rf"{target}.*use a MmaAttentionConfig"):
+        with pytest.raises(NotImplementedError, match=rf"{target}.*use MmaAttentionConfig"):
             ops.attention(heads, heads, heads, config=config, interpret=True)
     with pytest.raises(NotImplementedError, match=rf"^softmax: clusters.*{target}.*cluster 1"):
         ops.softmax(x, config=ops.NormConfig(cluster=2), interpret=True)
