@@ -55,8 +55,9 @@ static int read_target(pmpy_call *c, PyObject *given) {
   c->may_fall_back = given == Py_None;
   if (given == Py_None) {
     const int device = pmpy_fitting_device(why, sizeof why);
-    const pm_code code =
-        device < 0 ? pm_asked_target(&c->target, &err) : pm_device_target(device, &c->target, &err);
+    pm_code code = pm_asked_target(&c->target, &err);
+    if (c->target) c->may_fall_back = false; /* nor does a call */
+    if (!code && device >= 0) code = pm_device_target(device, &c->target, &err);
     return code ? pmpy_raise(&err), -1 : 0;
   }
   return pmpy_target(given, &c->target);

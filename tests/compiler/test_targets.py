@@ -279,6 +279,33 @@ extern "C" void widen(const u8* x, f32* out, int n) {{
     np.testing.assert_array_equal(back, every.view(dtype).astype(np.float32))
 
 
+@pytest.mark.parametrize("target", ["sm_86", "sm_120a"])
+def test_nothing_is_lowered_for_another_target_than_asked_for(target, monkeypatch):
+    """Neither by a call nor by lower()."""
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+
+    def body(x_ref, o_ref):
+        def product(acc):
+            def step(_, a, b):
+                plgpu.wgmma(acc, a, b)
+                plgpu.wgmma_wait(0)
+
+            specs = [plgpu.BlockSpec((64, 64), lambda k: (0, k)) for _ in range(2)]
+            plgpu.emit_pipeline(step, grid=(4,), in_specs=specs, max_concurrent_steps=2)(
+                x_ref, x_ref
+            )
+            return acc[...]
+
+        o_ref[...] = pl.run_scoped(product, plgpu.ACC((64, 64)))
+
+    out = plgpu.ShapeDtypeStruct((64, 64), np.float32)
+    kernel = plgpu.kernel(body, out_type=out, interpret=True)
+    x = np.zeros((64, 256), np.float16)
+    for f in (kernel, kernel.lower):
+        with pytest.raises(NotImplementedError, match=rf"wgmma needs wgmma, which {target} lacks"):
+            f(x)
+
+
 def test_operators_follow_the_target_that_is_asked_for(monkeypatch):
     """What an operator has chosen for one target is not used for another."""
     x = np.zeros((128, 128), np.float16)
