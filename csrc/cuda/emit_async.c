@@ -801,9 +801,12 @@ pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
   bool *waited = PM_NEW(e->arena, bool, e->g->values.n);
   const char **before = PM_NEW(e->arena, const char *, e->g->values.n);
   const pm_access_list *inside = pm_accesses_inside(e->summaries, op);
+  bool sees_tensor_core = false; /* some warp does, by a wait, and all know afterwards */
   for (uint32_t k = 0; k < inside->all.n; k++) {
     const pm_access *a = &inside->all.at[k];
-    if (a->where == PM_IN_BARRIER && !a->writes) waited[pm_view_base(e->g, a->view)] = true;
+    if (a->where != PM_IN_BARRIER || a->writes) continue;
+    waited[pm_view_base(e->g, a->view)] = true;
+    sees_tensor_core |= pm_orders_tensor_core(e->g, a->view);
   }
   pm_note(e, op, "warp_map");
   for (pm_val v = 1; v < e->g->values.n; v++) {
@@ -817,6 +820,11 @@ pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
   e->warps = false;
   pm_end(e);
   pm_print_exit(e, &e->warp_exit);
+  if (sees_tensor_core) {
+    pm_line(e, "tcgen05_fence_before();");
+    pm_line(e, PM_WARPGROUP_SYNC);
+    pm_line(e, "tcgen05_fence_after();");
+  }
   for (pm_val v = 1; v < e->g->values.n; v++) {
     if (!waited[v] || !e->phase[v]) continue;
     pm_begin(e, "{");

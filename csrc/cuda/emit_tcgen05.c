@@ -496,8 +496,8 @@ pm_code pm_cuda_STORE_TMEM(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* Does the thread that comes to op issue products, or copies to tensor memory, itself? Warps of a
- * WARP_MAP hear of the others by barriers. */
+/* Does the thread that comes to op, or one of its warps, issue products or copies to tensor memory?
+ */
 static bool issues_itself(const pm_gen *e, pm_opid op) {
   const pm_graph *g = e->g;
   const uint32_t own = pm_threads_of(g, op);
@@ -506,11 +506,7 @@ static bool issues_itself(const pm_gen *e, pm_opid op) {
     if (code != PM_OP_TCGEN05_MMA && code != PM_OP_COPY_S2T && code != PM_OP_COPY_SCALES &&
         code != PM_OP_COPY_METADATA)
       continue;
-    pm_opid at = k;
-    while (at && pm_get(g, at)->code != PM_OP_WARP_MAP) {
-      at = g->blocks.at[pm_get(g, at)->parent].parent;
-    }
-    if (!at && (pm_threads_of(g, k) & own)) return true;
+    if (pm_threads_of(g, k) & own) return true;
   }
   return false;
 }

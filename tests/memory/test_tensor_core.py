@@ -589,6 +589,53 @@ def test_misuse(use, threads, why):
         assert len(re.findall(r"test_tensor_core\.py:\d+", str(caught.value))) >= 1
 
 
+def in_warp(n, f):
+    @plgpu.warp_map
+    def _(warp):
+        pl.when(warp == n)(f)
+
+
+def product_of_a_warp(r):
+    plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+    plgpu.commit_tmem()
+    in_warp(2, lambda: mma(r.acc, r.a, r.b, r.done))
+    wait(r.done)
+
+
+def wait_of_a_warp(r):
+    def work():
+        mma(r.acc, r.a, r.b, r.done, accumulate=False)
+        wait(r.done)
+
+    in_warp(1, work)
+
+
+def commit_and_wait_of_two_warps(r):
+    @plgpu.warp_map
+    def _(warp):
+        pl.when(warp == 3)(lambda: mma(r.acc, r.a, r.b, r.done, accumulate=False))
+        pl.when(warp == 0)(lambda: wait(r.done))
+
+
+@pytest.mark.parametrize(
+    "use, want",
+    [(product_of_a_warp, 65), (wait_of_a_warp, 64), (commit_and_wait_of_two_warps, 64)],
+)
+def test_warps_know_what_their_thread_knows(use, want):
+    """And after a warp_map the thread knows what its warps have waited for."""
+
+    def twice(r):
+        for _ in range(2):
+            use(r)
+            r.o[...] = plgpu.async_load_tmem(r.acc)
+            plgpu.wait_load_tmem()
+
+    for seed in range(3):
+        for options in (dict(detect_races=True), dict(backend="emulate")):
+            kernel, x = misused(twice, interpret=plgpu.InterpretParams(seed=seed, **options))
+            np.testing.assert_array_equal(kernel(x), np.full((128, 64), want, F32))
+
+
 def test_scopes_of_two_threads(rng):
     """The columns that one thread has loaded are another thread's in the next scope."""
 
