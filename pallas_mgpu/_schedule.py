@@ -371,6 +371,52 @@ def _counting_loop(body, point, total, wide, e, thread_axis, init_carry):
     return scoped(loop, types, {}, _SLOT_NAMES, thread_axis or ())
 
 
+def _fetching_loop(loop, counter, rounds, total, wide, e, thread_axis):
+    """The loop by a counter that clusters fetch points from, beginning with one each. loop: all of
+    :func:`_tile_loop` but its work."""
+
+    def take():
+        if rounds is None:
+            return _core.fetch_tile(counter)
+        return _core.fetch_tile(counter, rounds.base + total + _core.first_tile())
+
+    if e.n_threads == 1 and not wide:
+
+        def alone(run, _):
+            taken = take()
+            run()
+            return _core.shuffle_tile(taken)
+
+        return loop(alone)[2]
+
+    def together(*refs):
+        # The tile of step k + 1 is passed in slot k % 2.
+        scheduler = TileScheduler(*refs)
+        read = scheduler.read
+        last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
+
+        def work(run, k):
+            taken = take()
+            run()
+            when(last)(lambda: scheduler.broadcast(taken, k))
+            return scheduler.receive(k)
+
+        _after_other_loops(scheduler, e, last)
+        _, steps, value = loop(work)
+
+        @when(last if rounds is None else (steps > 0) & last)
+        def _():  # wait for every arrival
+            barrier_wait(read.at[(steps - 1) % 2])
+            when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
+            if rounds is not None and wide:  # also in other blocks, before the next round
+                _meet_blocks(scheduler)
+
+        return value
+
+    types = [*TileScheduler.scratch(e.n_threads, 2, tuple(wide)).values()]
+    return scoped(together, types, {}, _SLOT_NAMES, thread_axis or ())
+
+
 def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
     """Decorator: run a body once for every point of the kernel's grid, assigned to clusters
     dynamically (Hopper).
@@ -427,48 +473,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     if rounds is not None:
         rounds.counter = counter
 
-    def wrap(body):
-        loop = functools.partial(_tile_loop, body, point, total, rounds, init_carry)
-
-        def take():
-            if rounds is None:
-                return _core.fetch_tile(counter)
-            return _core.fetch_tile(counter, rounds.base + total + _core.first_tile())
-
-        if e.n_threads == 1 and not wide:
-
-            def alone(run, _):
-                taken = take()
-                run()
-                return _core.shuffle_tile(taken)
-
-            return loop(alone)[2]
-
-        def together(*refs):
-            # The tile of step k + 1 is passed in slot k % 2.
-            scheduler = TileScheduler(*refs)
-            read = scheduler.read
-            last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
-
-            def work(run, k):
-                taken = take()
-                run()
-                when(last)(lambda: scheduler.broadcast(taken, k))
-                return scheduler.receive(k)
-
-            _after_other_loops(scheduler, e, last)
-            _, steps, value = loop(work)
-
-            @when(last if rounds is None else (steps > 0) & last)
-            def _():  # wait for every arrival
-                barrier_wait(read.at[(steps - 1) % 2])
-                when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
-                if rounds is not None and wide:  # also in other blocks, before the next round
-                    _meet_blocks(scheduler)
-
-            return value
-
-        types = [*TileScheduler.scratch(e.n_threads, 2, tuple(wide)).values()]
-        return scoped(together, types, {}, _SLOT_NAMES, thread_axis or ())
-
-    return wrap
+    return lambda body: _fetching_loop(
+        functools.partial(_tile_loop, body, point, total, rounds, init_carry),
+        counter, rounds, total, wide, e, thread_axis,
+    )  # fmt: skip

@@ -222,8 +222,8 @@ breaks(
     ),
     nobody_meets_after_regions=(
         "pm_gen_region",
-        "if (t.sticky && !is_last(e->g, block, end, false)) pm_line",
-        "if (t.sticky && !is_last(e->g, block, end, false) && false) pm_line",
+        'if (meets) pm_line(e, "%s", pm_meet(e));',
+        'if (false) pm_line(e, "%s", pm_meet(e));',
     ),
     warps_stay_apart_after_regions=(
         "pm_gen_region",
