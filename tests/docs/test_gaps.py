@@ -154,6 +154,36 @@ def counted():
     return plgpu.vmap(plgpu.kernel(body, out_type=out, **options))(zeros(2, 4, 128, dtype=F32))
 
 
+def step(info):
+    pass
+
+
+def loop_in_loop():
+    def body(x, o, tmem):
+        plgpu.dynamic_scheduling_loop(("i",))(step)
+        pl.loop(0, 2)(lambda _: plgpu.dynamic_scheduling_loop(("i",))(step))
+
+    options = dict(grid=(4,), grid_names=("i",), scratch_types=[plgpu.TMEM((128, 8), F32)])
+    traced(body, zeros(8), target="sm_100a", **options)
+
+
+def counting_on_mesh():
+    def body(x, o, tmem):
+        for _ in range(2):
+            plgpu.dynamic_scheduling_loop(("i",))(step)
+        o[...] = x[...] + lax.axis_index("d")
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((8,), F32),
+        grid=(4,),
+        grid_names=("i",),
+        scratch_types=[plgpu.TMEM((128, 8), F32)],
+        interpret="emulate",
+    )
+    plgpu.spmd(kernel, two)([zeros(8, dtype=F32)] * 2)
+
+
 def mutable_twice():
     def body(x, y):
         x[...] = y[...]
@@ -253,7 +283,12 @@ CASES = {
             lambda: scratch(lambda t: None, plgpu.TMEM((128, 64), F32), target="sm_100a")
         )
     ],
-    "TMEM in scopes of one thread": [lambda: one_thread(plgpu.TMEM((128, 64), F32))],
+    "TMEM in scopes of one thread": [
+        lambda: one_thread(plgpu.TMEM((128, 64), F32)),
+        lambda: scratch(lambda t: t.at[:64], plgpu.TMEM((128, 64), F32), target="sm_100a"),
+        lambda: scratch(lambda t: t.at[:1], plgpu.TMEM((2, 128, 8), F32), target="sm_100a"),
+    ],
+    "in kernels that use cluster launch control": [loop_in_loop, counting_on_mesh],
     "on Blackwell: `attention` and `attention_backward`": [
         lambda: on("sm_100a", ops.attention, *[zeros(1, 64, 2, 60)] * 3),
         lambda: on("sm_100a", ops.attention, *[zeros(1, 64, 2, 264)] * 3),
