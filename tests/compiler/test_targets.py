@@ -1,6 +1,7 @@
 """Kernels for other GPUs: lowered and compiled without one, refused where the GPU lacks what an op
 needs, and products that find other instructions there."""
 
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -277,6 +278,34 @@ extern "C" void widen(const u8* x, f32* out, int n) {{
     f.widen(every.ctypes.data_as(np.ctypeslib.ctypes.c_void_p),
             back.ctypes.data_as(np.ctypeslib.ctypes.c_void_p), 256)  # fmt: skip
     np.testing.assert_array_equal(back, every.view(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a", "sm_120a"])
+def test_rows_by_index(target):
+    """sm_120a gathers rows, and cannot scatter them."""
+
+    def body(x_ref, i_ref, o_ref, tile, full, *, scatters):
+        rows = plgpu.load(i_ref, layout=plgpu.Layout.TMA_INDICES, optimized=False)
+        plgpu.copy_gmem_to_smem(x_ref.at[rows, 0:64], tile, full)
+        plgpu.barrier_wait(full)
+        if scatters:
+            plgpu.copy_smem_to_gmem(tile, o_ref.at[rows, 0:64])
+            plgpu.wait_smem_to_gmem(0)
+        else:
+            o_ref[pl.ds(0, 16)] = tile[...]
+
+    for scatters in (False, True):
+        kernel = plgpu.kernel(
+            functools.partial(body, scatters=scatters),
+            out_type=S((48, 64), np.float16),
+            scratch_types=[plgpu.SMEM((16, 64), np.float16), plgpu.Barrier()],
+        )
+        args = S((48, 64), np.float16), S((16,), np.uint32)
+        if scatters and target == "sm_120a":
+            with pytest.raises(NotImplementedError, match=r"sm_120a lacks.*ref\[idx\] = value"):
+                kernel.lower(*args, target=target)
+        else:
+            assert not kernel.lower(*args, target=target).resources()["remarks"]
 
 
 @pytest.mark.parametrize("target", ["sm_86", "sm_120a"])
