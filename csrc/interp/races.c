@@ -306,11 +306,13 @@ typedef struct ended {
   step result;
 } ended;
 
-/* What another device did to memory of this one, whose kernel may have ended by then. */
+/* What another device wrote to memory of this one, whose kernel may have ended by then. (What it
+ * reads may be memory that only such kernels use.) */
 static void check_ended(void *ctx, const event *e, size_t from, size_t to) {
   ended *x = ctx;
   pm_machine *m = x->m;
-  if (e->cluster / m->grid_size == x->device || x->result == STEP_FAIL) return;
+  if (e->touch == READ || x->result == STEP_FAIL) return;
+  if (e->cluster / m->grid_size == x->device) return;
   if (pm_clock_at(&m->races->ends[x->device], e->id, SEEN) >= e->time) return;
   if (is_known(m->races, e->i->op, UINT32_MAX)) return;
   const int64_t bytes = e->mem->bytes;
@@ -320,7 +322,7 @@ static void check_ended(void *ctx, const event *e, size_t from, size_t to) {
                   .hint = "let a thread of that device wait for a signal that follows the first"};
   describe(m, e, &race.first);
   race.second = race.first;
-  race.second.touch = touch_names[e->touch == READ ? WRITE : READ];
+  race.second.touch = touch_names[READ];
   race.second.file = NULL;
   race.second.line = 0;
   const int n =
@@ -330,7 +332,7 @@ static void check_ended(void *ctx, const event *e, size_t from, size_t to) {
   x->result = deliver(m, &race);
 }
 
-/* The host may use the memory of a device as soon as the kernel there has ended. */
+/* The host may read the memory of a device as soon as the kernel there has ended. */
 step pm_race_end_launch(pm_machine *m) {
   races *r = m->races;
   ended x = {.m = m, .result = STEP_NEXT};

@@ -560,19 +560,19 @@ static u32 device_of(u16 who) {
   return m.blocks[who < first ? who / m.block_threads : m.agents[who - first].block].device;
 }
 
-/* An access to memory of a device by another one, which its kernel did not wait for. */
+/* A write to memory of a device by another one, which its kernel did not wait for. */
 static void __attribute__((noreturn))
-after_the_end(const Region &r, size_t at, int access, u16 who, int where, u32 device) {
+after_the_end(const Region &r, size_t at, const Mark &b, u16 who, u32 device) {
   host_fact("kind race");
   host_fact("lacks end");
-  host_fact_access(names[access], r, at, who, where);
-  host_fact("access touch %s space gmem region %u at %zu line 0 by end number %u",
-            names[access == READ ? WRITE : READ], r.number, at, device);
-  host_fail(where, "%s of byte %zu of %s may come after the kernel of device %u", names[access], at,
-            r.name, device);
+  host_fact_access(names[write_of(b)], r, at, who, b.write_line);
+  host_fact("access touch read space gmem region %u at %zu line 0 by end number %u", r.number, at,
+            device);
+  host_fail(b.write_line, "%s of byte %zu of %s may come after the kernel of device %u",
+            names[write_of(b)], at, r.name, device);
 }
 
-/* The host may use memory of a device as soon as the kernel there has ended. */
+/* The host may read memory of a device as soon as the kernel there has ended. */
 void host_end_of_devices() {
   std::vector<std::vector<u32>> ends(m.devices, std::vector<u32>(m.n_clock));
   for (Block &b : m.blocks)
@@ -581,31 +581,21 @@ void host_end_of_devices() {
         ends[b.device][k] = std::max(ends[b.device][k], t.clock.seen[k]);
   const u32 each = (u32)(m.global.size() / m.devices);
   for (Region &r : m.global) {
-    if (r.counters || r.read_only || r.marks.empty()) continue;
     const u32 device = r.number / each;
-    const auto check = [&](size_t at, int access, u16 who, u32 when, int where) {
-      const bool shared = who == m.n_clock - 1; /* by several engines, when there are too many */
-      if (!shared && device_of(who) != device && ends[device][who] < when)
-        after_the_end(r, at, access, who, where, device);
-    };
-    const auto check_all = [&](size_t at, int access, u16 who, u32 when, int where) {
-      if (who == NOBODY) return;
-      if (who != MANY) return check(at, access, who, when, where);
-      const Crowd &c = crowd_of(r, at);
-      const std::vector<u32> &all = access == READ ? c.read : c.write;
-      for (size_t k = 0; k < all.size(); k++)
-        if (all[k]) check(at, access, (u16)k, all[k], where);
-    };
+    if (r.counters || r.read_only || r.marks.empty()) continue;
     for (size_t at = 0; at < r.size; at++) {
       const Mark &b = r.marks[at];
+      const auto check = [&](u16 who, u32 when) {
+        const bool shared = who == m.n_clock - 1; /* by several engines, when there are too many */
+        if (!shared && device_of(who) != device && ends[device][who] < when)
+          after_the_end(r, at, b, who, device);
+      };
       if (b.atomic && m.semaphores.count((u32 *)(r.bytes + (at & ~(size_t)3)))) continue;
-      check_all(at, write_of(b), b.writer, b.write, b.write_line);
-      check_all(at, READ, b.reader, b.read, b.read_line);
-    }
-    for (size_t chunk = 0; chunk < r.engine_reads.size(); chunk++) {
-      const EngineReads &e = r.engine_reads[chunk];
-      for (u32 k = 0; k < e.n; k++)
-        if (e.at[k].mask) check(chunk * 16, READ, e.at[k].who, e.at[k].when, e.at[k].line);
+      if (b.writer < MANY) check(b.writer, b.write);
+      if (b.writer != MANY) continue;
+      const std::vector<u32> &write = crowd_of(r, at).write;
+      for (size_t k = 0; k < write.size(); k++)
+        if (write[k]) check((u16)k, write[k]);
     }
   }
 }
