@@ -614,6 +614,7 @@ WAITED = "the products were awaited before"
 RING = "the slots of the ring order the same accesses: a tile has at least as many steps as slots"
 PLAIN = "lanes make the copies, since the pitch of the array allows no TMA"
 LAST = "no copy fills the slot again"
+COMMITTED = "the commit of the product of what was converted arrives on the same barrier"
 ONE_TILE = "a device has one tile, and before its first chunk nothing was stored"
 
 # pattern of names: why. A mutant leaves the count only if neither judge catches it.
@@ -640,8 +641,7 @@ EQUIVALENT = {
     r"later barrier_wait at .*scheduler.broadcast": RING,
     r"^attention, causal: earlier leave_section": "the section orders the products alone",
     r"^tcgen05: (drop|earlier) commit_smem at .*return loop": "the compiler places the fence",
-    r"^tcgen05, mixed: earlier barrier_arrive at _common.py": "the commit of the product of what was "
-    "converted arrives on the same barrier",
+    r"^tcgen05, mixed: earlier barrier_arrive at _common.py": COMMITTED,
     r"generated, no proxy_fence": "a barrier stands between the loads and the copy over them",
     r"semaphore_(wait|signal) at distributed.py: plgpu.semaphore_(wait|signal_parallel)\(": BEGIN,
     r"^(all_gather_matmul|matmul_reduce_scatter): .*wait_smem_to_gmem.*True\) #[23]": END,
