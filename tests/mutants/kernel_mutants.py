@@ -650,7 +650,6 @@ EQUIVALENT = {
     r"earlier barrier_arrive at distributed_matmul.py: .*self.added": "each tile has its summands",
     r"^matmul_all_reduce: .*semaphore_wait at .*decrement=False\)( #2)?$": BEGIN,
     r"^matmul_all_reduce: .*wait_smem_to_gmem.*(_LEAVING|\(0\)).* #2": BEGIN,
-    r"^matmul_all_reduce: .*wait_smem_to_gmem\(0, wait_read_only=True\)$": "a device has one tile",
     r"^matmul_all_reduce: earlier semaphore_signal at .*flags.at.flag": BEGIN,
     r"^softmax\.0: ": PLAIN,
     r"^triton_kernels.* commit_smem at .*jnp.dot": "mma multiplies from registers here",
