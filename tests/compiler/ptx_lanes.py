@@ -3,9 +3,8 @@ it synchronises, in order. The counterpart of lanes.py for programs of other com
 
 Registers hold integers, which follow from constants, the number of the thread and the rank of its
 block; shared and tensor memory begin at 0. What comes from memory is unknown (None), and so is all
-that depends on it. Of branches that depend on what is unknown `choose(label)` decides; by default
-they are not taken. A branch table is entered at `entry`, the second time it ends the walk. A lane
-is the elected one of its warp."""
+that depends on it. Branches that depend on what is unknown are not taken. A branch table is entered
+at `entry`, the second time it ends the walk. A lane is the elected one of its warp."""
 
 import itertools
 import re
@@ -68,30 +67,30 @@ def pieces(text):
 
 
 def parse(text, kernel=None):
-    """(instructions, index of each label, tables of labels) of the entry, or of one by name."""
+    """(instructions, places of each label, branch table) of the entry, or of one by name."""
     text = re.sub(r"//[^\n]*", "", text[text.index(".entry " + (kernel or "")) :])
     depths = itertools.accumulate((c == "{") - (c == "}") for c in text)
     end = next(k for k, (c, depth) in enumerate(zip(text, depths)) if c == "}" and not depth)
     body = re.sub(r"^\s*(\.(?:loc|pragma)\b.*|[{}]\s*)$", "", text[:end], flags=re.M)
     body = re.sub(r"^(\s*[\w$]+:)", r"\1;", body[body.index(")") + 1 :], flags=re.M)
-    code, labels, tables = [], {}, {}
+    code, labels, table = [], {}, []
     for part in body.split(";"):
         part = re.sub(r"^[{}\s]+", "", part).strip()
         if re.fullmatch(r"[\w$]+:", part):
             labels.setdefault(part[:-1], []).append(len(code))
         elif m := re.match(r"\.branchtargets\s+(.*)", part, re.S):
-            tables[None] = pieces(m[1])
+            table = pieces(m[1])
         elif m := re.match(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", part, re.S):
             code.append(Instruction((m[1] or "") + (m[2] or ""), m[3], pieces(m[4] or "")))
-    return code, labels, tables
+    return code, labels, table
 
 
 class Lane:
     """One lane. regs: values by name, also of special registers."""
 
-    def __init__(self, program, tid, rank=0, blocks=1, entry=0, choose=lambda label: False):
-        self.code, self.labels, self.tables = program
-        self.entry, self.choose = entry, choose
+    def __init__(self, program, tid, rank=0, blocks=1, entry=0):
+        self.code, self.labels, self.table = program
+        self.entry = entry
         self.events, self.memory, self.stores = [], {}, []
         self.regs = {"%tid.x": tid, "%laneid": tid % 32, "%cluster_ctarank": rank, "WARP_SZ": 32}
         self.regs |= {"%cluster_ctaid.x": rank, "%cluster_nctarank": blocks, "%ctaid.x": rank}
@@ -113,7 +112,7 @@ class Lane:
         return None if text.startswith("%") else 0  # a symbol: where memory begins
 
     def run(self, limit=200000):
-        at, tables = 0, 0
+        at, entered = 0, False
         for _ in range(limit):
             if at >= len(self.code):
                 return self.events
@@ -127,13 +126,13 @@ class Lane:
                 return self.events
             if name.startswith("bra"):
                 known = True if not guard else self.regs.get(guard.lstrip("!"))
-                if known is not None or self.choose(operands[0]):
+                if known is not None:
                     at = self.place(operands[0], at)
             elif name.startswith("brx"):
-                if tables:
+                if entered:
                     return self.events
-                tables += 1
-                at = self.place(self.tables[None][self.entry], at)
+                entered = True
+                at = self.place(self.table[self.entry], at)
             else:
                 self.step(name, operands)
         raise RuntimeError("the walk has no end")

@@ -28,6 +28,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops
 from pallas_mgpu._types import layout_spec
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*registers a lane", "ignore:load. idx")
 DATA = Path(__file__).parent / "data"
 FACTS = json.loads((DATA / "triton.json").read_text())
 CUTLASS = json.loads((DATA / "cutlass.json").read_text())

@@ -106,10 +106,15 @@ def no_local_memory(f, operands, lse, more=(), ranges=(), targets=("sm_100a",)):
             assert low.as_text("cuda").count("tcgen05_commit(") > (kernel is not f.bias)
 
 
+OPTIONS = [name + repeats for name in scored.CASES for repeats in ("", "; deterministic")]
+DEFAULT = "packed, window", "all", "bias; deterministic", "packed, causal; deterministic"
+
+
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", only_long(list(scored.CASES), "bias", "packed, window", "all"))
-def test_options_of_scores(name, deterministic, rng):
+@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT))
+def test_options_of_scores(case, rng):
+    name, _, deterministic = case.partition("; ")
+    deterministic = bool(deterministic)
     (grad, q, k, v), options, call = scored.problem(rng, name)
     _, _, wants = scored.reference(grad, q, k, v, **options)
     o, lse = forward(q, k, v, **call)
@@ -126,12 +131,22 @@ def test_options_of_scores(name, deterministic, rng):
     no_local_memory(f, (grad, q, k, v), lse, more, ranges)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dim, deterministic", [(64, False), (128, False), (80, False), (32, False)]
-                         + [(64, True), (128, True), (192, False), (256, False)])  # fmt: skip
-@pytest.mark.parametrize("causal", [False, True])
-def test_chosen(dim, deterministic, causal, monkeypatch):
+CHOSEN = {  # head_dim, causal, deterministic
+    "64": (64, False, False),
+    "128, causal": (128, True, False),
+    "80": (80, False, False),
+    "32, causal": (32, True, False),
+    "64, deterministic": (64, True, True),
+    "128, deterministic": (128, False, True),
+    "192": (192, False, False),
+    "256, causal": (256, True, False),
+}
+
+
+@pytest.mark.parametrize("name", only_long(CHOSEN, "128, causal", "192"))
+def test_chosen(name, monkeypatch):
     """What a call on such a GPU runs has no local memory."""
+    dim, causal, deterministic = CHOSEN[name]
     monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_100a")
     x = plgpu.ShapeDtypeStruct((2, 1000, 4, dim), bf16)
     lse = plgpu.ShapeDtypeStruct((2, 4, 1000), np.float32)
