@@ -29,7 +29,14 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores, Tile, options
-from ._common import SMEM_BYTES, Ring, WarpSpecialized, swizzled, warp_specialized
+from ._common import (
+    SMEM_BYTES,
+    Ring,
+    WarpSpecialized,
+    overlap_launches,
+    swizzled,
+    warp_specialized,
+)
 from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
@@ -61,20 +68,21 @@ class _Plan:
     registers = None
     axes: dict[str, int] = {}
 
-    def __init__(self, x, programs):
-        self.x, self.clusters = x, programs
+    def __init__(self, x, cfg, programs):
+        self.x, self.cfg, self.clusters = x, cfg, programs
+        self.lanes = cfg.lanes
+        self.heads = x.kv_heads // self.lanes  # key heads of a lane
         self.rows = x.queries * (x.heads // x.kv_heads)  # of queries with one key head
         self.columns = pl.cdiv(self.rows, 8) * 8
         self.dim, self.value_dim = (pl.cdiv(n, 64) * 64 for n in (x.dim, x.value_dim))
         self.piece = math.gcd(x.page, _KEYS) if x.page else _KEYS  # keys of a copy
         # segments that are loaded together, by the registers that a lane has
         result = self.value_dim * self.columns
-        self.consumers = _CONSUMERS if result <= 16 * 128 else 1
-        self.together = max(1, _MERGE_REGISTERS // self.consumers * 128 // result)
+        self.consumers = cfg.consumers if result <= 16 * 128 else 1
+        self.together = max(1, _MERGE_REGISTERS // self.consumers // cfg.blocks * 128 // result)
         slot = _KEYS * (self.dim + self.value_dim) * 2
         fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + result * 4 + 4096
-        # two thirds: more or fewer bytes in flight were 1 to 2 % slower
-        self.stages = min(max((SMEM_BYTES * 2 // 3 - fixed) // slot, 2), 8)
+        self.stages = cfg.stages or min(max((cfg.bytes - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
         self.stages = pl.cdiv(self.stages, self.consumers) * self.consumers
 
@@ -106,6 +114,7 @@ class _Block(WarpSpecialized):
         super().__init__(plan, refs)
         self.x, self.refs = plan.x, refs
         self.me = lax.axis_index("cluster")
+        self.lane, self.place = self.me % plan.lanes, self.me // plan.lanes
         keys = self.x.keys  # that the cache holds, maybe a plgpu.dim
         self.capacity = jnp.int32(keys) if isinstance(keys, int) else keys + 0 * self.me
         self.keys = Ring(plan.stages, self.k_full, self.k_empty)
@@ -131,18 +140,20 @@ class _Block(WarpSpecialized):
         else:
             n = jnp.full((x.batch,), self.capacity, jnp.int32)
         _, blocks = self.extent(n)
-        self.ends = jnp.cumsum(blocks) * x.kv_heads
-        self.total = jnp.sum(blocks) * x.kv_heads
-        return self.start(self.me), self.start(self.me + 1)
+        self.ends = jnp.cumsum(blocks) * self.plan.heads
+        self.total = jnp.sum(blocks) * self.plan.heads
+        return self.start(self.place), self.start(self.place + 1)
 
     def start(self, block):
         """The first unit of a block, without products that overflow."""
-        each, rest = self.total // self.plan.clusters, self.total % self.plan.clusters
+        places = self.plan.clusters // self.plan.lanes
+        each, rest = self.total // places, self.total % places
         return block * each + jnp.minimum(block, rest)
 
     def owner(self, unit):
         """The block that has a unit."""
-        each, rest = self.total // self.plan.clusters, self.total % self.plan.clusters
+        places = self.plan.clusters // self.plan.lanes
+        each, rest = self.total // places, self.total % places
         wide = rest * (each + 1)
         later = rest + (unit - wide) // jnp.maximum(each, 1)
         return lax.select(unit < wide, unit // (each + 1), later)
@@ -157,6 +168,7 @@ class _Block(WarpSpecialized):
         stop = jnp.max(jnp.where(self.ends < end, self.ends, 0))  # where the sequence begins
         head = (end - 1 - stop) // blocks
         first = stop + head * blocks
+        head = head * self.plan.lanes + self.lane
         return b, head, first, blocks, length, jnp.maximum(begin - first, 0), end - first
 
     def segments(self, work, carry):
@@ -304,6 +316,7 @@ class _Block(WarpSpecialized):
             self.stats[self.me, 0] = m
             self.stats[self.me, 1] = sums
             there = self.owner(first + blocks - 1)
+            there = there * self.plan.lanes + self.lane
             plgpu.semaphore_signal(self.done.at[there], memory_scope="gpu")
 
         @pl.when(ends)
@@ -369,12 +382,12 @@ class _Block(WarpSpecialized):
     def merge(self, b, head, first, low, value, m, sums):
         """Adds the segments of blocks with lower numbers, then stores the result."""
         start = self.owner(first)
-        others = lax.select(low > 0, self.me - start, 0)
+        others, lanes = lax.select(low > 0, self.place - start, 0), self.plan.lanes
         plgpu.semaphore_wait(self.done.at[self.me], others, memory_scope="gpu")
         along = plgpu.Layout.WGMMA.reduce(0)
 
         def load(part, there):
-            part = jnp.maximum(part, self.me - others)
+            part = jnp.maximum(part, self.place - others) * lanes + self.lane
             m = plgpu.load(self.stats.at[part, 0], layout=along)
             sums = plgpu.load(self.stats.at[part, 1], layout=along)
             value = plgpu.load(self.parts.at[part], layout=plgpu.Layout.WGMMA)
@@ -383,7 +396,7 @@ class _Block(WarpSpecialized):
         def add(j, state):
             first = j * together
             # all loads before the arithmetic, so that the memory's latency comes once
-            parts = [load(self.me - 1 - (first + i), first + i < others) for i in range(together)]
+            parts = [load(self.place - 1 - (first + i), first + i < others) for i in range(together)]
             return self.sum_of([*parts, state])
 
         together = self.plan.together
@@ -433,6 +446,18 @@ class _Block(WarpSpecialized):
             pl.store(self.lse, at, lse, mask=keep)
 
 
+class AttentionDecodeConfig(NamedTuple):
+    consumers: int = 2
+    blocks: int = 1
+    stages: int = 0
+    bytes: int = SMEM_BYTES * 2 // 3
+    lanes: int = 1
+    overlap: bool = False
+
+
+CONFIG = AttentionDecodeConfig()
+
+
 def _parts(plan):
     """Segments that another block finishes, and their maxima and sums."""
     programs = plan.clusters
@@ -443,10 +468,12 @@ def _parts(plan):
 
 
 @cached
-def _kernel(x, programs, interpret):
-    plan = _Plan(x, programs)
+def _kernel(x, cfg, programs, interpret):
+    plan = _Plan(x, cfg, programs)
 
     def body(q, k, v, *others, **scratch):
+        if cfg.overlap:
+            overlap_launches()
         names = ["lengths"] * x.lengths + ["page_table"] * bool(x.page) + ["sinks"] * x.sinks
         names += ["o"] + ["lse"] * x.return_lse + ["parts", "stats"]
         refs = dict(q=q, k=k, v=v) | dict(zip(names, others, strict=True))
@@ -471,7 +498,7 @@ def _kernel(x, programs, interpret):
 
 
 @cached
-def _memory(x, programs, interpret):
+def _memory(x, cfg, programs, interpret):
     """Makes what _parts() says, for calls with out=, which must give all results of a kernel."""
 
     def body(q, *parts):
@@ -480,7 +507,7 @@ def _memory(x, programs, interpret):
 
     return plgpu.kernel(
         body,
-        out_type=_parts(_Plan(x, programs)),
+        out_type=_parts(_Plan(x, cfg, programs)),
         interpret=interpret,
         kernel_name="attention_decode_memory",
     )
@@ -489,9 +516,9 @@ def _memory(x, programs, interpret):
 class _Decode:
     """The kernel without what it keeps in global memory for itself."""
 
-    def __init__(self, x, programs, interpret):
-        self.kernel, self.return_lse = _kernel(x, programs, interpret), x.return_lse
-        self.memory = _memory(x, programs, interpret)
+    def __init__(self, x, cfg, programs, interpret):
+        self.kernel, self.return_lse = _kernel(x, cfg, programs, interpret), x.return_lse
+        self.memory = _memory(x, cfg, programs, interpret)
 
     def __call__(self, *operands, out=None, stream=None):
         if out is not None:
@@ -579,6 +606,7 @@ def attention_decode(
     softcap=None,
     scale=None,
     return_lse=False,
+    config=None,
     interpret=None,
 ):
     """``softmax(scale * q @ k.T) @ v`` of a few queries and a long cache, whose keys blocks divide.
@@ -628,11 +656,13 @@ def attention_decode(
     shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale
     given = bool(return_lse), kv_lengths is not None, v.shape[3], page, scores, sinks is not None
     x, sms = _Problem(*shape, *given), plgpu.sm_count(q.device)
-    programs = min(sms, x.batch * x.kv_heads * pl.cdiv(keys, _KEYS))
+    cfg = config or CONFIG
+    lanes, sms = cfg.lanes, sms * cfg.blocks
+    programs = min(sms // lanes, x.batch * (x.kv_heads // lanes) * pl.cdiv(keys, _KEYS)) * lanes
     if batch == 1 and not page:  # a cache that grows by being made anew
         kind = x._replace(keys=0), q.device, interpret
         found, most = rows_of(kind, keys, _CAPACITIES)
         if found is not keys:
-            programs = min(sms, x.kv_heads * pl.cdiv(most, _KEYS))
+            programs = min(sms // lanes, x.kv_heads // lanes * pl.cdiv(most, _KEYS)) * lanes
             x = x._replace(keys=found)
-    return _Decode(x, programs, interpret)
+    return _Decode(x, cfg, programs, interpret)
