@@ -8,6 +8,7 @@
 #include "../base/env.h"
 #include "modules.h"
 
+#include <stdlib.h>
 #include <pthread.h>
 #include <stdio.h>
 
