@@ -43,6 +43,7 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
 _MERGE_REGISTERS = 96  # of a lane, for segments that are loaded together, by all consumers
+_EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 _CONSUMERS = 2  # where the accumulators are small
 _CAPACITIES = (0, 512, 2048, 1 << 24)  # of caches of one sequence: edges of the programs
 
@@ -62,6 +63,21 @@ class _Problem(NamedTuple):
     page: int = 0  # keys of a page; 0: no pages
     scores: Scores = PLAIN  # windows count from the end of the keys
     sinks: bool = False
+    kv_dtype: np.dtype | None = None  # of 8-bit caches
+    k_scale: int = 0  # dims of its array; 0: none
+    v_scale: int = 0
+
+    @property
+    def cached(self):
+        """The dtype of the cache."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def options(self):
+        """Names of the operands after q, k and v."""
+        found = ["lengths"] * self.lengths + ["page_table"] * bool(self.page)
+        found += ["sinks"] * self.sinks
+        return found + [n for n in ("k_scale", "v_scale") if getattr(self, n)]
 
 
 class _Plan:
@@ -80,18 +96,23 @@ class _Plan:
         result = self.value_dim * self.columns
         self.consumers = cfg.consumers if result <= 16 * 128 else 1
         self.together = max(1, _MERGE_REGISTERS // self.consumers // cfg.blocks * 128 // result)
-        slot = _KEYS * (self.dim + self.value_dim) * 2
+        slot = _KEYS * (self.dim + self.value_dim) * x.cached.itemsize
         fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + result * 4 + 4096
+        if x.kv_dtype:
+            fixed += self.consumers * _KEYS * self.value_dim * 2
         self.stages = cfg.stages or min(max((cfg.bytes - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
         self.stages = pl.cdiv(self.stages, self.consumers) * self.consumers
 
     def scratch(self):
         x = self.x
-        found = {
-            name: plgpu.SMEM((self.stages, _KEYS, dim), x.dtype, transforms=swizzled(64, x.dtype))
-            for name, dim in (("k_smem", self.dim), ("v_smem", self.value_dim))
-        }
+        found = {}
+        for name, dim in (("k_smem", self.dim), ("v_smem", self.value_dim)):
+            rows = swizzled(math.gcd(dim, 128 // x.cached.itemsize), x.cached)
+            found[name] = plgpu.SMEM((self.stages, _KEYS, dim), x.cached, transforms=rows)
+        if x.kv_dtype:
+            shape = self.consumers, _KEYS, self.value_dim
+            found["values16"] = plgpu.SMEM(shape, x.dtype, transforms=swizzled(64, x.dtype))
         found["q_smem"] = plgpu.SMEM(
             (self.consumers, self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
         )
@@ -269,18 +290,20 @@ class _Block(WarpSpecialized):
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
+        k_scale = self.scale_of("k_scale", b, head)
         skip = (me + it0) % consumers  # step `it` is that of consumer it % consumers
         steps = (high - low + (consumers - 1) - skip) // consumers
 
         def one(j, state):
             s = j * consumers + skip
             key = (before + high - 1 - s) * _KEYS
-            return self.step(acc, me, key, length, j > 0, it0 + s, *state)
+            return self.step(acc, me, key, length, k_scale, j > 0, it0 + s, *state)
 
         m, sums = lax.fori_loop(0, steps, one, (m, sums))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-        last = it0 + (steps - 1) * consumers + skip
-        pl.when(steps > 0)(lambda: self.values.release(last))
+        if not self.x.kv_dtype:
+            last = it0 + (steps - 1) * consumers + skip
+            pl.when(steps > 0)(lambda: self.values.release(last))
         mine = value, m, jnp.sum(sums, axis=0)
         if consumers == 1:
             self.finish(found, *mine)
@@ -323,7 +346,13 @@ class _Block(WarpSpecialized):
         def _():
             self.merge(b, head, first, low, value, m, sums)
 
-    def step(self, acc, me, key, length, later, it, m, sums):
+    def scale_of(self, name, b, head):
+        """The scale of the keys or values of a head; None without one."""
+        dims = getattr(self.x, name)
+        scales = getattr(self, name, None)
+        return None if not dims else scales[head] if dims == 1 else scales[b, head]
+
+    def step(self, acc, me, key, length, k_scale, later, it, m, sums):
         """Scores of a block and their product with the values, which is still in flight then.
         later: is there one of an earlier block? sums: of each row of the scores."""
         c = self.x.scores.factor(self.x.scale)
@@ -335,12 +364,19 @@ class _Block(WarpSpecialized):
         )
 
         def scores(s_acc):
-            plgpu.wgmma(s_acc, self.k_smem.at[slot], q_smem)
+            k = self.k_smem.at[slot]
+            if self.x.kv_dtype:
+                k = plgpu.load(k, layout=plgpu.Layout.WGMMA, optimized=False)
+                k = k.astype(self.x.dtype)
+            plgpu.wgmma(s_acc, k, q_smem)
             return s_acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
-        pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
+        if k_scale is not None:
+            s = s * k_scale
+        if not self.x.kv_dtype:
+            pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
         if self.x.scores.adjusted:
             tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
             s, _ = tile.adjust(s)
@@ -352,17 +388,21 @@ class _Block(WarpSpecialized):
         sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
         p_smem[...] = e.astype(self.x.dtype)
         self.values.wait(it)
+        v = self.v_smem.at[slot]
+        if self.x.kv_dtype:  # tensor cores transpose 16-bit elements alone
+            raw, v = v, self.values16.at[me]
+            v[...] = raw[...].astype(self.x.dtype)
+            self.values.release(it)
 
         # what lies beyond the length may be NaN
         @pl.when(key + _KEYS > length)
         def _():
-            v = self.v_smem.at[slot]
             there = key + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
             v[...] = jnp.where(there, v[...], np.zeros((), self.x.dtype))
 
         plgpu.commit_smem()
         acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
-        plgpu.wgmma(acc, self.v_smem.at[slot].T, p_smem)
+        plgpu.wgmma(acc, v.T, p_smem)
         return new, sums
 
     def seen(self, key, length):
@@ -430,6 +470,8 @@ class _Block(WarpSpecialized):
             factor = jnp.where(sums == 0, _F32(0), alpha / sums)
         else:
             factor = jnp.where(sums == 0, _F32(0), 1 / sums)
+        v_scale = self.scale_of("v_scale", b, head)
+        factor = factor if v_scale is None else factor * v_scale
         value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
         keep = row < p.rows
         at = b * x.queries + row // group, head, row % group
@@ -474,8 +516,7 @@ def _kernel(x, cfg, programs, interpret):
     def body(q, k, v, *others, **scratch):
         if cfg.overlap:
             overlap_launches()
-        names = ["lengths"] * x.lengths + ["page_table"] * bool(x.page) + ["sinks"] * x.sinks
-        names += ["o"] + ["lse"] * x.return_lse + ["parts", "stats"]
+        names = [*x.options, "o"] + ["lse"] * x.return_lse + ["parts", "stats"]
         refs = dict(q=q, k=k, v=v) | dict(zip(names, others, strict=True))
         done = pl.get_global(plgpu.SemaphoreType.REGULAR((programs,)))
         _Block(plan, refs | scratch | {"done": done}).run()
@@ -485,8 +526,7 @@ def _kernel(x, cfg, programs, interpret):
         outs.append(plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
     options = in_shapes(None, (1, x.keys, x.kv_heads, x.dim), (1, x.keys, x.kv_heads, x.value_dim))
     if options:
-        others = x.lengths + bool(x.page) + x.sinks
-        options["in_shapes"] += (None,) * others
+        options["in_shapes"] += (None,) * len(x.options)
     return warp_specialized(
         body,
         plan,
@@ -538,11 +578,14 @@ def _check(q, k, v):
             raise ValueError(
                 f"attention_decode: {what} must have four dims, none of them 0, got {x.shape}"
             )
-        if q.dtype.name not in ("float16", "bfloat16") or x.dtype != q.dtype:
-            raise TypeError(
-                "attention_decode: q, k and v must all be float16 or all bfloat16, got"
-                f" {q.dtype}, {k.dtype} and {v.dtype}"
-            )
+    kinds = {k.dtype, v.dtype}
+    if q.dtype.name not in ("float16", "bfloat16") or len(kinds) > 1 or not (
+        k.dtype == q.dtype or k.dtype.name in _EIGHT_BITS
+    ):
+        raise TypeError(
+            "attention_decode: q must be float16 or bfloat16, and k and v both of its dtype or both"
+            f" one of {', '.join(_EIGHT_BITS)}; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
     if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
             "attention_decode: q and k must have one head_dim, k and v the same dims before theirs,"
@@ -551,12 +594,13 @@ def _check(q, k, v):
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     size = pl.cdiv(rows, 8) * 8 * pl.cdiv(v.shape[3], 64) * 64
     dims = k.shape[3], v.shape[3]
-    if any(d % 8 or not 32 <= d <= 256 for d in dims) or rows > 64 or size > 64 * 128:
+    unit = 8 if k.dtype == q.dtype else 16
+    if any(d % unit or not 32 <= d <= 256 for d in dims) or rows > 64 or size > 64 * 128:
         raise NotImplementedError(
-            "attention_decode: the head_dims must be multiples of 8 from 32 to 256, and up to 64"
-            " queries share a key head (queries * heads / kv_heads), 40 with values of more than"
-            f" 128 and 32 of more than 192; got q {q.shape}, k {k.shape}, v {v.shape}; use"
-            " ops.attention"
+            f"attention_decode: the head_dims must be multiples of {unit} from 32 to 256 (of 8, with"
+            " 8-bit caches of 16), and up to 64 queries share a key head (queries * heads /"
+            " kv_heads), 40 with values of more than 128 and 32 of more than 192; got q"
+            f" {q.shape}, k {k.shape}, v {v.shape}; use ops.attention"
         )
     if _core.target(q.device)["name"] != "sm_90a":
         raise NotImplementedError(
@@ -573,6 +617,18 @@ def _check_array(name, x, shape, dtype):
         raise ValueError(
             f"attention_decode: {name} must be {np.dtype(dtype)} of shape ({want}), got {x.dtype}"
             f" of shape {x.shape}"
+        )
+
+
+def _check_scale(name, scale, k, shape):
+    if scale is None:
+        return
+    if k.dtype.name not in _EIGHT_BITS:
+        raise ValueError(f"attention_decode: {name} is for 8-bit caches, got k of {k.dtype}")
+    if scale.dtype != _F32 or scale.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"attention_decode: {name} must be float32 [kv_heads] or [batch, kv_heads],"
+            f" {shape[1:]} or {shape}; got {scale.dtype} of shape {scale.shape}"
         )
 
 
@@ -601,6 +657,8 @@ def attention_decode(
     kv_lengths=None,
     page_table=None,
     sinks=None,
+    k_scale=None,
+    v_scale=None,
     causal=False,
     window=None,
     softcap=None,
@@ -614,7 +672,10 @@ def attention_decode(
     q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: like k, with
     its own last dim; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
     queries for each key head (queries * heads / kv_heads), 40 where v's dim is above 128 and 32
-    where it is above 192. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
+    where it is above 192. k and v may also both be int8, float8_e4m3fn or float8_e5m2 (dims in
+    steps of 16), with k_scale and v_scale, float32 [kv_heads] or [batch, kv_heads]: the keys of a
+    head are ``k * k_scale``, its values ``v * v_scale``; None: 1. They are converted exactly to
+    q's dtype (e5m2 and e4m3fn fit in both) and multiplied as such. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
     the capacity). They are read when the kernel runs, so new lengths compile nothing, and a
     replayed CUDA graph uses the current lengths. The contents of the cache beyond them are ignored.
 
@@ -645,6 +706,8 @@ def attention_decode(
         _check_array("kv_lengths", kv_lengths, (batch,), np.int32)
     if sinks is not None:
         _check_array("sinks", sinks, (heads,), _F32)
+    _check_scale("k_scale", k_scale, k, (batch, k.shape[2]))
+    _check_scale("v_scale", v_scale, k, (batch, k.shape[2]))
     none = None, None, None, None
     scores = options("attention_decode", q, k, none, False, window, True, softcap, 0.0)
     right = 0 if causal else scores.right
@@ -656,6 +719,9 @@ def attention_decode(
     shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale
     given = bool(return_lse), kv_lengths is not None, v.shape[3], page, scores, sinks is not None
     x, sms = _Problem(*shape, *given), plgpu.sm_count(q.device)
+    if k.dtype != q.dtype:
+        dims = [0 if a is None else len(a.shape) for a in (k_scale, v_scale)]
+        x = x._replace(kv_dtype=k.dtype, k_scale=dims[0], v_scale=dims[1])
     cfg = config or CONFIG
     lanes, sms = cfg.lanes, sms * cfg.blocks
     programs = min(sms // lanes, x.batch * (x.kv_heads // lanes) * pl.cdiv(keys, _KEYS)) * lanes
