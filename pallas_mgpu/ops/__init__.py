@@ -22,6 +22,7 @@ from .gated_matmul import gated_matmul
 from .matmul import FewRowsConfig, MatmulConfig, MmaConfig, TensorMemoryConfig, matmul
 from .merge_attention import merge_attention
 from .mixed import MixedConfig, TensorMemoryMixedConfig, mixed_matmul
+from .mla_decode import MlaConfig, mla_decode
 from .norms import NormConfig, layer_norm, rms_norm, softmax
 from .norms_backward import (
     column_sums,
@@ -41,6 +42,7 @@ __all__ = [
     "FewRowsConfig",
     "MatmulConfig",
     "MixedConfig",
+    "MlaConfig",
     "MmaAttentionConfig",
     "MmaConfig",
     "NormConfig",
@@ -70,6 +72,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "mixed_matmul",
+    "mla_decode",
     "quantize",
     "quantize_by_scale",
     "ragged_dot",

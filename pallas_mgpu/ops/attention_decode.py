@@ -32,11 +32,11 @@ from ._attention_scores import PLAIN, Scores, Tile, options
 from ._common import (
     SMEM_BYTES,
     Ring,
-    WarpSpecialized,
     overlap_launches,
     swizzled,
     warp_specialized,
 )
+from ._decode_shares import Shares, WithParts, check_array, check_pages
 from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
@@ -86,7 +86,7 @@ class _Plan:
 
     def __init__(self, x, cfg, programs):
         self.x, self.cfg, self.clusters = x, cfg, programs
-        self.lanes = cfg.lanes
+        self.lanes, self.block = cfg.lanes, _KEYS
         self.heads = x.kv_heads // self.lanes  # key heads of a lane
         self.rows = x.queries * (x.heads // x.kv_heads)  # of queries with one key head
         self.columns = pl.cdiv(self.rows, 8) * 8
@@ -128,80 +128,10 @@ class _Plan:
         return found
 
 
-class _Block(WarpSpecialized):
-    reads_only = False
-
+class _Block(Shares):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.x, self.refs = plan.x, refs
-        self.me = lax.axis_index("cluster")
-        self.lane, self.place = self.me % plan.lanes, self.me // plan.lanes
-        keys = self.x.keys  # that the cache holds, maybe a plgpu.dim
-        self.capacity = jnp.int32(keys) if isinstance(keys, int) else keys + 0 * self.me
-        self.keys = Ring(plan.stages, self.k_full, self.k_empty)
         self.values = Ring(plan.stages, self.v_full, self.v_empty)
-
-    # ---- division of the work
-
-    def extent(self, n):
-        """The first block of keys that a sequence of n keys needs, and how many it needs."""
-        x, end = self.x, (n + (_KEYS - 1)) // _KEYS
-        # an empty sequence has one block, all masked
-        if x.scores.left is None:
-            return 0, jnp.maximum(end, 1)
-        first = jnp.clip(n - (x.queries + x.scores.left), 0, self.capacity) // _KEYS
-        return first, jnp.maximum(end - first, 1)
-
-    def share(self):
-        """Blocks of keys before each sequence's end (all heads), and this block's first and last
-        unit."""
-        x = self.x
-        if x.lengths:
-            n = jnp.clip(self.lengths[...], 0, self.capacity)
-        else:
-            n = jnp.full((x.batch,), self.capacity, jnp.int32)
-        _, blocks = self.extent(n)
-        self.ends = jnp.cumsum(blocks) * self.plan.heads
-        self.total = jnp.sum(blocks) * self.plan.heads
-        return self.start(self.place), self.start(self.place + 1)
-
-    def start(self, block):
-        """The first unit of a block, without products that overflow."""
-        places = self.plan.clusters // self.plan.lanes
-        each, rest = self.total // places, self.total % places
-        return block * each + jnp.minimum(block, rest)
-
-    def owner(self, unit):
-        """The block that has a unit."""
-        places = self.plan.clusters // self.plan.lanes
-        each, rest = self.total // places, self.total % places
-        wide = rest * (each + 1)
-        later = rest + (unit - wide) // jnp.maximum(each, 1)
-        return lax.select(unit < wide, unit // (each + 1), later)
-
-    def segment(self, begin, end):
-        """The last segment of the units from begin to end: sequence, head, first unit of that
-        head, its blocks, the length, first and last block of the segment."""
-        x = self.x
-        b = jnp.sum((self.ends < end).astype(jnp.int32))
-        length = jnp.clip(self.lengths[b], 0, self.capacity) if x.lengths else self.capacity
-        _, blocks = self.extent(length)
-        stop = jnp.max(jnp.where(self.ends < end, self.ends, 0))  # where the sequence begins
-        head = (end - 1 - stop) // blocks
-        first = stop + head * blocks
-        head = head * self.plan.lanes + self.lane
-        return b, head, first, blocks, length, jnp.maximum(begin - first, 0), end - first
-
-    def segments(self, work, carry):
-        """carry = work(segment, carry) for each segment, from the last on."""
-        begin, end = self.share()
-
-        def step(state):
-            end, carry = state
-            found = self.segment(begin, end)
-            return found[2] + found[5], work(found, carry)
-
-        return lax.while_loop(lambda state: state[0] > begin, step, (end, carry))[1]
 
     # ---- producer
 
@@ -215,7 +145,7 @@ class _Block(WarpSpecialized):
         before, _ = self.extent(length)
 
         def one(j, it):
-            key = (before + high - 1 - j) * _KEYS
+            key = (before + high - 1 - j) * self.block
             pieces = self.pieces(b, head, key, length)
             rings = (self.keys, self.k, self.k_smem), (self.values, self.v, self.v_smem)
             for ring, source, slots in rings:
@@ -236,20 +166,6 @@ class _Block(WarpSpecialized):
         # beyond the end, which TMA allows
         start = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
         return source.at[(*at, pl.ds(start, width))]
-
-    def pieces(self, b, head, key, length):
-        """Rows of a slot (None: all) and where in the cache they are, for each copy of a block."""
-        x, n = self.x, self.plan.piece
-        if not x.page:
-            return [(None, (b, pl.ds(key, _KEYS), head))]
-        last = jnp.maximum(length - 1, 0) // x.page  # entries beyond it may be anything
-        found = []
-        for i in range(0, _KEYS, n):
-            page = self.page_table[b, jnp.minimum((key + i) // x.page, last)]
-            page = jnp.clip(page, 0, self.k.shape[0] - 1)
-            at = page, pl.ds((key + i) % x.page, n), head
-            found.append((None if n == _KEYS else pl.ds(i, n), at))
-        return found
 
     # ---- consumer
 
@@ -436,7 +352,8 @@ class _Block(WarpSpecialized):
         def add(j, state):
             first = j * together
             # all loads before the arithmetic, so that the memory's latency comes once
-            parts = [load(self.place - 1 - (first + i), first + i < others) for i in range(together)]
+            at = [(self.place - 1 - (first + i), first + i < others) for i in range(together)]
+            parts = [load(*here) for here in at]
             return self.sum_of([*parts, state])
 
         together = self.plan.together
@@ -553,25 +470,6 @@ def _memory(x, cfg, programs, interpret):
     )
 
 
-class _Decode:
-    """The kernel without what it keeps in global memory for itself."""
-
-    def __init__(self, x, cfg, programs, interpret):
-        self.kernel, self.return_lse = _kernel(x, cfg, programs, interpret), x.return_lse
-        self.memory = _memory(x, cfg, programs, interpret)
-
-    def __call__(self, *operands, out=None, stream=None):
-        if out is not None:
-            outs = tuple(out) if self.return_lse and isinstance(out, (tuple, list)) else (out,)
-            if len(outs) != 1 + self.return_lse:
-                raise ValueError(
-                    "attention_decode: with return_lse=True, out must be (result, logarithms)"
-                )
-            out = (*outs, *self.memory(operands[0], stream=stream))
-        found = self.kernel(*operands, out=out, stream=stream)
-        return (found[0], found[1]) if self.return_lse else found[0]
-
-
 def _check(q, k, v):
     for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
@@ -579,8 +477,10 @@ def _check(q, k, v):
                 f"attention_decode: {what} must have four dims, none of them 0, got {x.shape}"
             )
     kinds = {k.dtype, v.dtype}
-    if q.dtype.name not in ("float16", "bfloat16") or len(kinds) > 1 or not (
-        k.dtype == q.dtype or k.dtype.name in _EIGHT_BITS
+    if (
+        q.dtype.name not in ("float16", "bfloat16")
+        or len(kinds) > 1
+        or not (k.dtype == q.dtype or k.dtype.name in _EIGHT_BITS)
     ):
         raise TypeError(
             "attention_decode: q must be float16 or bfloat16, and k and v both of its dtype or both"
@@ -597,7 +497,7 @@ def _check(q, k, v):
     unit = 8 if k.dtype == q.dtype else 16
     if any(d % unit or not 32 <= d <= 256 for d in dims) or rows > 64 or size > 64 * 128:
         raise NotImplementedError(
-            f"attention_decode: the head_dims must be multiples of {unit} from 32 to 256 (of 8, with"
+            f"attention_decode: the head_dims must be multiples of {unit} from 32 to 256 (of 8; of"
             " 8-bit caches of 16), and up to 64 queries share a key head (queries * heads /"
             " kv_heads), 40 with values of more than 128 and 32 of more than 192; got q"
             f" {q.shape}, k {k.shape}, v {v.shape}; use ops.attention"
@@ -606,17 +506,6 @@ def _check(q, k, v):
         raise NotImplementedError(
             f"attention_decode: needs wgmma, which {_core.target(q.device)['name']} lacks; use"
             " ops.attention"
-        )
-
-
-def _check_array(name, x, shape, dtype):
-    fits = len(x.shape) == len(shape) and all(w in (None, n) for n, w in zip(x.shape, shape))
-    if not fits or x.dtype != dtype or 0 in x.shape:
-        want = ", ".join("any" if n is None else str(n) for n in shape)
-        want += "," * (len(shape) == 1)
-        raise ValueError(
-            f"attention_decode: {name} must be {np.dtype(dtype)} of shape ({want}), got {x.dtype}"
-            f" of shape {x.shape}"
         )
 
 
@@ -629,22 +518,6 @@ def _check_scale(name, scale, k, shape):
         raise ValueError(
             f"attention_decode: {name} must be float32 [kv_heads] or [batch, kv_heads],"
             f" {shape[1:]} or {shape}; got {scale.dtype} of shape {scale.shape}"
-        )
-
-
-def _check_pages(q, k, page_table):
-    if page_table is None:
-        if k.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"attention_decode: q {q.shape} and k {k.shape} differ in batch; give page_table"
-                " for caches in pages"
-            )
-        return
-    _check_array("page_table", page_table, (q.shape[0], None), np.int32)
-    if k.shape[1] % 8 or k.shape[1] < 16:
-        raise NotImplementedError(
-            "attention_decode: a page must have a multiple of 8 keys, at least 16; got"
-            f" {k.shape[1]} (k {k.shape})"
         )
 
 
@@ -700,12 +573,12 @@ def attention_decode(
     more queries.
     """
     _check(q, k, v)
-    _check_pages(q, k, page_table)
+    check_pages("attention_decode", q, k, page_table)
     batch, queries, heads, dim = q.shape
     if kv_lengths is not None:
-        _check_array("kv_lengths", kv_lengths, (batch,), np.int32)
+        check_array("attention_decode", "kv_lengths", kv_lengths, (batch,), np.int32)
     if sinks is not None:
-        _check_array("sinks", sinks, (heads,), _F32)
+        check_array("attention_decode", "sinks", sinks, (heads,), _F32)
     _check_scale("k_scale", k_scale, k, (batch, k.shape[2]))
     _check_scale("v_scale", v_scale, k, (batch, k.shape[2]))
     none = None, None, None, None
@@ -731,4 +604,5 @@ def attention_decode(
         if found is not keys:
             programs = min(sms // lanes, x.kv_heads // lanes * pl.cdiv(most, _KEYS)) * lanes
             x = x._replace(keys=found)
-    return _Decode(x, cfg, programs, interpret)
+    how = x, cfg, programs, interpret
+    return WithParts("attention_decode", _kernel(*how), _memory(*how), x.return_lse)

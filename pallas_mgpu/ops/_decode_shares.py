@@ -1,0 +1,151 @@
+"""How blocks of attention with a long cache divide the keys of all sequences.
+
+The work of all sequences and heads is one row of blocks of keys, *units*; each block of the grid
+has an equal share of it, whatever the lengths, which are read when the kernel runs. A share is
+worked on from its end to its beginning, one *segment* for each (sequence, head).
+
+Where a plan has *lanes*, that many blocks of the grid work side by side on the same keys of
+different heads (or rows of queries), which lie beside one another in memory: block number
+``place * lanes + lane`` has a share of the heads ``lane``, ``lane + lanes``, ... The shares of a
+lane are merged among themselves."""
+
+import numpy as np
+
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+from ._common import Ring, WarpSpecialized
+
+
+class Shares(WarpSpecialized):
+    reads_only = False
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.x, self.refs, self.block = plan.x, refs, plan.block
+        self.me = lax.axis_index("cluster")
+        self.lane, self.place = self.me % plan.lanes, self.me // plan.lanes
+        keys = self.x.keys  # that the cache holds, maybe a plgpu.dim
+        self.capacity = jnp.int32(keys) if isinstance(keys, int) else keys + 0 * self.me
+        self.keys = Ring(plan.stages, self.k_full, self.k_empty)
+
+    # ---- division of the work
+
+    def extent(self, n):
+        """The first block of keys that a sequence of n keys needs, and how many it needs."""
+        x, end = self.x, (n + (self.block - 1)) // self.block
+        # an empty sequence has one block, all masked
+        if x.scores.left is None:
+            return 0, jnp.maximum(end, 1)
+        first = jnp.clip(n - (x.queries + x.scores.left), 0, self.capacity) // self.block
+        return first, jnp.maximum(end - first, 1)
+
+    def share(self):
+        """Blocks of keys before each sequence's end (all heads), and this block's first and last
+        unit."""
+        x = self.x
+        if x.lengths:
+            n = jnp.clip(self.lengths[...], 0, self.capacity)
+        else:
+            n = jnp.full((x.batch,), self.capacity, jnp.int32)
+        _, blocks = self.extent(n)
+        self.ends = jnp.cumsum(blocks) * self.plan.heads
+        self.total = jnp.sum(blocks) * self.plan.heads
+        return self.start(self.place), self.start(self.place + 1)
+
+    def start(self, block):
+        """The first unit of a block, without products that overflow."""
+        places = self.plan.clusters // self.plan.lanes
+        each, rest = self.total // places, self.total % places
+        return block * each + jnp.minimum(block, rest)
+
+    def owner(self, unit):
+        """The block that has a unit."""
+        places = self.plan.clusters // self.plan.lanes
+        each, rest = self.total // places, self.total % places
+        wide = rest * (each + 1)
+        later = rest + (unit - wide) // jnp.maximum(each, 1)
+        return lax.select(unit < wide, unit // (each + 1), later)
+
+    def segment(self, begin, end):
+        """The last segment of the units from begin to end: sequence, head, first unit of that
+        head, its blocks, the length, first and last block of the segment."""
+        x = self.x
+        b = jnp.sum((self.ends < end).astype(jnp.int32))
+        length = jnp.clip(self.lengths[b], 0, self.capacity) if x.lengths else self.capacity
+        _, blocks = self.extent(length)
+        stop = jnp.max(jnp.where(self.ends < end, self.ends, 0))  # where the sequence begins
+        head = (end - 1 - stop) // blocks
+        first = stop + head * blocks
+        head = head * self.plan.lanes + self.lane
+        return b, head, first, blocks, length, jnp.maximum(begin - first, 0), end - first
+
+    def segments(self, work, carry):
+        """carry = work(segment, carry) for each segment, from the last on."""
+        begin, end = self.share()
+
+        def step(state):
+            end, carry = state
+            found = self.segment(begin, end)
+            return found[2] + found[5], work(found, carry)
+
+        return lax.while_loop(lambda state: state[0] > begin, step, (end, carry))[1]
+
+    def pieces(self, b, head, key, length):
+        """Rows of a slot (None: all) and where in the cache they are, for each copy of a block."""
+        x, n = self.x, self.plan.piece
+        if not x.page:
+            return [(None, (b, pl.ds(key, self.block), head))]
+        last = jnp.maximum(length - 1, 0) // x.page  # entries beyond it may be anything
+        found = []
+        for i in range(0, self.block, n):
+            page = self.page_table[b, jnp.minimum((key + i) // x.page, last)]
+            page = jnp.clip(page, 0, self.k.shape[0] - 1)
+            at = page, pl.ds((key + i) % x.page, n), head
+            found.append((None if n == self.block else pl.ds(i, n), at))
+        return found
+
+
+class WithParts:
+    """A kernel without what it keeps in global memory for itself. memory: makes that."""
+
+    def __init__(self, name, kernel, memory, return_lse):
+        self.name, self.kernel, self.memory, self.return_lse = name, kernel, memory, return_lse
+
+    def __call__(self, *operands, out=None, stream=None):
+        if out is not None:
+            outs = tuple(out) if self.return_lse and isinstance(out, (tuple, list)) else (out,)
+            if len(outs) != 1 + self.return_lse:
+                raise ValueError(
+                    f"{self.name}: with return_lse=True, out must be (result, logarithms)"
+                )
+            out = (*outs, *self.memory(operands[0], stream=stream))
+        found = self.kernel(*operands, out=out, stream=stream)
+        return (found[0], found[1]) if self.return_lse else found[0]
+
+
+def check_array(op, name, x, shape, dtype):
+    fits = len(x.shape) == len(shape) and all(w in (None, n) for n, w in zip(x.shape, shape))
+    if not fits or x.dtype != dtype or 0 in x.shape:
+        want = ", ".join("any" if n is None else str(n) for n in shape)
+        want += "," * (len(shape) == 1)
+        raise ValueError(
+            f"{op}: {name} must be {np.dtype(dtype)} of shape ({want}), got {x.dtype}"
+            f" of shape {x.shape}"
+        )
+
+
+def check_pages(op, q, k, page_table):
+    if page_table is None:
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{op}: q {q.shape} and k {k.shape} differ in batch; give page_table"
+                " for caches in pages"
+            )
+        return
+    check_array(op, "page_table", page_table, (q.shape[0], None), np.int32)
+    if k.shape[1] % 8 or k.shape[1] < 16:
+        raise NotImplementedError(
+            f"{op}: a page must have a multiple of 8 keys, at least 16; got"
+            f" {k.shape[1]} (k {k.shape})"
+        )

@@ -1,0 +1,470 @@
+"""Attention of few queries with a long cache of latent rows (MLA) on Hopper: the first columns of a
+row of the cache are its value, all of them are its key, and all heads share it.
+
+Rows of queries (all queries and heads of a sequence) are taken 64 at a time, a *tile*; blocks of
+the grid that work on the tiles of one sequence are side by side and read the same rows of the cache
+at about the same time (_decode_shares.py, where tiles are the heads).
+
+A slot of shared memory holds a block of rows once, for both products. Four warpgroups have a role
+each. The *scorer* computes S = Q K^T and its softmax, and leaves the probabilities, and what
+earlier results are multiplied with, in shared memory. Two *adders* have a part of the columns of
+the result each, whose accumulators would not fit in one: O = O alpha + P V. While they multiply,
+the scorer has the next block, so the tensor cores always have a product. The fourth fetches.
+
+Maxima are stale, as in attention: O is multiplied only if a maximum grew by more than 2^8."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._attention_scores import PLAIN, Scores
+from ._common import SMEM_BYTES, Ring, overlap_launches, swizzled, warp_specialized
+from ._decode_shares import Shares, WithParts, check_array, check_pages
+
+_F32 = np.float32
+_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
+_LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is multiplied
+_ROWS = 64  # of a tile
+_ADDERS = 2
+_SCORER = _ADDERS
+_REGISTERS = {"producer": 24, "scorer": 112, "adder": 184}  # of a lane
+_PART = 32  # columns of a result that are merged at a time
+
+
+class MlaConfig(NamedTuple):
+    """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots;
+    0: as many as fit."""
+
+    block: int = 64
+    stages: int = 0
+
+
+class _Problem(NamedTuple):
+    batch: int
+    queries: int
+    heads: int
+    dim: int
+    value_dim: int
+    keys: int
+    dtype: np.dtype
+    scale: float
+    return_lse: bool
+    lengths: bool
+    page: int
+    causal: bool
+    scores: Scores = PLAIN
+
+    @property
+    def rows(self):
+        return self.queries * self.heads
+
+    @property
+    def options(self):
+        """Names of the operands after q and the cache."""
+        return ["lengths"] * self.lengths + ["page_table"] * bool(self.page)
+
+
+class _Plan:
+    axes: dict[str, int] = {}
+    consumers = _ADDERS + 1
+
+    def __init__(self, x, cfg, sms):
+        self.x, self.block = x, cfg.block
+        self.tiles = pl.cdiv(x.rows, _ROWS)
+        self.lanes = next(n for n in range(min(self.tiles, sms), 0, -1) if self.tiles % n == 0)
+        self.heads = self.tiles // self.lanes
+        units = x.batch * self.heads * pl.cdiv(x.keys, self.block)
+        self.clusters = min(sms // self.lanes, units) * self.lanes
+        self.piece = math.gcd(x.page, self.block) if x.page else self.block
+        self.part = x.value_dim // _ADDERS  # columns of an adder
+        self.width = math.gcd(self.part, 128)  # of an accumulator
+        self.c = _F32(x.scale * math.log2(math.e))
+        size = x.dtype.itemsize
+        self.turns = 64 // self.block  # slots of probabilities
+        fixed = _ROWS * (x.dim + 64) * size + 2048
+        slot = self.block * x.dim * size
+        self.stages = min(cfg.stages or 8, (SMEM_BYTES - fixed) // slot)
+
+    def scratch(self):
+        x = self.x
+
+        def smem(*shape):
+            return plgpu.SMEM(shape, x.dtype, transforms=swizzled(math.gcd(shape[-1], 64), x.dtype))
+
+        found = {
+            "q_smem": smem(_ROWS, x.dim),
+            "k_smem": smem(self.stages, self.block, x.dim),
+            "p_smem": smem(self.turns, _ROWS, self.block),
+            "row_smem": plgpu.SMEM((self.turns, 3, _ROWS), _F32),  # alpha; last: maxima and sums
+        }
+        found |= Ring.barriers(1, 1, 1, prefix="q_")
+        found |= Ring.barriers(self.stages, self.block // self.piece, _ADDERS, prefix="k_")
+        return found | Ring.barriers(self.turns, 1, _ADDERS, prefix="p_")
+
+
+class _Block(Shares):
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.queries = Ring(1, self.q_full, self.q_empty)
+        self.weights = Ring(plan.turns, self.p_full, self.p_empty)
+
+    def run(self):
+        me = lax.axis_index("wg")
+        roles = (
+            (me < _ADDERS, "adder", "increase", lambda: self.adder(me)),
+            (me == _SCORER, "scorer", "decrease", self.scorer),
+            (me == _SCORER + 1, "producer", "decrease", self.producer),
+        )
+        for here, name, action, work in roles:
+
+            def role(name=name, action=action, work=work):
+                plgpu.set_max_registers(_REGISTERS[name], action=action)
+                work()
+
+            pl.when(here)(role)
+
+    # ---- producer
+
+    def producer(self):
+        tiles, steps = self.segments(self.fetch, (jnp.int32(0), jnp.int32(0)))
+        self.queries.drain(tiles)
+        self.keys.drain(steps)
+
+    def fetch(self, found, carry):
+        (tile, it0), x = carry, self.x
+        b, t, _, _, length, low, high = found
+        q = self.q.reshape((x.batch, x.rows, x.dim))
+        self.queries.acquire(tile)
+        plgpu.copy_gmem_to_smem(q.at[b, pl.ds(t * _ROWS, _ROWS)], self.q_smem, self.q_full.at[0])
+
+        def one(j, it):
+            key = (high - 1 - j) * self.block
+            pieces = self.pieces(b, 0, key, length)
+            self.keys.acquire(it)
+            slot = self.keys.slot(it)
+            for rows, at in pieces:
+                here = self.k_smem.at[slot] if rows is None else self.k_smem.at[slot, rows]
+                plgpu.copy_gmem_to_smem(self.k.at[at], here, self.keys.full.at[slot])
+            return it + 1
+
+        return tile + 1, lax.fori_loop(0, high - low, one, it0)
+
+    # ---- scorer
+
+    def scorer(self):
+        _, steps = self.segments(self.score_segment, (jnp.int32(0), jnp.int32(0)))
+        self.weights.drain(steps)
+
+    def score_segment(self, found, carry):
+        tile, it0 = carry
+        _, t, _, _, length, low, high = found
+        self.queries.wait(tile)
+        m = plgpu.layout_cast(jnp.full((_ROWS,), _MASKED), plgpu.Layout.WGMMA.reduce(1))
+        sums = plgpu.layout_cast(jnp.zeros((_ROWS, 8), _F32), plgpu.Layout.WGMMA)
+
+        def one(j, state):
+            key = (high - 1 - j) * self.block
+            return self.score(tile, t, key, length, j == high - low - 1, it0 + j, *state)
+
+        lax.fori_loop(0, high - low, one, (m, sums))
+        return tile + 1, it0 + (high - low)
+
+    def score(self, tile, t, key, length, last, it, m, sums):
+        """Probabilities of a block of keys, for the adders."""
+        n, c, slot, here = self.block, self.plan.c, self.keys.slot(it), self.weights.slot(it)
+        self.keys.wait(it)
+
+        def scores(acc):
+            plgpu.wgmma(acc, self.q_smem, self.k_smem.at[slot].T)
+            return acc[...]
+
+        s = pl.run_scoped(scores, plgpu.ACC((_ROWS, n)))
+        pl.when(last)(lambda: self.queries.release(tile))
+        hides = key + n > self.first_hidden(t, length)
+        s = lax.cond(hides, lambda s: self.mask(s, t, key, length), lambda s: s, s)
+        new = jnp.maximum(m, jnp.max(s, axis=1))
+        new = jnp.where((new - m) * c > _LAZY, new, m)
+        base = jnp.where(new == _MASKED, _F32(0), new * c)
+        alpha = jnp.exp2(m * c - base)
+        e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [0]))
+        sums = sums * lax.broadcast_in_dim(alpha, sums.shape, [0])
+        sums = sums + e.reshape(_ROWS, n // 8, 8).sum(axis=1)
+        self.weights.acquire(it)
+        self.p_smem[here] = e.astype(self.x.dtype)
+        self.row_smem[here, 0] = alpha
+
+        @pl.when(last)
+        def _():
+            self.row_smem[here, 1] = new
+            self.row_smem[here, 2] = jnp.sum(sums, axis=1)
+
+        # what lies beyond the length may be NaN
+        @pl.when(key + n > length)
+        def _():
+            for w in range(0, self.x.value_dim, 64):
+                v = self.k_smem.at[slot, :, pl.ds(w, 64)]
+                there = key + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
+                v[...] = jnp.where(there, v[...], np.zeros((), self.x.dtype))
+
+        plgpu.commit_smem()
+        self.weights.fill(it)
+        return new, sums
+
+    def first_hidden(self, t, length):
+        """The first key that some query of a tile does not see."""
+        if not self.x.causal:
+            return length
+        return jnp.minimum(length, length - self.x.queries + t * _ROWS // self.x.heads + 1)
+
+    def mask(self, s, t, key, length):
+        at = key + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        keep = at < length
+        if self.x.causal:
+            query = (t * _ROWS + lax.broadcasted_iota(jnp.int32, s.shape, 0)) // self.x.heads
+            keep = keep & (at <= query + (length - self.x.queries))
+        return jnp.where(keep, s, _MASKED)
+
+    # ---- adders
+
+    def adder(self, me):
+        def add(*accs):
+            self.segments(functools.partial(self.add_segment, accs, me), jnp.int32(0))
+
+        width = self.plan.width
+        pl.run_scoped(add, *[plgpu.ACC((_ROWS, width))] * (self.plan.part // width))
+
+    def columns(self, me, i, width):
+        """Slice number i of the columns of an adder, of so many."""
+        return pl.ds(pl.multiple_of(me * self.plan.part, self.plan.part) + i * width, width)
+
+    def add_segment(self, accs, me, found, it0):
+        _, _, _, _, _, low, high = found
+        width = self.plan.width
+        for acc in accs:
+            acc[...] = jnp.zeros((_ROWS, width), _F32)
+        along = plgpu.Layout.WGMMA.reduce(1)
+
+        def one(j, _):
+            it = it0 + j
+            slot, here = self.keys.slot(it), self.weights.slot(it)
+            self.weights.wait(it)
+            alpha = plgpu.load(self.row_smem.at[here, 0], layout=along)
+            weights = plgpu.load(self.p_smem.at[here], layout=plgpu.Layout.WGMMA)
+            pl.when(j < high - low - 1)(lambda: self.weights.release(it))
+            for acc in accs:
+                self.multiply(acc, alpha)
+            for i, acc in enumerate(accs):
+                v = self.k_smem.at[slot, :, self.columns(me, i, width)]
+                plgpu.wgmma(acc, weights, v)
+            plgpu.wgmma_wait(0)
+            self.keys.release(it)
+
+        lax.fori_loop(0, high - low, one, None)
+        last = it0 + (high - low - 1)
+        here = self.weights.slot(last)
+        m, sums = (plgpu.load(self.row_smem.at[here, i], layout=along) for i in (1, 2))
+        self.weights.release(last)
+        values = [acc[...] for acc in accs]
+        slices = [x[:, i : i + _PART] for x in values for i in range(0, width, _PART)]
+        self.finish(me, found, slices, m, sums)
+        return last + 1
+
+    def multiply(self, acc, alpha):
+        value = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+        grown = lax.broadcast_in_dim(alpha != 1, value.shape, [0])
+        factor = lax.broadcast_in_dim(alpha, value.shape, [0])
+        acc[...] = plgpu.ext.warp_where(grown, lambda: value * factor, value)
+
+    def finish(self, me, found, slices, m, sums):
+        """Hands the segment to the block with the last keys, or merges all that there are."""
+        b, t, first, blocks, _, low, high = found
+        ends = high == blocks
+
+        @pl.when(~ends)
+        def _():
+            for i, x in enumerate(slices):
+                self.parts[self.me, :, self.columns(me, i, _PART)] = x
+            self.stats[self.me, me, 0] = m
+            self.stats[self.me, me, 1] = sums
+            there = self.owner(first + blocks - 1) * self.plan.lanes + self.lane
+            plgpu.semaphore_signal(self.done.at[there, me], memory_scope="gpu")
+
+        @pl.when(ends)
+        def _():
+            self.merge(me, b, t, first, low, slices, m, sums)
+
+    def merge(self, me, b, t, first, low, slices, m, sums):
+        """Adds the segments of blocks with lower numbers, then stores the result."""
+        p, c, along = self.plan, self.plan.c, plgpu.Layout.WGMMA.reduce(1)
+        others = lax.select(low > 0, self.place - self.owner(first), 0)
+        plgpu.semaphore_wait(self.done.at[self.me, me], others, memory_scope="gpu")
+
+        def add(j, state):
+            m, sums, *slices = state
+            part = (self.place - 1 - j) * p.lanes + self.lane
+            theirs, more = (plgpu.load(self.stats.at[part, me, i], layout=along) for i in (0, 1))
+            new = jnp.maximum(m, theirs)
+            base = jnp.where(new == _MASKED, _F32(0), new * c)
+            mine, other = jnp.exp2(m * c - base), jnp.exp2(theirs * c - base)
+            found = []
+            for i, x in enumerate(slices):
+                there = self.parts.at[part, :, self.columns(me, i, _PART)]
+                there = plgpu.load(there, layout=plgpu.Layout.WGMMA)
+                x = x * lax.broadcast_in_dim(mine, x.shape, [0])
+                found.append(x + there * lax.broadcast_in_dim(other, x.shape, [0]))
+            return new, sums * mine + more * other, *found
+
+        m, sums, *slices = lax.fori_loop(0, others, add, (m, sums, *slices))
+        self.store(me, b, t, slices, m, sums)
+
+    def store(self, me, b, t, slices, m, sums):
+        x, p = self.x, self.plan
+        out = self.o.reshape((x.batch, x.rows, x.value_dim))
+        factor = jnp.where(sums == 0, _F32(0), 1 / sums)
+        row = t * _ROWS + lax.broadcasted_iota(jnp.int32, (_ROWS, _PART), 0)
+        for i, value in enumerate(slices):
+            value = (value * lax.broadcast_in_dim(factor, value.shape, [0])).astype(x.dtype)
+            at = b, pl.ds(t * _ROWS, _ROWS), self.columns(me, i, _PART)
+            pl.store(out, at, value, mask=row < x.rows)
+        if x.return_lse:
+
+            @pl.when(me == 0)
+            def _():
+                log = jnp.where(m == _MASKED, _F32(0), m * p.c) + jnp.log2(sums)
+                r = t * _ROWS + lax.broadcasted_iota(jnp.int32, (_ROWS,), 0)
+                at = b, r % x.heads, jnp.minimum(r // x.heads, x.queries - 1)
+                pl.store(self.lse, at, log * _F32(math.log(2)), mask=r < x.rows)
+
+
+def _parts(plan):
+    """Segments that another block finishes, and their maxima and sums."""
+    return (
+        plgpu.ShapeDtypeStruct((plan.clusters, _ROWS, plan.x.value_dim), _F32),
+        plgpu.ShapeDtypeStruct((plan.clusters, _ADDERS, 2, _ROWS), _F32),
+    )
+
+
+@cached
+def _kernel(x, cfg, sms, interpret):
+    plan = _Plan(x, cfg, sms)
+
+    def body(q, k, *others, **scratch):
+        overlap_launches()
+        names = [*x.options, "o"] + ["lse"] * x.return_lse + ["parts", "stats"]
+        refs = dict(q=q, k=k.reshape((*k.shape[:2], 1, x.dim))) | dict(
+            zip(names, others, strict=True)
+        )
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.clusters, _ADDERS)))
+        _Block(plan, refs | scratch | {"done": done}).run()
+
+    outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
+    if x.return_lse:
+        outs.append(plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    return warp_specialized(
+        body, plan, (*outs, *_parts(plan)), interpret=interpret, kernel_name="mla_decode"
+    )
+
+
+@cached
+def _memory(x, cfg, sms, interpret):
+    """Makes what _parts() says, for calls with out=, which must give all results of a kernel."""
+
+    def body(q, *parts):
+        for part in parts:  # a kernel warns of results that it leaves as they are
+            part[(0,) * part.ndim] = jnp.zeros((), part.dtype)
+
+    return plgpu.kernel(
+        body,
+        out_type=_parts(_Plan(x, cfg, sms)),
+        interpret=interpret,
+        kernel_name="mla_decode_memory",
+    )
+
+
+def _check(q, cache, value_dim):
+    for what, x, rank in (("q", q, 4), ("cache", cache, 3)):
+        if x.ndim != rank or 0 in x.shape:
+            raise ValueError(
+                f"mla_decode: {what} must have {rank} dims, none of them 0, got shape {x.shape}"
+            )
+    if q.dtype.name not in ("float16", "bfloat16") or cache.dtype != q.dtype:
+        raise TypeError(
+            "mla_decode: q and cache must both be float16 or both bfloat16, got"
+            f" {q.dtype} and {cache.dtype}"
+        )
+    dim = q.shape[3]
+    if cache.shape[2] != dim:
+        raise ValueError(
+            f"mla_decode: q and cache must have one last dim, got {q.shape} and {cache.shape}"
+        )
+    if isinstance(value_dim, bool) or not isinstance(value_dim, int) or not 0 < value_dim <= dim:
+        raise ValueError(
+            f"mla_decode: value_dim must be an int from 1 to {dim}, the dim of the cache; got"
+            f" {value_dim!r}"
+        )
+    if dim % 64 or value_dim % 128 or dim > 576 or value_dim > 512:
+        raise NotImplementedError(
+            "mla_decode: the dim of the cache must be a multiple of 64 up to 576, and value_dim of"
+            f" 128 up to 512; got {dim} and {value_dim}; pad with zeros and give scale="
+        )
+    if _core.target(q.device)["name"] != "sm_90a":
+        raise NotImplementedError(
+            f"mla_decode: needs wgmma, which {_core.target(q.device)['name']} lacks; use products"
+            " and ops.softmax"
+        )
+
+
+@plgpu.specialize(in_place=False)
+def mla_decode(
+    q,
+    cache,
+    *,
+    kv_lengths=None,
+    page_table=None,
+    value_dim=512,
+    causal=False,
+    scale=None,
+    return_lse=False,
+    config=None,
+    interpret=None,
+):
+    """``softmax(scale * q @ cache.T) @ cache[:, :value_dim]``: multi-head latent attention (MLA)
+    of a few queries and a long cache that all heads share, with the key absorbed into q.
+
+    q: [batch, queries, heads, dim]; cache: [batch, capacity, dim], or [pages, page_size, dim] with
+    a page_table; float16 or bfloat16, row-major; dim a multiple of 64 up to 576, value_dim of 128
+    up to 512. kv_lengths, page_table, causal, return_lse and out: as of :func:`attention_decode`;
+    page_size is a multiple of 8 from 16. scale: of the scores, ``dim ** -0.5`` by default (models
+    mostly want that of the dim before absorption). config: an :class:`MlaConfig`.
+
+    A call repeats bit for bit; the bits of a sequence depend on the lengths of all. Hopper
+    (sm_90a). Returns [batch, queries, heads, value_dim] of the caller's kind of array, or (that,
+    lse). TypeError, ValueError for other dtypes and shapes, NotImplementedError for other dims.
+    """
+    _check(q, cache, value_dim)
+    check_pages("mla_decode", q, cache, page_table)
+    batch, queries, heads, dim = q.shape
+    if kv_lengths is not None:
+        check_array("mla_decode", "kv_lengths", kv_lengths, (batch,), np.int32)
+    config = MlaConfig() if config is None else config
+    if not isinstance(config, MlaConfig):
+        raise TypeError(f"mla_decode: config must be an MlaConfig, got {config!r}")
+    if config.block not in (32, 64) or config.stages < 0:
+        raise ValueError(
+            f"mla_decode: an MlaConfig has a block of 32 or 64 and stages from 0; got {config}"
+        )
+    scale = float(dim**-0.5 if scale is None else scale)
+    page = 0 if page_table is None else cache.shape[1]
+    keys = page_table.shape[1] * page if page else cache.shape[1]
+    given = kv_lengths is not None, page, bool(causal) and queries > 1
+    shape = batch, queries, heads, dim, value_dim, keys
+    x = _Problem(*shape, q.dtype, scale, bool(return_lse), *given)
+    how = x, config, plgpu.sm_count(q.device), interpret
+    return WithParts("mla_decode", _kernel(*how), _memory(*how), x.return_lse)
