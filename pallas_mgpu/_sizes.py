@@ -189,6 +189,9 @@ class Dim:
     def __floordiv__(self, other):
         return combine("floordiv", self, other)
 
+    def __rfloordiv__(self, other):
+        return combine("floordiv", other, self)
+
     def __mod__(self, other):
         return combine("mod", self, other)
 

@@ -21,6 +21,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._open_rows import in_shapes
 from ._random import mixed
 
 _F32 = np.float32
@@ -80,6 +81,22 @@ class Problem(NamedTuple):
     scale: float
     scores: Scores = PLAIN
     return_lse: bool = False
+
+    @property
+    def is_open(self):
+        """Are the lengths known only when the kernel runs?"""
+        return isinstance(self.queries, plgpu.Dim)
+
+    @property
+    def shapes(self):
+        """Of q, k and v."""
+        q = self.batch, self.queries, self.heads, self.dim
+        k = self.batch, self.keys, self.kv_heads, self.dim
+        return q, k, k
+
+    def padded_rows(self, multiple=_MULTIPLE):
+        """Rows of the ranges of packed sequences."""
+        return pl.cdiv(self.queries, multiple) * multiple
 
     @property
     def group(self):
@@ -173,12 +190,16 @@ def _sequences(name, q, cu_q, cu_k):
 
 
 @cached
-def lookup(sequences, rows, columns, before, after, bottom_right, interpret, multiple=_MULTIPLE):
+def lookup(
+    sequences, rows, columns, before, after, bottom_right, interpret, multiple=_MULTIPLE, like=()
+):
     """Kernel: (low, high) of rows padded to whole tiles, from cu_seqlens of rows and of columns.
-    Rows beyond the last sequence see nothing."""
+    Rows beyond the last sequence see nothing. like: where lengths are open the shapes of the
+    operands, to which q and k are added, whose lengths they are."""
     padded = pl.cdiv(rows, multiple) * multiple
 
-    def body(cu_rows, cu_columns, low, high):
+    def body(cu_rows, cu_columns, *others):
+        low, high = others[-2:]
         start = lax.axis_index("part") * _PART
         i = jnp.minimum(start + jnp.arange(_PART), rows - 1)
 
@@ -211,6 +232,7 @@ def lookup(sequences, rows, columns, before, after, bottom_right, interpret, mul
         grid_names=("part",),
         interpret=interpret,
         kernel_name="attention_ranges",
+        **in_shapes(*like),
     )
 
 
@@ -220,7 +242,16 @@ def lookup_of(x, by_keys, interpret, multiple=_MULTIPLE):
     sizes = (
         (x.keys, x.queries, f.right, f.left) if by_keys else (x.queries, x.keys, f.left, f.right)
     )
-    return lookup(f.sequences, *sizes, f.bottom_right, interpret, multiple)
+    like = ()
+    if x.is_open:
+        given = f.sequences.symbols()  # of cu_seqlens
+        like = given, given, *x.shapes[:2]
+    return lookup(f.sequences, *sizes, f.bottom_right, interpret, multiple, like)
+
+
+def scalar(n):
+    """An int or a size as int32, while a kernel is traced."""
+    return jnp.int32(n) if isinstance(n, int) else jnp.int32(0) + n
 
 
 class Ranges:
@@ -232,7 +263,7 @@ class Ranges:
         self.layout = layout
         f = x.scores._replace(right=0) if x.causal else x.scores
         self.columns, rows = (x.queries, x.keys) if by_keys else (x.keys, x.queries)
-        self.rows = rows if exact and rows % _MULTIPLE else None
+        self.rows = rows if exact and (x.is_open or rows % _MULTIPLE) else None
         self.before, self.after = (f.right, f.left) if by_keys else (f.left, f.right)
         self.shift = self.columns - rows if f.bottom_right else 0
         self.arrays = (low, high) if f.sequences else None
@@ -246,7 +277,7 @@ class Ranges:
     def high(self, i):
         """The column after the last one that row i sees."""
         if self.after is None:
-            return jnp.int32(self.columns)
+            return scalar(self.columns)
         return jnp.clip(i + (self.shift + self.after + 1), 0, self.columns)
 
     def of_tile(self, first, rows):

@@ -215,7 +215,8 @@ class StaticTiles:
     def __init__(self, total, clusters, first):
         self.total, self.clusters, self.first = total, clusters, first
         same = total is clusters  # sizes of the call (plgpu.dim) are compared as they are written
-        self.one_each = same or not isinstance(clusters, plgpu.Dim) and total == clusters
+        known = not isinstance(clusters, plgpu.Dim) and not isinstance(total, plgpu.Dim)
+        self.one_each = same or known and total == clusters
 
     def count(self):
         """How many tiles this cluster has."""

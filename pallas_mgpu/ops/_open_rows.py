@@ -49,6 +49,19 @@ def rows_of(kind, m, edges=_EDGES):
     return rows, min(edges[k], TYPICAL)
 
 
+def sizes_of(kind, sizes, edges, least=1):
+    """Sizes that stand for the ints ``{name: n}``, the first of them in a bucket between two edges
+    and the others any from the least one on; None: they have a program of their own."""
+    (first, n), *_ = sizes.items()
+    if n > edges[-1] or max(sizes.values()) > edges[-1]:
+        return None
+    if _seen(kind).is_static(tuple(sizes.values())):
+        return None
+    k = next(k for k, edge in enumerate(edges) if n <= edge)
+    found = {name: plgpu.dim(name, min=least, max=edges[-1]) for name in sizes}
+    return found | {first: plgpu.dim(first, min=edges[k - 1] + 1, max=edges[k])}
+
+
 def in_shapes(*shapes):
     """Options of plgpu.kernel for operands of such shapes, if one of them has open rows."""
     known = [shape for shape in shapes if shape is not None]

@@ -37,7 +37,7 @@ from . import (
     _tensor_memory,
     _warp_mma,
 )
-from ._attention_scores import PLAIN, Problem, Ranges, Tile
+from ._attention_scores import PLAIN, Problem, Ranges, Tile, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
 from ._common import (
@@ -50,12 +50,14 @@ from ._common import (
     swizzled,
     warp_specialized,
 )
+from ._open_rows import in_shapes, sizes_of
 from ._promises import batch_invariance
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
+_QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
 _OUT = 128  # columns of O that leave at a time, at most
 
 
@@ -99,11 +101,16 @@ class _Plan:
         self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
         self.all_heads = x.batch * x.heads
         self.total = self.all_heads * self.q_tiles
-        self.clusters = min(self.total, cfg.programs or cores)
-        self.group = 1  # heads that are worked on together
-        if x.causal:
-            self.group = min(max(_L2_BYTES // (x.keys * x.dim * 4), 1), self.all_heads)
-        self.counted = x.causal and self.total > self.clusters
+        self.clusters = cfg.programs or cores
+        self.group = 1  # heads that are worked on together; 0: known when the kernel runs
+        if x.is_open:
+            self.group, self.ragged, self.counted = int(not x.causal), True, x.causal
+        else:
+            self.clusters = min(self.total, self.clusters)
+            if x.causal:
+                self.group = min(max(_L2_BYTES // (x.keys * x.dim * 4), 1), self.all_heads)
+            self.ragged = x.keys % self.block != 0
+            self.counted = x.causal and self.total > self.clusters
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         # The next queries are fetched while these are in use, where there is room.
         self.out = math.gcd(x.dim, _OUT)
@@ -169,6 +176,10 @@ class _Block(WarpSpecialized):
         self.k_ring = Ring(plan.stages, self.k_full, self.k_empty)
         self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
         cluster = lax.axis_index("cluster")
+        self.group = plan.group
+        if not self.group:
+            fits = scalar(_L2_BYTES // (plan.x.dim * 4) // plan.x.keys)
+            self.group = jnp.clip(fits + 0 * cluster, 1, plan.all_heads)
         if plan.counted:
             counted = self.tile_numbers, self.tile_full, self.tile_empty, None
             self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
@@ -179,11 +190,12 @@ class _Block(WarpSpecialized):
         """Tile of queries, head and batch of tile number t."""
         p, x = self.plan, self.x
         t = jnp.clip(t, 0, p.total - 1)  # there is one beyond
-        band, inside = t // (p.group * p.q_tiles), t % (p.group * p.q_tiles)
-        width = jnp.int32(p.group)
-        if p.all_heads % p.group:
-            width = jnp.maximum(jnp.minimum(p.all_heads - band * p.group, p.group), 1)
-        tile, head = lax.div(inside, width), band * p.group + lax.rem(inside, width)
+        group = self.group
+        band, inside = t // (group * p.q_tiles), t % (group * p.q_tiles)
+        width = jnp.int32(group) if p.group else group
+        if not p.group or p.all_heads % group:
+            width = jnp.maximum(jnp.minimum(p.all_heads - band * group, group), 1)
+        tile, head = lax.div(inside, width), band * group + lax.rem(inside, width)
         if x.causal:
             tile = jnp.maximum(p.q_tiles - 1 - tile, 0)  # longest first
         return tile, head % x.heads, head // x.heads
@@ -191,7 +203,7 @@ class _Block(WarpSpecialized):
     def blocks_of(self, t, tile):
         """The first key block of a tile, and how many it has; the tile beyond has one."""
         p = self.plan
-        count = jnp.int32(p.key_blocks)
+        count = scalar(p.key_blocks)
         if self.x.causal:
             count = jnp.minimum(((tile + 1) * p.rows + p.block - 1) // p.block, count)
         return 0, lax.select(t < p.total, count, jnp.int32(1))
@@ -202,11 +214,13 @@ class _Block(WarpSpecialized):
         p, x, none = self.plan, self.x, jnp.int32(0)
         _, head, b = self.tile_of(self.tiles.first)
         start = none, none, (b, none, head // (x.heads // x.kv_heads))
-        tiles, it, place = self.tiles.produce(self.fetch_tile, start, beyond=True)
+        some = {"some": False} if p.counted and x.is_open else {}
+        tiles, it, place = self.tiles.produce(self.fetch_tile, start, beyond=True, **some)
         if self.cfg.late:  # the last step waits for it, too
             self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
         for s in range(p.q_slots):  # every release is waited for
-            self.q_ring.await_release(tiles - 1 - s)
+            there = not x.is_open or tiles > s
+            pl.when(there)(lambda s=s: self.q_ring.await_release(tiles - 1 - s))
         for s in range(p.stages):
 
             @pl.when(it > s)
@@ -325,7 +339,7 @@ class _Block(WarpSpecialized):
         """Does a block with a mask, or the first or the last one of a tile, come?"""
         if self.x.causal:
             rare |= now.end > now.row + 1
-        if self.x.keys % self.plan.block:
+        if self.plan.ragged:
             rare |= now.end > self.x.keys
         return rare
 
@@ -390,7 +404,7 @@ class _Block(WarpSpecialized):
     def masked(self, now, s):
         """Scores, masked if this block needs it."""
         p, keys, causal = self.plan, self.x.keys, self.x.causal
-        if causal or keys % p.block:
+        if causal or p.ragged:
             outside = now.end > (jnp.minimum(now.row + 1, keys) if causal else keys)
             s = lax.cond(outside, lambda s: self.mask(s, now.row, now.end), lambda s: s, s)
         return s
@@ -402,7 +416,8 @@ class _Block(WarpSpecialized):
         keep = col < keys
         if self.x.causal:
             at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
-            keep = col <= at if keys >= queries else keep & (col <= at)
+            sees = not self.x.is_open and keys >= queries  # all keys before the query are there
+            keep = col <= at if sees else keep & (col <= at)
         return jnp.where(keep, s, _MASKED)
 
     def scaled(self, m):
@@ -531,6 +546,8 @@ def _kernel(x, cfg, cores, interpret):
 
     body = x.body(functools.partial(_Block, plan), functools.partial(_ScoredBlock, plan))
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
+    ranges = [(x.padded_rows(),)] * 2 if x.scores.sequences else []
+    options |= in_shapes(*x.shapes, *ranges)
     return warp_specialized(body, plan, x.results, kernel_name="attention", **options)
 
 
@@ -541,11 +558,13 @@ class _Packed:
         self.ranges = _attention_scores.lookup_of(x, False, interpret, **how)
         self.attention = kernel
         self.order = x.scores.operands
+        # where lengths are open, the first kernel gets them from the arrays that have them
+        self.like = (lambda q, k: (q, k)) if x.is_open else lambda q, k: ()
 
     def __call__(self, q, k, v, *others, out=None, stream=None):
         named = dict(zip(self.order, others, strict=True))
         ranges = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
-        ranges = self.ranges(*ranges, stream=stream)
+        ranges = self.ranges(*ranges, *self.like(q, k), stream=stream)
         rest = [named[n] for n in ("bias", "seed") if n in named]
         return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
@@ -596,6 +615,26 @@ def _check_config(config):
             "attention: an AttentionConfig has 1 to 3 consumers, a block that is a multiple of 16"
             f" up to 256, stages from 1 and programs from 0; got {config}"
         )
+
+
+def _open(x, *how):
+    """The problem, maybe with lengths that are known when the kernel runs, and the number of
+    queries that its program is tuned for."""
+    f = x.scores
+    if x.batch > 1 or x.return_lse and x.heads > 1 or f.bias or f.dropout:
+        return x, x.queries  # arrays with a length after another dim above 1, or indexed by it
+    kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
+    sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
+    least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
+    if x.keys < least:
+        return x, x.queries
+    found = sizes_of(("attention", kind), sizes, _QUERIES, least)
+    if found is None:
+        return x, x.queries
+    x = x._replace(queries=found["N"], keys=found["M"])
+    if f.sequences:
+        x = x._replace(scores=f._replace(sequences=found["S"] - 1))
+    return x, found["N"].most
 
 
 @plgpu.specialize(in_place=False)
@@ -676,6 +715,8 @@ def attention(
         if scores.sequences:
             return _Packed(problem, kernel, interpret, multiple=_attention_tensor_memory.MULTIPLE)
         return kernel
+    if config is None:
+        problem, queries = _open(problem, q.device, interpret)
     config = config or choose(queries, dim, bool(causal), scores)
     _check_config(config)
     kernel = _kernel(problem, config, plgpu.sm_count(q.device), interpret)
