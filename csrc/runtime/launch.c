@@ -8,7 +8,6 @@
 #include "../base/env.h"
 #include "modules.h"
 
-#include <stdlib.h>
 #include <pthread.h>
 #include <stdio.h>
 
@@ -297,7 +296,7 @@ static cu_result encode(const pm_tensor_map *m, uint64_t ptr, const int64_t *siz
   int swizzle = m->swizzle == 128 ? 3 : m->swizzle == 64 ? 2 : m->swizzle == 32 ? 1 : 0;
   return pm_cu.cuTensorMapEncodeTiled(out, map_dtype[m->dtype], m->rank, (void *)(uintptr_t)ptr,
                                       dim, m->stride + 1, m->box, ones, CU_MAP_NO_INTERLEAVE,
-                                      swizzle, getenv("H21B_256") ? 3 : CU_MAP_L2_128B, CU_MAP_OOB_ZEROS);
+                                      swizzle, CU_MAP_L2_128B, CU_MAP_OOB_ZEROS);
 }
 
 /* Encoded map number `at`, for memory at `ptr`. */

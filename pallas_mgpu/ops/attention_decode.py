@@ -42,9 +42,11 @@ from ._open_rows import in_shapes, rows_of
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
-_MERGE_REGISTERS = 96  # of a lane, for segments that are loaded together, by all consumers
+_MERGE_REGISTERS = 64  # of a lane, for segments that are loaded together
 _EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
-_CONSUMERS = 2  # where the accumulators are small
+_CONSUMERS, _EIGHT_BIT_CONSUMERS = 2, 3  # where the accumulators are small
+# of a block: more or fewer bytes in flight were 1 to 2 % slower
+_BYTES = SMEM_BYTES * 2 // 3
 _CAPACITIES = (0, 512, 2048, 1 << 24)  # of caches of one sequence: edges of the programs
 
 
@@ -80,8 +82,25 @@ class _Problem(NamedTuple):
         return found + [n for n in ("k_scale", "v_scale") if getattr(self, n)]
 
 
+class AttentionDecodeConfig(NamedTuple):
+    """How attention_decode is tiled. ``consumers``: warpgroups that take the blocks of keys by
+    turns, 1 to 4 (1 where the results of a key head are many); ``stages``: slots of the rings of
+    keys and values; ``lanes``: key heads that blocks of the grid work on side by side, a divisor of
+    their number. 0: chosen."""
+
+    consumers: int = 0
+    stages: int = 0
+    lanes: int = 0
+
+
+def _lanes(kv_heads, sms):
+    """As many heads side by side as leave almost no SM without work: their rows of keys are
+    neighbours in memory."""
+    fitting = (n for n in range(min(kv_heads, sms), 1, -1) if kv_heads % n == 0)
+    return next((n for n in fitting if n * (sms // n) >= 0.98 * sms), 1)
+
+
 class _Plan:
-    registers = None
     axes: dict[str, int] = {}
 
     def __init__(self, x, cfg, programs):
@@ -94,13 +113,16 @@ class _Plan:
         self.piece = math.gcd(x.page, _KEYS) if x.page else _KEYS  # keys of a copy
         # segments that are loaded together, by the registers that a lane has
         result = self.value_dim * self.columns
-        self.consumers = cfg.consumers if result <= 16 * 128 else 1
-        self.together = max(1, _MERGE_REGISTERS // self.consumers // cfg.blocks * 128 // result)
+        wanted = cfg.consumers or (_EIGHT_BIT_CONSUMERS if x.kv_dtype else _CONSUMERS)
+        self.consumers = wanted if result <= 16 * 128 else 1
+        self.registers = {3: (32, 160), 4: (32, 112)}.get(self.consumers)
+        self.together = max(1, _MERGE_REGISTERS * 128 // result)
         slot = _KEYS * (self.dim + self.value_dim) * x.cached.itemsize
-        fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + result * 4 + 4096
+        fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
+        fixed += (self.consumers - 1) * result * 4
         if x.kv_dtype:
             fixed += self.consumers * _KEYS * self.value_dim * 2
-        self.stages = cfg.stages or min(max((cfg.bytes - fixed) // slot, 2), 8)
+        self.stages = cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
         self.stages = pl.cdiv(self.stages, self.consumers) * self.consumers
 
@@ -120,9 +142,11 @@ class _Plan:
             (self.consumers, self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
         )
         if self.consumers > 1:
-            found["half"] = plgpu.SMEM((self.value_dim, self.columns), _F32)
-            found["half_stats"] = plgpu.SMEM((2, self.columns), _F32)
-            found["handed"] = found["taken"] = plgpu.Barrier()
+            others = self.consumers - 1
+            found["part"] = plgpu.SMEM((others, self.value_dim, self.columns), _F32)
+            found["part_stats"] = plgpu.SMEM((others, 2, self.columns), _F32)
+            found["handed"] = plgpu.Barrier(num_arrivals=others)
+            found["taken"] = plgpu.Barrier()
         for prefix in ("k_", "v_"):
             found |= Ring.barriers(self.stages, _KEYS // self.piece, 1, prefix=prefix)
         return found
@@ -197,8 +221,8 @@ class _Block(Shares):
         return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
 
     def attend_segment(self, acc, me, found, it0):
-        """The consumers alternate between the blocks."""
-        b, head, _, _, length, low, high = found
+        """The consumers take the blocks by turns; each adds up a part of what others have."""
+        b, head, first, blocks, length, low, high = found
         n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)
         self.load_queries(me, b, head)
@@ -207,7 +231,9 @@ class _Block(Shares):
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
         k_scale = self.scale_of("k_scale", b, head)
-        skip = (me + it0) % consumers  # step `it` is that of consumer it % consumers
+        skip = (
+            me + consumers - it0 % consumers
+        ) % consumers  # step `it` is that of consumer it % consumers
         steps = (high - low + (consumers - 1) - skip) // consumers
 
         def one(j, state):
@@ -221,46 +247,48 @@ class _Block(Shares):
             last = it0 + (steps - 1) * consumers + skip
             pl.when(steps > 0)(lambda: self.values.release(last))
         mine = value, m, jnp.sum(sums, axis=0)
-        if consumers == 1:
-            self.finish(found, *mine)
-        else:
-            pl.when(me == 1)(lambda: self.hand_over(*mine))
-            pl.when(me == 0)(lambda: self.finish(found, *self.sum_of([self.take_over(), mine])))
+        ends = high == blocks
+        gather = functools.partial(self.gather, me, first)
+        mine = lax.cond(ends & (low > 0), gather, lambda *mine: mine, *mine)
+        if consumers > 1:
+            pl.when(me > 0)(lambda: self.hand_over(me - 1, *mine))
+        pl.when(me == 0)(lambda: self.finish(found, ends, *mine))
         return it0 + (high - low)
 
-    def hand_over(self, value, m, sums):
-        """The second consumer's part of a segment."""
-        self.half[...] = value
-        self.half_stats[0] = m
-        self.half_stats[1] = sums
+    def hand_over(self, i, value, m, sums):
+        """The part of a segment of another consumer than the first."""
+        self.part[i] = value
+        self.part_stats[i, 0] = m
+        self.part_stats[i, 1] = sums
         plgpu.barrier_arrive(self.handed)
         plgpu.barrier_wait(self.taken)
 
     def take_over(self):
-        along = plgpu.Layout.WGMMA.reduce(0)
+        along, others = plgpu.Layout.WGMMA.reduce(0), range(self.plan.consumers - 1)
         plgpu.barrier_wait(self.handed)
-        m, sums = (plgpu.load(self.half_stats.at[i], layout=along) for i in (0, 1))
-        value = plgpu.load(self.half, layout=plgpu.Layout.WGMMA)
+        stats = [plgpu.load(self.part_stats.at[i, k], layout=along) for i in others for k in (0, 1)]
+        values = [plgpu.load(self.part.at[i], layout=plgpu.Layout.WGMMA) for i in others]
         plgpu.barrier_arrive(self.taken)
-        return value, m, sums
+        return list(zip(values, stats[::2], stats[1::2]))
 
-    def finish(self, found, value, m, sums):
-        """Hands the segment to the block with the last keys, or merges all that there are."""
-        b, head, first, blocks, _, low, high = found
-        ends = high == blocks
+    def finish(self, found, ends, *mine):
+        """Hands the segment to the block with the last keys, or stores the result."""
+        b, head, first, blocks, *_ = found
+        if self.plan.consumers > 1:
+            mine = self.sum_of([*self.take_over(), mine])
+        value, m, sums = mine
 
         @pl.when(~ends)
         def _():
             self.parts[self.me] = value
             self.stats[self.me, 0] = m
             self.stats[self.me, 1] = sums
-            there = self.owner(first + blocks - 1)
-            there = there * self.plan.lanes + self.lane
+            there = self.owner(first + blocks - 1) * self.plan.lanes + self.lane
             plgpu.semaphore_signal(self.done.at[there], memory_scope="gpu")
 
         @pl.when(ends)
         def _():
-            self.merge(b, head, first, low, value, m, sums)
+            self.store(b, head, value, m * self.x.scores.factor(self.x.scale), sums)
 
     def scale_of(self, name, b, head):
         """The scale of the keys or values of a head; None without one."""
@@ -335,31 +363,30 @@ class _Block(Shares):
             keep = keep & (row <= diagonal + right)
         return keep if left is None else keep & (row >= diagonal - left)
 
-    def merge(self, b, head, first, low, value, m, sums):
-        """Adds the segments of blocks with lower numbers, then stores the result."""
-        start = self.owner(first)
-        others, lanes = lax.select(low > 0, self.place - start, 0), self.plan.lanes
-        plgpu.semaphore_wait(self.done.at[self.me], others, memory_scope="gpu")
+    def gather(self, me, first, *mine):
+        """Adds this consumer's part of the segments of blocks with lower numbers."""
+        others, lanes = self.place - self.owner(first), self.plan.lanes
+        # a block merges once at most, and counts begin at 0 in each launch
+        done = self.done.at[self.me]
+        plgpu.semaphore_wait(done, others, decrement=False, memory_scope="gpu")
         along = plgpu.Layout.WGMMA.reduce(0)
 
-        def load(part, there):
-            part = jnp.maximum(part, self.place - others) * lanes + self.lane
+        def load(i):
+            part = (self.place - 1 - jnp.minimum(i, others - 1)) * lanes + self.lane
             m = plgpu.load(self.stats.at[part, 0], layout=along)
             sums = plgpu.load(self.stats.at[part, 1], layout=along)
             value = plgpu.load(self.parts.at[part], layout=plgpu.Layout.WGMMA)
+            there = i < others
             return value, jnp.where(there, m, _MASKED), jnp.where(there, sums, _F32(0))
 
         def add(j, state):
-            first = j * together
+            first = (j * self.plan.consumers + me) * together
             # all loads before the arithmetic, so that the memory's latency comes once
-            at = [(self.place - 1 - (first + i), first + i < others) for i in range(together)]
-            parts = [load(*here) for here in at]
-            return self.sum_of([*parts, state])
+            return self.sum_of([*(load(first + i) for i in range(together)), state])
 
         together = self.plan.together
-        trips = (others + (together - 1)) // together
-        value, m, sums = lax.fori_loop(0, trips, add, (value, m, sums))
-        self.store(b, head, value, m * self.x.scores.factor(self.x.scale), sums)
+        trips = pl.cdiv(jnp.maximum(others - me * together, 0), self.plan.consumers * together)
+        return lax.fori_loop(0, trips, add, mine)
 
     def sum_of(self, parts):
         """One (result, maximum, sum) of several, whose results are not divided yet."""
@@ -405,18 +432,6 @@ class _Block(Shares):
             pl.store(self.lse, at, lse, mask=keep)
 
 
-class AttentionDecodeConfig(NamedTuple):
-    consumers: int = 2
-    blocks: int = 1
-    stages: int = 0
-    bytes: int = SMEM_BYTES * 2 // 3
-    lanes: int = 1
-    overlap: bool = False
-
-
-CONFIG = AttentionDecodeConfig()
-
-
 def _parts(plan):
     """Segments that another block finishes, and their maxima and sums."""
     programs = plan.clusters
@@ -431,8 +446,7 @@ def _kernel(x, cfg, programs, interpret):
     plan = _Plan(x, cfg, programs)
 
     def body(q, k, v, *others, **scratch):
-        if cfg.overlap:
-            overlap_launches()
+        overlap_launches()
         names = [*x.options, "o"] + ["lse"] * x.return_lse + ["parts", "stats"]
         refs = dict(q=q, k=k, v=v) | dict(zip(names, others, strict=True))
         done = pl.get_global(plgpu.SemaphoreType.REGULAR((programs,)))
@@ -521,6 +535,23 @@ def _check_scale(name, scale, k, shape):
         )
 
 
+def _chosen(config, kv_heads, sms):
+    if config is not None and not isinstance(config, AttentionDecodeConfig):
+        raise TypeError(
+            f"attention_decode: config must be an AttentionDecodeConfig, got {config!r}"
+        )
+    c = config or AttentionDecodeConfig()
+    c = c._replace(lanes=c.lanes or _lanes(kv_heads, sms))
+    if c.consumers not in range(5) or c.stages < 0 or c.lanes < 1 or kv_heads % c.lanes:
+        raise ValueError(
+            "attention_decode: an AttentionDecodeConfig has up to 4 consumers, stages from 0 and a"
+            f" divisor of the {kv_heads} key heads as lanes; got {config}"
+        )
+    if c.lanes > sms:
+        raise ValueError(f"attention_decode: lanes must be at most {sms}, the SMs; got {config}")
+    return c
+
+
 @plgpu.specialize(in_place=False)
 def attention_decode(
     q,
@@ -545,12 +576,13 @@ def attention_decode(
     q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: like k, with
     its own last dim; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64
     queries for each key head (queries * heads / kv_heads), 40 where v's dim is above 128 and 32
-    where it is above 192. k and v may also both be int8, float8_e4m3fn or float8_e5m2 (dims in
-    steps of 16), with k_scale and v_scale, float32 [kv_heads] or [batch, kv_heads]: the keys of a
-    head are ``k * k_scale``, its values ``v * v_scale``; None: 1. They are converted exactly to
-    q's dtype (e5m2 and e4m3fn fit in both) and multiplied as such. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
+    where it is above 192. kv_lengths: int32 [batch], the keys that each sequence has (clipped to
     the capacity). They are read when the kernel runs, so new lengths compile nothing, and a
     replayed CUDA graph uses the current lengths. The contents of the cache beyond them are ignored.
+
+    k and v may also both be int8, float8_e4m3fn or float8_e5m2, with dims in steps of 16. Their
+    elements are converted exactly to q's dtype. k_scale, v_scale: float32 [kv_heads] or [batch,
+    kv_heads]; the keys of a head are ``k * k_scale``, its values ``v * v_scale``; None: 1.
 
     page_table: int32 [batch, pages of a sequence]; k and v are then [pages, page_size, kv_heads,
     dim], key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``,
@@ -562,7 +594,8 @@ def attention_decode(
     those from its position - left to its position + right, None: all on that side; causal makes
     right 0. softcap: scores s become ``softcap * tanh(s / softcap)``. sinks: float32 [heads], a
     score of each head that takes part in the softmax and has no value; it is part of the logarithms
-    too. scale: of the scores, ``head_dim ** -0.5`` by default. return_lse: also return the natural
+    too. scale: of the scores, ``head_dim ** -0.5`` by default. config: an
+    :class:`AttentionDecodeConfig`; chosen by default. return_lse: also return the natural
     logarithm of the sum of exponentials of the scores, float32 [batch, heads, queries];
     :func:`merge_attention` takes it. out: a preallocated result, or a pair of them. A query that
     sees no key has the result 0 and, without sinks, the logarithm -inf.
@@ -595,8 +628,8 @@ def attention_decode(
     if k.dtype != q.dtype:
         dims = [0 if a is None else len(a.shape) for a in (k_scale, v_scale)]
         x = x._replace(kv_dtype=k.dtype, k_scale=dims[0], v_scale=dims[1])
-    cfg = config or CONFIG
-    lanes, sms = cfg.lanes, sms * cfg.blocks
+    cfg = _chosen(config, x.kv_heads, sms)
+    lanes = cfg.lanes
     programs = min(sms // lanes, x.batch * (x.kv_heads // lanes) * pl.cdiv(keys, _KEYS)) * lanes
     if batch == 1 and not page:  # a cache that grows by being made anew
         kind = x._replace(keys=0), q.device, interpret
