@@ -251,7 +251,7 @@ def lookup_of(x, by_keys, interpret, multiple=_MULTIPLE):
 
 def scalar(n):
     """An int or a size as int32, while a kernel is traced."""
-    return jnp.int32(n) if isinstance(n, int) else jnp.int32(0) + n
+    return jnp.int32(n) if isinstance(n, int) else jnp.asarray(n)
 
 
 class Ranges:

@@ -46,6 +46,7 @@ from ._common import (
     Ring,
     StaticTiles,
     WarpSpecialized,
+    overlap_launches,
     store,
     swizzled,
     warp_specialized,
@@ -57,6 +58,7 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
+_PART_BLOCKS = 8  # blocks of a part of the keys, at least: merging takes a few microseconds
 _QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
 _OUT = 128  # columns of O that leave at a time, at most
 
@@ -95,11 +97,12 @@ def choose(queries, head_dim, causal, scores=PLAIN):
 class _Plan:
     """What follows from a problem and a configuration."""
 
-    def __init__(self, x, cfg, cores):
+    def __init__(self, x, cfg, cores, parts=1):
         self.x, self.cfg, self.consumers, self.axes = x, cfg, cfg.consumers, {}
+        self.parts = parts  # of the keys of a tile, whose results are merged later
         self.rows, self.block, self.stages = cfg.consumers * 64, cfg.block, cfg.stages
         self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
-        self.all_heads = x.batch * x.heads
+        self.all_heads = x.batch * x.heads * parts
         self.total = self.all_heads * self.q_tiles
         self.clusters = cfg.programs or cores
         self.group = 1  # heads that are worked on together; 0: known when the kernel runs
@@ -179,7 +182,7 @@ class _Block(WarpSpecialized):
         self.group = plan.group
         if not self.group:
             fits = scalar(_L2_BYTES // (plan.x.dim * 4) // plan.x.keys)
-            self.group = jnp.clip(fits + 0 * cluster, 1, plan.all_heads)
+            self.group = jnp.clip(fits, 1, plan.all_heads)
         if plan.counted:
             counted = self.tile_numbers, self.tile_full, self.tile_empty, None
             self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
@@ -187,7 +190,7 @@ class _Block(WarpSpecialized):
             self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
 
     def tile_of(self, t):
-        """Tile of queries, head and batch of tile number t."""
+        """Tile of queries, part of the keys, head and batch of tile number t."""
         p, x = self.plan, self.x
         t = jnp.clip(t, 0, p.total - 1)  # there is one beyond
         group = self.group
@@ -198,10 +201,11 @@ class _Block(WarpSpecialized):
         tile, head = lax.div(inside, width), band * group + lax.rem(inside, width)
         if x.causal:
             tile = jnp.maximum(p.q_tiles - 1 - tile, 0)  # longest first
-        return tile, head % x.heads, head // x.heads
+        part, head = (head % p.parts, head // p.parts) if p.parts > 1 else (0, head)
+        return tile, part, head % x.heads, head // x.heads
 
-    def blocks_of(self, t, tile):
-        """The first key block of a tile, and how many it has; the tile beyond has one."""
+    def blocks_of(self, t, tile, part):
+        """The first key block of a tile (of its part) and their number; 1 for the tile beyond."""
         p = self.plan
         count = scalar(p.key_blocks)
         if self.x.causal:
@@ -212,7 +216,7 @@ class _Block(WarpSpecialized):
 
     def producer(self):
         p, x, none = self.plan, self.x, jnp.int32(0)
-        _, head, b = self.tile_of(self.tiles.first)
+        _, _, head, b = self.tile_of(self.tiles.first)
         start = none, none, (b, none, head // (x.heads // x.kv_heads))
         some = {"some": False} if p.counted and x.is_open else {}
         tiles, it, place = self.tiles.produce(self.fetch_tile, start, beyond=True, **some)
@@ -233,8 +237,8 @@ class _Block(WarpSpecialized):
         """carry: tiles and key blocks so far, the place of the last block: V comes a step after
         K."""
         p, x, ring, (tiles, it, place) = self.plan, self.x, self.q_ring, carry
-        tile, head, b = self.tile_of(t)
-        first, count = self.blocks_of(t, tile)
+        tile, part, head, b = self.tile_of(t)
+        first, count = self.blocks_of(t, tile, part)
         kv_head = head // (x.heads // x.kv_heads)
         pl.when(tiles >= p.q_slots)(lambda: ring.await_release(tiles - p.q_slots))
         slot = tiles % p.q_slots
@@ -284,8 +288,9 @@ class _Block(WarpSpecialized):
     def begin(self, me, w):
         """Number, first row and keys of tile w."""
         t = self.tiles.tile(w)
-        tile, _, _ = self.tile_of(t)
-        return t, tile * self.plan.rows + me * 64, self.blocks_of(t, tile)[1] * self.plan.block
+        tile, part, _, _ = self.tile_of(t)
+        end = self.blocks_of(t, tile, part)[1] * self.plan.block
+        return t, tile * self.plan.rows + me * 64, end
 
     def goes_on(self, now):
         return now.end > 0
@@ -453,8 +458,8 @@ class _Block(WarpSpecialized):
     def epilogue(self, me, t, value, m, sums):
         """Stores a consumer's rows of tile t."""
         p, x = self.plan, self.x
-        tile, head, b = self.tile_of(t)
-        at = pl.ds(tile * p.rows + me * 64, 64)
+        tile, part, head, b = self.tile_of(t)
+        at, head = pl.ds(tile * p.rows + me * 64, 64), part * x.heads + head
         sums = jnp.sum(sums, axis=1)
         factor = _along_rows(self.reciprocal(sums), x.dim)
         value = (value * factor).astype(x.dtype)
@@ -464,7 +469,8 @@ class _Block(WarpSpecialized):
             store(self.o_smem.at[me], value[:, c : c + p.out], there)
         if x.return_lse:
             lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
-            store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="plain")
+            there = (b, head, at) if p.parts == 1 else (b, at, head)
+            store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
 
     def reciprocal(self, sums):
         factor = pl.reciprocal(sums, approx=True)
@@ -479,17 +485,20 @@ class _ScoredBlock(_Block):
         self.refs = refs
         self.ranges = Ranges(plan.x, False, refs.get("low"), refs.get("high"))
 
-    def blocks_of(self, t, tile):
+    def blocks_of(self, t, tile, part):
         p = self.plan
         inside = t < p.total
         tile = jnp.minimum(tile, p.q_tiles - 1)
         first, count = self.ranges.blocks(tile * p.rows, p.rows, p.block)
+        if p.parts > 1:  # a part without blocks gets the one after the last, which is masked
+            each = pl.cdiv(count, p.parts)
+            first, count = first + part * each, jnp.clip(count - part * each, 0, each)
         return lax.select(inside, first, 0), lax.select(inside, jnp.maximum(count, 1), 1)
 
     def begin(self, me, w):
         t = self.tiles.tile(w)
-        tile, _, _ = self.tile_of(t)
-        first, count = self.blocks_of(t, tile)
+        tile, part, _, _ = self.tile_of(t)
+        first, count = self.blocks_of(t, tile, part)
         row, n = tile * self.plan.rows + me * 64, self.plan.block
         return t, row, _Place((first + count) * n, first * n, *self.ranges.of_all(row, 64))
 
@@ -513,7 +522,7 @@ class _ScoredBlock(_Block):
     def tile(self, now):
         """This block's part of the scores."""
         t = lax.select(now.t < self.plan.total, now.t, 0)
-        _, head, b = self.tile_of(t)
+        _, _, head, b = self.tile_of(t)
         shape, column = (64, self.plan.block), now.end.end - self.plan.block
         return Tile(self.x, self.refs, b, head, now.row, column, shape, by_keys=False)
 
@@ -540,15 +549,78 @@ def _along_rows(x, width):
 
 
 @cached
-def _kernel(x, cfg, cores, interpret):
-    """x: a Problem."""
-    plan = _Plan(x, cfg, cores)
-
-    body = x.body(functools.partial(_Block, plan), functools.partial(_ScoredBlock, plan))
+def _kernel(x, cfg, cores, parts, interpret):
+    """x: a Problem. parts: of the keys; the results of each are heads of their own."""
+    x = x._replace(return_lse=True) if parts > 1 else x
+    plan = _Plan(x, cfg, cores, parts)
+    plain = _Block if parts == 1 else _ScoredBlock
+    body = x.body(functools.partial(plain, plan), functools.partial(_ScoredBlock, plan))
+    out_type = x.results
+    if parts > 1:
+        all_heads = x.batch, x.queries, parts * x.heads
+        out_type = plgpu.ShapeDtypeStruct((*all_heads, x.dim), x.dtype)
+        out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
     ranges = [(x.padded_rows(),)] * 2 if x.scores.sequences else []
     options |= in_shapes(*x.shapes, *ranges)
-    return warp_specialized(body, plan, x.results, kernel_name="attention", **options)
+    return warp_specialized(body, plan, out_type, kernel_name="attention", **options)
+
+
+_MERGE_TILE = 1024  # elements of a block
+
+
+@cached
+def _merge(x, parts, interpret):
+    """Kernel: the result from those over parts of the keys, in the order of the parts."""
+    height = max(1, _MERGE_TILE // x.dim)
+    rows, tile = x.batch * x.queries * x.heads, (height, x.dim)
+
+    def body(o, lse, out, out_lse=None):
+        overlap_launches()
+        at = lax.axis_index("tile") * height + lax.broadcasted_iota(jnp.int32, tile, 0)
+        column, keep = lax.broadcasted_iota(jnp.int32, tile, 1), at < rows
+        at = jnp.minimum(at, rows - 1)
+        b, row, head = at // x.heads // x.queries, at // x.heads % x.queries, at % x.heads
+        heads = [part * x.heads + head for part in range(parts)]
+        logs = [lse[b, row, h] for h in heads]
+        values = [o[b, row, h, column].astype(_F32) for h in heads]
+        top = functools.reduce(jnp.maximum, logs)
+        base = jnp.where(top == -np.inf, _F32(0), top)
+        weights = [jnp.exp(log - base) for log in logs]
+        total = functools.reduce(jnp.add, weights)
+        value = functools.reduce(jnp.add, [w * v for w, v in zip(weights, values)])
+        value = jnp.where(total == 0, _F32(0), value / total)
+        pl.store(out, (b, row, head, column), value.astype(x.dtype), mask=keep)
+        if x.return_lse:
+            pl.store(out_lse, (b, head, row), base + jnp.log(total), mask=keep & (column == 0))
+
+    all_heads = x.batch, x.queries, parts * x.heads
+    return plgpu.kernel(
+        body,
+        out_type=x.results,
+        grid=(pl.cdiv(rows, height),),
+        grid_names=("tile",),
+        interpret=interpret,
+        kernel_name="attention_merge",
+        **in_shapes((*all_heads, x.dim), all_heads),
+    )
+
+
+def _parts(x, cfg, cores):
+    """Parts of the keys, a power of 2, where queries alone leave most SMs without work."""
+    tiles = x.batch * x.heads * pl.cdiv(x.queries, cfg.consumers * 64)
+    most = min(cores // tiles, pl.cdiv(x.keys, cfg.block) // _PART_BLOCKS, 16)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
+class _Divided:
+    """Attention to parts of the keys, then the sum of the results."""
+
+    def __init__(self, x, parts, kernel, interpret):
+        self.parts, self.merge = kernel, _merge(x, parts, interpret)
+
+    def __call__(self, *operands, out=None, stream=None):
+        return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
 
 
 class _Packed:
@@ -692,7 +764,7 @@ def attention(
         config = TensorMemoryAttentionConfig()
     of_blackwell = isinstance(config, TensorMemoryAttentionConfig)
     _check(q, k, v, most=_attention_tensor_memory.MOST if of_blackwell else 0)
-    batch_invariance("attention", batch_invariant, deterministic)  # the choice always is
+    invariant = batch_invariance("attention", batch_invariant, deterministic)
     queries, dim = q.shape[1], q.shape[3]
     scale = float(dim**-0.5 if scale is None else scale)
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
@@ -715,9 +787,14 @@ def attention(
         if scores.sequences:
             return _Packed(problem, kernel, interpret, multiple=_attention_tensor_memory.MULTIPLE)
         return kernel
+    cores, parts = plgpu.sm_count(q.device), 1
     if config is None:
-        problem, queries = _open(problem, q.device, interpret)
+        if not (invariant or scores.sequences):
+            parts = _parts(problem, choose(queries, dim, bool(causal), scores), cores)
+        problem, queries = _open(problem, parts, q.device, interpret)
     config = config or choose(queries, dim, bool(causal), scores)
     _check_config(config)
-    kernel = _kernel(problem, config, plgpu.sm_count(q.device), interpret)
+    kernel = _kernel(problem, config, cores, parts, interpret)
+    if parts > 1:
+        return _Divided(problem, parts, kernel, interpret)
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel
