@@ -14,7 +14,7 @@ import numpy as np
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._common import Ring, WarpSpecialized
+from ._common import WarpSpecialized
 
 
 class Shares(WarpSpecialized):
@@ -27,7 +27,6 @@ class Shares(WarpSpecialized):
         self.lane, self.place = self.me % plan.lanes, self.me // plan.lanes
         keys = self.x.keys  # that the cache holds, maybe a plgpu.dim
         self.capacity = jnp.int32(keys) if isinstance(keys, int) else keys + 0 * self.me
-        self.keys = Ring(plan.stages, self.k_full, self.k_empty)
 
     # ---- division of the work
 

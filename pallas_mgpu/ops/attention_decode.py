@@ -119,7 +119,7 @@ class _Plan:
         self.together = max(1, _MERGE_REGISTERS * 128 // result)
         slot = _KEYS * (self.dim + self.value_dim) * x.cached.itemsize
         fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
-        fixed += (self.consumers - 1) * result * 4
+        fixed += 2 * (self.consumers - 1) * result * 4
         if x.kv_dtype:
             fixed += self.consumers * _KEYS * self.value_dim * 2
         self.stages = cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
@@ -142,11 +142,10 @@ class _Plan:
             (self.consumers, self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
         )
         if self.consumers > 1:
-            others = self.consumers - 1
-            found["part"] = plgpu.SMEM((others, self.value_dim, self.columns), _F32)
-            found["part_stats"] = plgpu.SMEM((others, 2, self.columns), _F32)
-            found["handed"] = plgpu.Barrier(num_arrivals=others)
-            found["taken"] = plgpu.Barrier()
+            others = self.consumers - 1  # two segments, so that they can go on with the next one
+            found["part"] = plgpu.SMEM((2, others, self.value_dim, self.columns), _F32)
+            found["part_stats"] = plgpu.SMEM((2, others, 2, self.columns), _F32)
+            found |= Ring.barriers(2, others, 1, prefix="part_")
         for prefix in ("k_", "v_"):
             found |= Ring.barriers(self.stages, _KEYS // self.piece, 1, prefix=prefix)
         return found
@@ -155,7 +154,10 @@ class _Plan:
 class _Block(Shares):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
+        self.keys = Ring(plan.stages, self.k_full, self.k_empty)
         self.values = Ring(plan.stages, self.v_full, self.v_empty)
+        if plan.consumers > 1:
+            self.others = Ring(2, self.part_full, self.part_empty)
 
     # ---- producer
 
@@ -195,7 +197,10 @@ class _Block(Shares):
 
     def consumer(self, me):
         def attend(acc):
-            self.segments(lambda found, it: self.attend_segment(acc, me, found, it), jnp.int32(0))
+            attend_segment = functools.partial(self.attend_segment, acc, me)
+            n, _ = self.segments(attend_segment, (jnp.int32(0), jnp.int32(0)))
+            if self.plan.consumers > 1:
+                pl.when(me > 0)(lambda: self.others.drain(n))
 
         pl.run_scoped(attend, plgpu.ACC((self.plan.value_dim, self.plan.columns)))
 
@@ -220,8 +225,10 @@ class _Block(Shares):
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
         return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
 
-    def attend_segment(self, acc, me, found, it0):
-        """The consumers take the blocks by turns; each adds up a part of what others have."""
+    def attend_segment(self, acc, me, found, carry):
+        """The consumers take the blocks by turns; each adds up a part of what others have. carry:
+        segments and blocks so far."""
+        segment, it0 = carry
         b, head, first, blocks, length, low, high = found
         n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)
@@ -251,31 +258,34 @@ class _Block(Shares):
         gather = functools.partial(self.gather, me, first)
         mine = lax.cond(ends & (low > 0), gather, lambda *mine: mine, *mine)
         if consumers > 1:
-            pl.when(me > 0)(lambda: self.hand_over(me - 1, *mine))
-        pl.when(me == 0)(lambda: self.finish(found, ends, *mine))
-        return it0 + (high - low)
+            pl.when(me > 0)(lambda: self.hand_over(segment, me - 1, *mine))
+        pl.when(me == 0)(lambda: self.finish(segment, found, ends, *mine))
+        return segment + 1, it0 + (high - low)
 
-    def hand_over(self, i, value, m, sums):
+    def hand_over(self, segment, i, value, m, sums):
         """The part of a segment of another consumer than the first."""
-        self.part[i] = value
-        self.part_stats[i, 0] = m
-        self.part_stats[i, 1] = sums
-        plgpu.barrier_arrive(self.handed)
-        plgpu.barrier_wait(self.taken)
+        slot = self.others.slot(segment)
+        self.others.acquire(segment)
+        self.part[slot, i] = value
+        self.part_stats[slot, i, 0] = m
+        self.part_stats[slot, i, 1] = sums
+        self.others.fill(segment)
 
-    def take_over(self):
+    def take_over(self, segment):
         along, others = plgpu.Layout.WGMMA.reduce(0), range(self.plan.consumers - 1)
-        plgpu.barrier_wait(self.handed)
-        stats = [plgpu.load(self.part_stats.at[i, k], layout=along) for i in others for k in (0, 1)]
-        values = [plgpu.load(self.part.at[i], layout=plgpu.Layout.WGMMA) for i in others]
-        plgpu.barrier_arrive(self.taken)
+        slot = self.others.slot(segment)
+        self.others.wait(segment)
+        rows = [self.part_stats.at[slot, i, k] for i in others for k in (0, 1)]
+        stats = [plgpu.load(row, layout=along) for row in rows]
+        values = [plgpu.load(self.part.at[slot, i], layout=plgpu.Layout.WGMMA) for i in others]
+        self.others.release(segment)
         return list(zip(values, stats[::2], stats[1::2]))
 
-    def finish(self, found, ends, *mine):
+    def finish(self, segment, found, ends, *mine):
         """Hands the segment to the block with the last keys, or stores the result."""
         b, head, first, blocks, *_ = found
         if self.plan.consumers > 1:
-            mine = self.sum_of([*self.take_over(), mine])
+            mine = self.sum_of([*self.take_over(segment), mine])
         value, m, sums = mine
 
         @pl.when(~ends)

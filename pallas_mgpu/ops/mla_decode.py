@@ -40,10 +40,11 @@ _PART = 32  # columns of a result that are merged at a time
 
 class MlaConfig(NamedTuple):
     """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots;
-    0: as many as fit."""
+    0: as many as fit. ``prefetch``: rows come to the L2 cache before their slot is free."""
 
     block: int = 64
     stages: int = 0
+    prefetch: bool = True
 
 
 class _Problem(NamedTuple):
@@ -76,7 +77,7 @@ class _Plan:
     consumers = _ADDERS + 1
 
     def __init__(self, x, cfg, sms):
-        self.x, self.block = x, cfg.block
+        self.x, self.block, self.prefetch = x, cfg.block, cfg.prefetch
         self.tiles = pl.cdiv(x.rows, _ROWS)
         self.lanes = next(n for n in range(min(self.tiles, sms), 0, -1) if self.tiles % n == 0)
         self.heads = self.tiles // self.lanes
@@ -85,6 +86,13 @@ class _Plan:
         self.piece = math.gcd(x.page, self.block) if x.page else self.block
         self.part = x.value_dim // _ADDERS  # columns of an adder
         self.width = math.gcd(self.part, 128)  # of an accumulator
+        # Columns of a slot that adders are done with at the same time are filled together: those of
+        # the first accumulators, with all that are no values, then those of the second ones.
+        self.groups = [
+            [(a * self.part + i, self.width) for a in range(_ADDERS)]
+            for i in range(0, self.part, self.width)
+        ]
+        self.groups[0] += [(i, 64) for i in range(x.value_dim, x.dim, 64)]
         self.c = _F32(x.scale * math.log2(math.e))
         size = x.dtype.itemsize
         self.turns = 64 // self.block  # slots of probabilities
@@ -105,7 +113,9 @@ class _Plan:
             "row_smem": plgpu.SMEM((self.turns, 3, _ROWS), _F32),  # alpha; last: maxima and sums
         }
         found |= Ring.barriers(1, 1, 1, prefix="q_")
-        found |= Ring.barriers(self.stages, self.block // self.piece, _ADDERS, prefix="k_")
+        for i, group in enumerate(self.groups):
+            copies = self.block // self.piece * len(group)
+            found |= Ring.barriers(self.stages, copies, _ADDERS, prefix=f"k{i}_")
         return found | Ring.barriers(self.turns, 1, _ADDERS, prefix="p_")
 
 
@@ -114,6 +124,10 @@ class _Block(Shares):
         super().__init__(plan, refs)
         self.queries = Ring(1, self.q_full, self.q_empty)
         self.weights = Ring(plan.turns, self.p_full, self.p_empty)
+        self.rings = [
+            Ring(plan.stages, getattr(self, f"k{i}_full"), getattr(self, f"k{i}_empty"))
+            for i in range(len(plan.groups))
+        ]
 
     def run(self):
         me = lax.axis_index("wg")
@@ -135,7 +149,8 @@ class _Block(Shares):
     def producer(self):
         tiles, steps = self.segments(self.fetch, (jnp.int32(0), jnp.int32(0)))
         self.queries.drain(tiles)
-        self.keys.drain(steps)
+        for ring in self.rings:
+            ring.drain(steps)
 
     def fetch(self, found, carry):
         (tile, it0), x = carry, self.x
@@ -147,11 +162,16 @@ class _Block(Shares):
         def one(j, it):
             key = (high - 1 - j) * self.block
             pieces = self.pieces(b, 0, key, length)
-            self.keys.acquire(it)
-            slot = self.keys.slot(it)
-            for rows, at in pieces:
-                here = self.k_smem.at[slot] if rows is None else self.k_smem.at[slot, rows]
-                plgpu.copy_gmem_to_smem(self.k.at[at], here, self.keys.full.at[slot])
+            for _, at in pieces if self.plan.prefetch else ():
+                plgpu.async_prefetch(self.k.at[at])
+            for ring, group in zip(self.rings, self.plan.groups):
+                ring.acquire(it)
+                slot = ring.slot(it)
+                for rows, at in pieces:
+                    here = self.k_smem.at[slot] if rows is None else self.k_smem.at[slot, rows]
+                    for columns in (pl.ds(*c) for c in group):
+                        there = self.k.at[(*at, columns)]
+                        plgpu.copy_gmem_to_smem(there, here.at[:, columns], ring.full.at[slot])
             return it + 1
 
         return tile + 1, lax.fori_loop(0, high - low, one, it0)
@@ -178,11 +198,14 @@ class _Block(Shares):
 
     def score(self, tile, t, key, length, last, it, m, sums):
         """Probabilities of a block of keys, for the adders."""
-        n, c, slot, here = self.block, self.plan.c, self.keys.slot(it), self.weights.slot(it)
-        self.keys.wait(it)
+        n, c, slot, here = self.block, self.plan.c, self.rings[0].slot(it), self.weights.slot(it)
 
         def scores(acc):
-            plgpu.wgmma(acc, self.q_smem, self.k_smem.at[slot].T)
+            for ring, group in zip(self.rings, self.plan.groups):
+                ring.wait(it)
+                for columns in (pl.ds(*c) for c in group):
+                    k = self.k_smem.at[slot, :, columns]
+                    plgpu.wgmma(acc, self.q_smem.at[:, columns], k.T)
             return acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((_ROWS, n)))
@@ -253,7 +276,7 @@ class _Block(Shares):
 
         def one(j, _):
             it = it0 + j
-            slot, here = self.keys.slot(it), self.weights.slot(it)
+            slot, here = self.rings[0].slot(it), self.weights.slot(it)
             self.weights.wait(it)
             alpha = plgpu.load(self.row_smem.at[here, 0], layout=along)
             weights = plgpu.load(self.p_smem.at[here], layout=plgpu.Layout.WGMMA)
@@ -263,8 +286,9 @@ class _Block(Shares):
             for i, acc in enumerate(accs):
                 v = self.k_smem.at[slot, :, self.columns(me, i, width)]
                 plgpu.wgmma(acc, weights, v)
-            plgpu.wgmma_wait(0)
-            self.keys.release(it)
+            for i, ring in enumerate(self.rings):
+                plgpu.wgmma_wait(len(accs) - 1 - i)
+                ring.release(it)
 
         lax.fori_loop(0, high - low, one, None)
         last = it0 + (high - low - 1)
