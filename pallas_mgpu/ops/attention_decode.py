@@ -116,12 +116,13 @@ class _Plan:
         wanted = cfg.consumers or (_EIGHT_BIT_CONSUMERS if x.kv_dtype else _CONSUMERS)
         self.consumers = wanted if result <= 16 * 128 else 1
         self.registers = {3: (32, 160), 4: (32, 112)}.get(self.consumers)
-        self.together = max(1, _MERGE_REGISTERS * 128 // result)
+        merging = _MERGE_REGISTERS // (2 if self.consumers > 2 else 1)
+        self.together = max(1, merging * 128 // result)
         slot = _KEYS * (self.dim + self.value_dim) * x.cached.itemsize
         fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
         fixed += 2 * (self.consumers - 1) * result * 4
         if x.kv_dtype:
-            fixed += self.consumers * _KEYS * self.value_dim * 2
+            fixed += self.consumers * _KEYS * (self.dim + self.value_dim) * 2
         self.stages = cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
         self.stages = pl.cdiv(self.stages, self.consumers) * self.consumers
@@ -133,8 +134,9 @@ class _Plan:
             rows = swizzled(math.gcd(dim, 128 // x.cached.itemsize), x.cached)
             found[name] = plgpu.SMEM((self.stages, _KEYS, dim), x.cached, transforms=rows)
         if x.kv_dtype:
-            shape = self.consumers, _KEYS, self.value_dim
-            found["values16"] = plgpu.SMEM(shape, x.dtype, transforms=swizzled(64, x.dtype))
+            for name, dim in (("keys16", self.dim), ("values16", self.value_dim)):
+                shape = self.consumers, _KEYS, dim
+                found[name] = plgpu.SMEM(shape, x.dtype, transforms=swizzled(64, x.dtype))
         found["q_smem"] = plgpu.SMEM(
             (self.consumers, self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
         )
@@ -300,6 +302,20 @@ class _Block(Shares):
         def _():
             self.store(b, head, value, m * self.x.scores.factor(self.x.scale), sums)
 
+    def keys_of(self, me, slot):
+        """Keys of a slot, as the tensor cores take them."""
+        k = self.k_smem.at[slot]
+        if self.x.kv_dtype:
+            raw, k = k, self.keys16.at[me]
+            self.convert(raw, k)
+            plgpu.commit_smem()
+        return k
+
+    def convert(self, raw, there):
+        """8-bit elements of a slot as 16-bit ones, eight of a row by each lane."""
+        layout = plgpu.Layout.WG_STRIDED(raw.shape, vec_size=8)
+        there[...] = plgpu.load(raw, layout=layout).astype(self.x.dtype)
+
     def scale_of(self, name, b, head):
         """The scale of the keys or values of a head; None without one."""
         dims = getattr(self.x, name)
@@ -318,11 +334,7 @@ class _Block(Shares):
         )
 
         def scores(s_acc):
-            k = self.k_smem.at[slot]
-            if self.x.kv_dtype:
-                k = plgpu.load(k, layout=plgpu.Layout.WGMMA, optimized=False)
-                k = k.astype(self.x.dtype)
-            plgpu.wgmma(s_acc, k, q_smem)
+            plgpu.wgmma(s_acc, self.keys_of(me, slot), q_smem)
             return s_acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
@@ -345,7 +357,7 @@ class _Block(Shares):
         v = self.v_smem.at[slot]
         if self.x.kv_dtype:  # tensor cores transpose 16-bit elements alone
             raw, v = v, self.values16.at[me]
-            v[...] = raw[...].astype(self.x.dtype)
+            self.convert(raw, v)
             self.values.release(it)
 
         # what lies beyond the length may be NaN
