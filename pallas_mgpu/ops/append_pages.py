@@ -1,4 +1,7 @@
-"""Appends keys and values to caches in pages, in place. A block copies one position."""
+"""Appends keys and values to caches in pages, in place. A block has one position: it rotates the
+keys by the angles of the position and divides by the scales of 8-bit caches, in float32."""
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,32 +11,100 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
+
+_F32 = np.float32
+_FLOATS = ("float16", "bfloat16", "float32")
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+class _Problem(NamedTuple):
+    k_pages: tuple  # shapes
+    v_pages: tuple
+    batch: int  # maybe a plgpu.dim, as rows
+    rows: int
+    entries: int
+    to: np.dtype
+    angles: tuple | None = None  # shape of cos
+    k_scale: int = 0  # dims of its array; 0: none
+    v_scale: int = 0
+
+    @property
+    def options(self):
+        """Names of the operands after lengths, and their shapes."""
+        heads = self.k_pages[2]
+        found = {n: self.angles for n in ("cos", "sin") if self.angles}
+        for name in ("k_scale", "v_scale"):
+            if dims := getattr(self, name):
+                found[name] = (heads,) if dims == 1 else (self.batch, heads)
+        return found
+
+
+def _rotated(k, cos, sin):
+    """Parts of the keys of a position [heads, dim] with their first columns: pairs (i, i + half),
+    then what stays. k: a ref."""
+    dim, half = k.shape[1], cos.shape[0]
+    left, right = (k[:, pl.ds(n, half)].astype(_F32) for n in (0, half))
+    cos, sin = (lax.broadcast_in_dim(a, left.shape, [1]) for a in (cos, sin))
+    parts = [(0, left * cos - right * sin), (half, right * cos + left * sin)]
+    rest = dim - 2 * half
+    return parts + ([(2 * half, k[:, pl.ds(2 * half, rest)].astype(_F32))] if rest else [])
+
+
+def _to(value, dtype, scale):
+    """Elements of a cache, from others [heads, dim]."""
+    if value.dtype == dtype:
+        return value
+    value = value.astype(_F32)
+    if scale is not None:
+        value = value / lax.broadcast_in_dim(scale, value.shape, [0])
+    largest = _LARGEST.get(dtype.name)
+    if largest:
+        kept = jnp.clip(value, _F32(-largest), _F32(largest))
+        value = jnp.where(value == value, kept, value)
+    return (jnp.round(value) if dtype.name == "int8" else value).astype(dtype)
 
 
 @cached
-def _kernel(k_pages, v_pages, new, table, dtype, interpret):
-    (pages, size), entries = k_pages[:2], table[1]
+def _kernel(x, interpret):
+    pages, size = x.k_pages[:2]
 
-    def body(k, v, page_table, lengths, k_cache, v_cache):
+    def body(k, v, page_table, lengths, *others):
         overlap_launches()
+        *options, k_cache, v_cache = others
+        named = dict(zip(x.options, options, strict=True))
         b, i = lax.axis_index("batch"), lax.axis_index("row")
         at = lengths[b] + i
-        inside = (at >= 0) & (at < entries * size)
-        page = page_table[b, jnp.clip(at // size, 0, entries - 1)]
+        inside = (at >= 0) & (at < x.entries * size)
+        page = page_table[b, jnp.clip(at // size, 0, x.entries - 1)]
+
+        def scale(name):
+            dims = getattr(x, name)
+            return None if not dims else named[name][...] if dims == 1 else named[name][b]
 
         @pl.when(inside & (page >= 0) & (page < pages))
         def _():
-            k_cache[page, at % size] = k[b, i]
-            v_cache[page, at % size] = v[b, i]
+            keys, values = [(0, k[b, i])], v[b, i]
+            if x.angles:
+                there = jnp.minimum(at, x.angles[0] - 1)
+                angles = (named[n][there].astype(_F32) for n in ("cos", "sin"))
+                keys = _rotated(k.at[b, i], *angles)
+            for first, part in keys:
+                here = k_cache.at[page, at % size, :, pl.ds(first, part.shape[1])]
+                here[...] = _to(part, x.to, scale("k_scale"))
+            v_cache[page, at % size] = _to(values, x.to, scale("v_scale"))
 
-    outs = [plgpu.ShapeDtypeStruct(shape, dtype) for shape in (k_pages, v_pages)]
+    new = x.batch, x.rows
+    shapes = [(*new, *pages[2:]) for pages in (x.k_pages, x.v_pages)]
+    shapes += [(x.batch, x.entries), (x.batch,), *x.options.values()]
     return plgpu.kernel(
         body,
-        out_type=tuple(outs),
+        out_type=tuple(plgpu.ShapeDtypeStruct(s, x.to) for s in (x.k_pages, x.v_pages)),
         grid=new,
         grid_names=("batch", "row"),
         interpret=interpret,
         kernel_name="append_pages",
+        **in_shapes(*shapes),
     )
 
 
@@ -49,34 +120,98 @@ class _Append:
         return self.kernel(*operands, out=(k_pages, v_pages), stream=stream)
 
 
-@plgpu.specialize
-def append_pages(k_pages, v_pages, k, v, page_table, lengths, *, interpret=None):
-    """Appends keys and values to caches in pages, in place (Hopper).
-
-    k_pages, v_pages: [pages, page_size, kv_heads, dim], as :func:`attention_decode` takes them;
-    they are changed. k, v: [batch, rows, kv_heads, dim], of the same dtype. page_table: int32
-    [batch, pages of a sequence]; lengths: int32 [batch], the rows that each sequence has before the
-    call: row i of sequence b goes to the position ``lengths[b] + i``. Rows beyond the page table,
-    and those whose page does not exist, are dropped. No position may be written twice.
-
-    Returns (k_pages, v_pages). TypeError, ValueError for other dtypes and shapes, and for ``out=``.
-    """
+def _check(k_pages, v_pages, k, v):
     for what, pages, x in (("k", k_pages, k), ("v", v_pages, v)):
         if pages.ndim != 4 or x.ndim != 4 or x.shape[2:] != pages.shape[2:] or 0 in x.shape:
             raise ValueError(
                 f"append_pages: {what}_pages must be [pages, page_size, kv_heads, dim] and {what}"
                 f" [batch, rows, kv_heads, dim]; got {pages.shape} and {x.shape}"
             )
-        if x.dtype != pages.dtype or x.dtype != k.dtype:
+        small = k.dtype.name in _FLOATS and pages.dtype.name in _LARGEST
+        if (
+            x.dtype != k.dtype
+            or pages.dtype != k_pages.dtype
+            or not (small or pages.dtype == k.dtype)
+        ):
             raise TypeError(
-                "append_pages: the caches, k and v must have one dtype, got"
+                "append_pages: the caches must have one dtype, and k and v that too, or a float of"
+                f" 16 or 32 bits where that of the caches is one of {', '.join(_LARGEST)}; got"
                 f" {k_pages.dtype}, {v_pages.dtype}, {k.dtype} and {v.dtype}"
             )
-    if k_pages.shape[:2] != v_pages.shape[:2] or k.shape[:2] != v.shape[:2] or 0 in k_pages.shape:
+    if k_pages.shape[:3] != v_pages.shape[:3] or k.shape[:2] != v.shape[:2] or 0 in k_pages.shape:
         raise ValueError(
-            "append_pages: k_pages and v_pages must agree in pages and page_size, k and v in batch"
-            f" and rows; got {k_pages.shape}, {v_pages.shape}, {k.shape} and {v.shape}"
+            "append_pages: k_pages and v_pages must agree in pages, page_size and kv_heads, k and v"
+            f" in batch and rows; got {k_pages.shape}, {v_pages.shape}, {k.shape} and {v.shape}"
         )
+
+
+def _check_angles(k, cos, sin):
+    if cos is sin is None:
+        return None
+    fits = cos is not None and sin is not None and cos.shape == sin.shape and len(cos.shape) == 2
+    if not fits or 0 in cos.shape or 2 * cos.shape[1] > k.shape[3]:
+        shapes = [None if a is None else a.shape for a in (cos, sin)]
+        raise ValueError(
+            "append_pages: cos and sin must be given together, [positions, n] with 2 * n up to"
+            f" {k.shape[3]}, the dim of k; got {shapes[0]} and {shapes[1]}"
+        )
+    for name, a in (("cos", cos), ("sin", sin), ("k", k)):
+        if a.dtype.name not in _FLOATS:
+            raise TypeError(
+                f"append_pages: {name} must be float16, bfloat16 or float32 where keys are rotated,"
+                f" got {a.dtype}"
+            )
+    return cos.shape
+
+
+def _check_scales(pages, heads, batch, scales):
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if pages.dtype.name not in _LARGEST:
+            raise ValueError(f"append_pages: {name} is for 8-bit caches, got {pages.dtype}")
+        if scale.dtype != _F32 or scale.shape not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"append_pages: {name} must be float32 [kv_heads] or [batch, kv_heads], {(heads,)}"
+                f" or {(batch, heads)}; got {scale.dtype} of shape {scale.shape}"
+            )
+    return [0 if scale is None else len(scale.shape) for scale in scales.values()]
+
+
+@plgpu.specialize
+def append_pages(
+    k_pages,
+    v_pages,
+    k,
+    v,
+    page_table,
+    lengths,
+    *,
+    cos=None,
+    sin=None,
+    k_scale=None,
+    v_scale=None,
+    interpret=None,
+):
+    """Appends keys and values to caches in pages, in place (Hopper).
+
+    k_pages, v_pages: [pages, page_size, kv_heads, dim], as :func:`attention_decode` takes them;
+    they are changed. k, v: [batch, rows, kv_heads, dim], of the same dtype, or float16, bfloat16 or
+    float32 where the caches are int8, float8_e4m3fn or float8_e5m2. page_table: int32 [batch, pages
+    of a sequence]; lengths: int32 [batch], the rows that each sequence has before the call: row i
+    of sequence b goes to the position ``lengths[b] + i``. Rows beyond the page table, and those
+    whose page does not exist, are dropped. No position may be written twice.
+
+    cos, sin: [positions, n], of angles; the keys are rotated by those of their position, as
+    :func:`rotary` does: the pairs are (i, i + n), elements from 2 * n on stay. Positions beyond the
+    last one have its angles. k_scale, v_scale: float32 [kv_heads] or [batch, kv_heads]; 8-bit
+    caches get ``k / k_scale`` and ``v / v_scale``, rounded to the nearest number and cut off at
+    the largest ones (127 for int8). All is computed in float32. One program serves any batch of one
+    row, and one any number of rows of one sequence.
+
+    Returns (k_pages, v_pages). TypeError, ValueError for other dtypes and shapes, and for ``out=``.
+    """
+    _check(k_pages, v_pages, k, v)
     ints = page_table.dtype == lengths.dtype == np.int32
     fits = page_table.ndim == 2 and page_table.shape[0] == k.shape[0] and page_table.shape[1]
     if not ints or not fits or lengths.shape != k.shape[:1]:
@@ -85,10 +220,20 @@ def append_pages(k_pages, v_pages, k, v, page_table, lengths, *, interpret=None)
             f" [batch], for k {k.shape}; got {page_table.dtype} of shape {page_table.shape} and"
             f" {lengths.dtype} of shape {lengths.shape}"
         )
-    shapes = k_pages.shape, v_pages.shape, k.shape[:2], page_table.shape
-    return _append(shapes, np.dtype(k.dtype), interpret)
+    angles = _check_angles(k, cos, sin)
+    batch, rows, heads, _ = k.shape
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales = _check_scales(k_pages, heads, batch, scales)
+    shapes = k_pages.shape, v_pages.shape
+    x = _Problem(*shapes, batch, rows, page_table.shape[1], k_pages.dtype, angles, *scales)
+    kind = "append_pages", x._replace(batch=0, rows=0), k.dtype, k.device, interpret
+    if rows == 1:
+        x = x._replace(batch=rows_of((*kind, "batch"), batch, ANY_ROWS)[0])
+    elif batch == 1:
+        x = x._replace(rows=rows_of((*kind, "rows"), rows, ANY_ROWS)[0])
+    return _append(x, interpret)
 
 
 @cached
-def _append(shapes, dtype, interpret):
-    return _Append(_kernel(*shapes, dtype, interpret))
+def _append(x, interpret):
+    return _Append(_kernel(x, interpret))
