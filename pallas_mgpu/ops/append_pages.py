@@ -52,12 +52,12 @@ def _rotated(k, cos, sin):
 
 
 def _to(value, dtype, scale):
-    """Elements of a cache, from others [heads, dim]."""
+    """Elements of a cache, from others [heads, dim]. scale: of heads, or None."""
     if value.dtype == dtype:
         return value
     value = value.astype(_F32)
     if scale is not None:
-        value = value / lax.broadcast_in_dim(scale, value.shape, [0])
+        value = value / scale(lax.broadcasted_iota(jnp.int32, value.shape, 0))
     largest = _LARGEST.get(dtype.name)
     if largest:
         kept = jnp.clip(value, _F32(-largest), _F32(largest))
@@ -79,8 +79,10 @@ def _kernel(x, interpret):
         page = page_table[b, jnp.clip(at // size, 0, x.entries - 1)]
 
         def scale(name):
-            dims = getattr(x, name)
-            return None if not dims else named[name][...] if dims == 1 else named[name][b]
+            dims, ref = getattr(x, name), named.get(name)
+            if not dims:
+                return None
+            return (lambda head: ref[head]) if dims == 1 else lambda head: ref[b, head]
 
         @pl.when(inside & (page >= 0) & (page < pages))
         def _():
@@ -164,12 +166,16 @@ def _check_angles(k, cos, sin):
     return cos.shape
 
 
-def _check_scales(pages, heads, batch, scales):
+def _check_scales(pages, k, scales):
+    batch, _, heads, _ = k.shape
     for name, scale in scales.items():
         if scale is None:
             continue
-        if pages.dtype.name not in _LARGEST:
-            raise ValueError(f"append_pages: {name} is for 8-bit caches, got {pages.dtype}")
+        if pages.dtype.name not in _LARGEST or k.dtype == pages.dtype:
+            raise ValueError(
+                f"append_pages: {name} is for floats that go to 8-bit caches, got {name[0]} of"
+                f" {k.dtype} and caches of {pages.dtype}"
+            )
         if scale.dtype != _F32 or scale.shape not in ((heads,), (batch, heads)):
             raise ValueError(
                 f"append_pages: {name} must be float32 [kv_heads] or [batch, kv_heads], {(heads,)}"
@@ -221,9 +227,9 @@ def append_pages(
             f" {lengths.dtype} of shape {lengths.shape}"
         )
     angles = _check_angles(k, cos, sin)
-    batch, rows, heads, _ = k.shape
+    batch, rows = k.shape[:2]
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    scales = _check_scales(k_pages, heads, batch, scales)
+    scales = _check_scales(k_pages, k, scales)
     shapes = k_pages.shape, v_pages.shape
     x = _Problem(*shapes, batch, rows, page_table.shape[1], k_pages.dtype, angles, *scales)
     kind = "append_pages", x._replace(batch=0, rows=0), k.dtype, k.device, interpret
