@@ -15,7 +15,7 @@ from .attention_backward import (
     TensorMemoryBackwardConfig,
     attention_backward,
 )
-from .attention_decode import attention_decode
+from .attention_decode import AttentionDecodeConfig, attention_decode
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .gated_matmul import gated_matmul
@@ -39,6 +39,7 @@ from .sample import sample
 __all__ = [
     "AttentionBackwardConfig",
     "AttentionConfig",
+    "AttentionDecodeConfig",
     "FewRowsConfig",
     "MatmulConfig",
     "MixedConfig",

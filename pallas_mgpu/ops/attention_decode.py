@@ -84,7 +84,8 @@ class _Problem(NamedTuple):
 
 class AttentionDecodeConfig(NamedTuple):
     """How attention_decode is tiled. ``consumers``: warpgroups that take the blocks of keys by
-    turns, 1 to 4 (1 where the results of a key head are many); ``stages``: slots of the rings of
+    turns, up to 4 (fewer where shared memory has no room for them, 1 where the results of a key
+    head are many); ``stages``: slots of the rings of
     keys and values; ``lanes``: key heads that blocks of the grid work on side by side, a divisor of
     their number. 0: chosen."""
 
@@ -114,18 +115,25 @@ class _Plan:
         # segments that are loaded together, by the registers that a lane has
         result = self.value_dim * self.columns
         wanted = cfg.consumers or (_EIGHT_BIT_CONSUMERS if x.kv_dtype else _CONSUMERS)
-        self.consumers = wanted if result <= 16 * 128 else 1
+        wanted = wanted if result <= 16 * 128 else 1
+        plans = ((n, self.slots(n)) for n in range(wanted, 0, -1))
+        self.consumers, self.stages = next((n, slots) for n, slots in plans if slots or n == 1)
         self.registers = {3: (32, 160), 4: (32, 112)}.get(self.consumers)
         merging = _MERGE_REGISTERS // (2 if self.consumers > 2 else 1)
         self.together = max(1, merging * 128 // result)
-        slot = _KEYS * (self.dim + self.value_dim) * x.cached.itemsize
-        fixed = self.consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
-        fixed += 2 * (self.consumers - 1) * result * 4
+
+    def slots(self, consumers):
+        """Slots of the rings with so many consumers; 0 if there is no room for them."""
+        x, width = self.x, self.dim + self.value_dim
+        slot = _KEYS * width * x.cached.itemsize
+        fixed = consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
+        fixed += 2 * (consumers - 1) * self.value_dim * self.columns * 4
         if x.kv_dtype:
-            fixed += self.consumers * _KEYS * (self.dim + self.value_dim) * 2
-        self.stages = cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
+            fixed += consumers * _KEYS * width * 2
+        stages = self.cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
-        self.stages = pl.cdiv(self.stages, self.consumers) * self.consumers
+        stages = pl.cdiv(stages, consumers) * consumers
+        return stages if fixed + stages * slot <= SMEM_BYTES else 0
 
     def scratch(self):
         x = self.x

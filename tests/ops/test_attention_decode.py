@@ -3,11 +3,16 @@ sequences anywhere, parts that are merged."""
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, finfo, float8_e4m3fn, float8_e5m2
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
-from pallas_mgpu.ops import append_pages, attention_decode, merge_attention
+from pallas_mgpu.ops import (
+    AttentionDecodeConfig,
+    append_pages,
+    attention_decode,
+    merge_attention,
+)
 
 INTERPRET = [plgpu.InterpretParams(detect_races=True, seeds=2), "emulate"]
 
@@ -128,6 +133,68 @@ def test_pages(rng, size, interpret):
     check(arrays, lengths, interpret, {"arrays": (q, k, v, n), "page_table": table})
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "small, dtype, dim, value_dim, of_batch",
+    [
+        (np.int8, np.float16, 128, 128, False),
+        (float8_e4m3fn, bfloat16, 64, 64, True),
+        (float8_e5m2, np.float16, 48, 192, True),
+        (np.int8, bfloat16, 256, 80, False),
+    ],
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_small_caches(rng, small, dtype, dim, value_dim, of_batch, interpret):
+    """Of 8 bits, with scales of heads; the cache beyond the lengths is NaN where it can be."""
+    lengths = 140, 0, 65
+    q, k, v, n = operands(rng, lengths, 2, 4, 2, dim, 150, np.float32, value_dim)
+    if small is np.int8:
+        k, v = (np.nan_to_num(np.clip(np.rint(x * 40), -128, 127)) for x in (k, v))
+    q, k, v = q.astype(dtype), k.astype(small), v.astype(small)
+    shape = (3, 2) if of_batch else (2,)
+    scales = {name: rng.uniform(0.01, 0.05, shape) for name in ("k_scale", "v_scale")}
+    scales = {name: x.astype(np.float32) for name, x in scales.items()}
+    wide = [
+        x.astype(np.float64) * np.broadcast_to(scale, (3, 2))[:, None, :, None]
+        for x, scale in zip((k, v), scales.values())
+    ]
+    want, want_lse = expected(q, *wide, lengths, causal=True)
+    how = {"kv_lengths": n, "causal": True, "return_lse": True, "interpret": interpret}
+    o, lse = attention_decode(q, k, v, **how, **scales)
+    near(o, want, dtype)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-3)
+    alone = attention_decode(q, k, v, **how)[0]
+    want, _ = expected(q, *(x.astype(np.float64) for x in (k, v)), lengths, causal=True)
+    size = max(np.abs(want).max(), 1)
+    near(alone.astype(np.float64) / size, want / size, dtype)
+
+
+def test_pages_of_small_caches(rng):
+    lengths = 100, 33
+    q, k, v, n = operands(rng, lengths, 1, 4, 2, 64, 110, np.float32)
+    q, k, v = q.astype(np.float16), k.astype(float8_e4m3fn), v.astype(float8_e4m3fn)
+    want, _ = expected(q, k, v, lengths)
+    (k, table), (v, _) = (paged(rng, x, 24, lengths) for x in (k, v))
+    got = attention_decode(q, k, v, kv_lengths=n, page_table=table, interpret=INTERPRET[0])
+    near(got, want, np.float16)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [(1, 2, 1), (2, 0, 2), (3, 0, 4), (4, 4, 0), (0, 5, 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_configurations(rng, monkeypatch, config, interpret):
+    """Also with shares of several segments, and several that end in one block."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 8)
+    plgpu.clear_caches()
+    lengths = (400, 77, 0, 1) if interpret != "emulate" else (200, 70)
+    arrays = operands(rng, lengths, 1, 8, 4, 64, max(lengths), np.float16)
+    check(arrays, lengths, interpret, {"config": AttentionDecodeConfig(*config)})
+    plgpu.clear_caches()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -221,7 +288,18 @@ def test_errors(rng):
     call(ValueError, "window must be", window=(-1, 0))
     call(ValueError, "differ in batch", k=np.repeat(k, 2, 0), v=np.repeat(v, 2, 0))
     call(ValueError, "one head_dim", k=k[..., :32].copy())
-    call(TypeError, "float16 or all bfloat16", v=v.astype(np.float32))
+    call(TypeError, "float16 or bfloat16", v=v.astype(np.float32))
+    call(TypeError, "both of its dtype", v=v.astype(np.int8))
+    small = [x.astype(np.int8) for x in (k, v)]
+    one = np.ones(1, np.float32)
+    call(ValueError, "k_scale is for 8-bit caches", k_scale=one)
+    call(ValueError, "v_scale must be float32", k=small[0], v=small[1], v_scale=one.repeat(2))
+    call(ValueError, "k_scale must be float32", k=small[0], v=small[1], k_scale=n)
+    narrow = [x[..., :40].copy() for x in (q, *small)]
+    call(NotImplementedError, "multiples of 16", q=narrow[0], k=narrow[1], v=narrow[2])
+    call(TypeError, "must be an AttentionDecodeConfig", config=2)
+    for config in ((5,), (1, -1), (0, 0, 2)):
+        call(ValueError, "up to 4 consumers", config=AttentionDecodeConfig(*config))
     call(NotImplementedError, "up to 64 queries", q=np.repeat(q, 33, 1))
     wide = np.zeros((1, 100, 1, 136), np.float16)
     call(NotImplementedError, "40 with values", q=np.repeat(q, 21, 1), v=wide)
@@ -233,17 +311,24 @@ def test_errors(rng):
 def test_no_spills():
     S = plgpu.ShapeDtypeStruct
     n = S((1,), np.int32)
+    scale = {name: S((8,), np.float32) for name in ("k_scale", "v_scale")}
+    small = {"dtype": float8_e4m3fn, **scale}
     for heads, kv_heads, dim, value_dim, options in (
         (32, 8, 128, 128, {}),
+        (32, 8, 128, 128, small),
+        (32, 8, 128, 128, {**small, "dtype": np.int8}),
+        (32, 8, 64, 64, {**small, "dtype": float8_e5m2}),
         (64, 2, 256, 256, {}),
         (64, 1, 192, 128, {}),
         (40, 1, 40, 192, {}),
         (32, 4, 96, 96, {"causal": True, "window": (500, None), "softcap": 30.0}),
     ):
-        q = S((1, 1, heads, dim), bfloat16)
-        k, v = (S((1, 8192, kv_heads, d), bfloat16) for d in (dim, value_dim))
+        options = dict(options)
+        q, small = S((1, 1, heads, dim), bfloat16), options.pop("dtype", bfloat16)
+        k, v = (S((1, 8192, kv_heads, d), small) for d in (dim, value_dim))
         found = attention_decode.kernel(q, k, v, kv_lengths=n, **options)
-        used = found.kernel.lower(q, k, v, n, target="sm_90a").resources()
+        more = [options[name] for name in scale if name in options]
+        used = found.kernel.lower(q, k, v, n, *more, target="sm_90a").resources()
         assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
 
 
@@ -285,23 +370,71 @@ def test_merge_errors():
         merge_attention(o, lse.astype(np.float16), interpret=True)
 
 
-@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
-def test_append(rng, interpret):
-    """Across pages; rows beyond the table and on pages that do not exist are dropped."""
-    pages = [rng.standard_normal((7, 16, 2, d)).astype(np.float16) for d in (40, 64)]
-    new = [rng.standard_normal((4, 5, 2, d)).astype(np.float16) for d in (40, 64)]
-    table = np.array([[3, 1], [0, 6], [5, 99], [2, 4]], np.int32)
-    lengths = np.array([14, 30, 13, 0], np.int32)
-    want = [x.copy() for x in pages]
+def appended(pages, new, table, lengths, cos=None, sin=None, **scales):
+    """What append_pages makes of (k_pages, v_pages)."""
+    found = [x.copy() for x in pages]
+    size = found[0].shape[1]
     for b, n in enumerate(lengths):
-        for at in range(n, min(n + 5, 32)):
-            page = table[b, at // 16]
-            for x, rows in zip(want, new):
-                if page < 7:
-                    x[page, at % 16] = rows[b, at - n]
-    found = append_pages(*pages, *new, table, lengths, interpret=interpret)
+        for at in range(n, min(n + new[0].shape[1], table.shape[1] * size)):
+            page = table[b, at // size]
+            if not 0 <= page < len(found[0]):
+                continue
+            for x, rows, name in zip(found, new, ("k_scale", "v_scale")):
+                value = rows[b, at - n].astype(np.float32)
+                if cos is not None and name == "k_scale":
+                    half = cos.shape[1]
+                    c, s = (a[min(at, len(a) - 1)] for a in (cos, sin))
+                    left, right = value[:, :half], value[:, half : 2 * half]
+                    turned = left * c - right * s, right * c + left * s
+                    value = np.concatenate([*turned, value[:, 2 * half :]], 1)
+                if name in scales:
+                    scale = scales[name]
+                    value = value / (scale if scale.ndim == 1 else scale[b])[:, None]
+                if x.dtype == np.int8:
+                    value = np.clip(np.rint(value), -127, 127)
+                elif x.dtype.itemsize == 1:
+                    value = np.clip(value, *(f * float(finfo(x.dtype).max) for f in (-1, 1)))
+                x[page, at % size] = value.astype(x.dtype)
+    return found
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "to, dtype, dim, half, scales",
+    [
+        (np.float16, np.float16, 40, 0, None),
+        (bfloat16, bfloat16, 64, 32, None),
+        (np.int8, bfloat16, 64, 16, (2,)),
+        (float8_e4m3fn, np.float32, 128, 64, (4, 2)),
+        (float8_e5m2, np.float16, 40, 0, None),
+    ],
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_append(rng, to, dtype, dim, half, scales, interpret):
+    """Across pages; rows beyond the table and on pages that do not exist are dropped; some values
+    are larger than those of 8 bits."""
+    pages = [rng.integers(-9, 9, (7, 16, 2, d)).astype(to) for d in (dim, dim + 8)]
+    new = [(rng.standard_normal((4, 5, 2, d)) * 9).astype(dtype) for d in (dim, dim + 8)]
+    table = np.array([[3, 1], [0, 6], [5, 99], [2, -1]], np.int32)
+    lengths = np.array([14, 30, 13, -2], np.int32)
+    options = {}
+    if half:
+        angles = rng.uniform(0, 7, (20, half)).astype(np.float32)
+        options |= {"cos": np.cos(angles), "sin": np.sin(angles)}
+    if scales:
+        low, high = (0.05, 0.3) if to is np.int8 else (0.01, 0.2)
+        drawn = [rng.uniform(low, high, scales).astype(np.float32) for _ in range(2)]
+        options |= dict(zip(("k_scale", "v_scale"), drawn))
+    want = appended(pages, new, table, lengths, **options)
+    found = append_pages(*pages, *new, table, lengths, interpret=interpret, **options)
     for x, got, w in zip(pages, found, want):
-        assert got is x and np.array_equal(x, w)
+        assert got is x
+        x, w = x.astype(np.float64), w.astype(np.float64)
+        # the last bit of a rotation decides between two neighbours now and then
+        step = {np.int8: 1}.get(to, np.abs(w) * float(finfo(to).eps) if to is not np.int8 else 1)
+        assert np.all(np.abs(x - w) <= step) and np.mean(x != w) < 1e-2
+        if not half:
+            assert np.array_equal(x, w)
 
 
 def test_append_errors(rng):
@@ -318,5 +451,17 @@ def test_append_errors(rng):
     call(ValueError, "k must|and k", pages, other, new[0], new, table, lengths)
     call(ValueError, "page_size", pages, other[:2].copy(), new, new, table, lengths)
     call(TypeError, "one dtype", pages, other, new, new.astype(bfloat16), table, lengths)
+    small, scale = pages.astype(np.int8), np.ones(2, np.float32)
+    arrays = pages, other, new, new, table, lengths
+    call(ValueError, "k_scale is for floats", *arrays, k_scale=scale)
+    arrays = small, small.copy(), new, new, table, lengths
+    call(ValueError, "v_scale must be float32", *arrays, v_scale=scale[:1])
+    ints = [new.astype(np.int8)] * 2
+    call(ValueError, "is for floats", *arrays[:2], *ints, table, lengths, k_scale=scale)
+    angles = np.ones((20, 33), np.float32)
+    call(ValueError, "given together", *arrays, cos=angles[:, :32])
+    call(ValueError, "2 \\* n up to 64", *arrays, cos=angles, sin=angles)
+    two = {n: angles[:, :32].copy() for n in ("cos", "sin")}
+    call(TypeError, "where keys are rotated", *arrays[:2], *ints, table, lengths, **two)
     out = (pages, other)
     call(ValueError, "omit out", pages, other, new, new, table, lengths, out=out)
