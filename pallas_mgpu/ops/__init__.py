@@ -16,6 +16,7 @@ from .attention_backward import (
     attention_backward,
 )
 from .attention_decode import AttentionDecodeConfig, attention_decode
+from .block_mask import block_mask
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .gated_matmul import gated_matmul
@@ -60,6 +61,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_decode",
+    "block_mask",
     "column_sums",
     "cross_entropy",
     "cross_entropy_backward",

@@ -40,6 +40,7 @@ class Scores(NamedTuple):
     bias: tuple | None = None  # its shape
     dropout: float = 0.0
     sequences: int = 0  # packed ones; 0: every batch entry is one
+    mask: object = None  # a Mask of block_mask.py
 
     @property
     def adjusted(self):
@@ -54,10 +55,16 @@ class Scores(NamedTuple):
         return names + (["seed"] if self.dropout else [])
 
     @property
+    def has_data(self):
+        """Is there an array that a mask reads?"""
+        return bool(self.mask) and self.mask.data
+
+    @property
     def kernel_operands(self):
         """The same of the kernels, which get ranges of packed sequences."""
         names = ["bias"] * bool(self.bias) + ["seed"] * bool(self.dropout)
-        return names + ["low", "high"] * bool(self.sequences)
+        names += ["low", "high"] * bool(self.sequences)
+        return names + ["block_mask"] * bool(self.mask) + ["mask_data"] * self.has_data
 
     def factor(self, scale):
         """What raw (or adjusted) scores are multiplied with to be exponents of 2."""

@@ -53,6 +53,7 @@ from ._common import (
 )
 from ._open_rows import in_shapes, sizes_of
 from ._promises import batch_invariance
+from .block_mask import KEYS, ROWS, Mask, OfArrays, check_function, shape_of
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -165,6 +166,7 @@ class _Place(typing.NamedTuple):
     first: typing.Any  # the first key of the tile
     low: typing.Any  # all rows of the consumer see the keys from here
     high: typing.Any  # to here
+    column: typing.Any  # the first key of the next block
 
 
 class _Block(WarpSpecialized):
@@ -248,13 +250,17 @@ class _Block(WarpSpecialized):
 
         def step(j, carry):
             it, before = carry
-            place = b, (count - 1 - j + first) * p.block, kv_head
+            place = b, self.key_of(b, head, tile, count - 1 - j + first) * p.block, kv_head
             self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
             self.fetch_block(self.v, self.v_smem, self.v_ring, it, before)
             return it + 1, place
 
         it, place = lax.fori_loop(0, count, step, (it, place))
         return tiles + 1, it, place
+
+    def key_of(self, b, head, tile, i):
+        """The number of the block of keys that is number i of a tile."""
+        return i
 
     def fetch_block(self, source, slots, ring, it, place):
         pl.when(it >= ring.stages)(lambda: ring.await_release(it - ring.stages))
@@ -377,7 +383,11 @@ class _Block(WarpSpecialized):
 
     def stay(self, now, s, m, sums, q):
         """Most steps: the next block is one of the same tile."""
-        return s, m, sums, jnp.int32(-1), (now.w, now.t, now.row, self.before(now.end), q)
+        return s, m, sums, jnp.int32(-1), (now.w, now.t, now.row, self.same_tile(now), q)
+
+    def same_tile(self, now):
+        """The place of the next block, of the same tile."""
+        return self.before(now.end)
 
     def change_tiles(self, me, o_acc, now, first, last, s, m, sums, q):
         """A block with a mask, or the first or the last one of a tile."""
@@ -392,7 +402,7 @@ class _Block(WarpSpecialized):
             return jnp.full_like(m, _MASKED), jnp.zeros_like(sums)
 
         def same(q):
-            return now.w, now.t, now.row, self.before(now.end), q
+            return now.w, now.t, now.row, self.same_tile(now), q
 
         def following(q):
             """The next tile; its queries, where they have a place of their own."""
@@ -500,13 +510,15 @@ class _ScoredBlock(_Block):
         tile, part, _, _ = self.tile_of(t)
         first, count = self.blocks_of(t, tile, part)
         row, n = tile * self.plan.rows + me * 64, self.plan.block
-        return t, row, _Place((first + count) * n, first * n, *self.ranges.of_all(row, 64))
+        end = (first + count) * n
+        return t, row, _Place(end, first * n, *self.ranges.of_all(row, 64), end - n)
 
     def goes_on(self, now):
         return now.end.end > 0
 
     def before(self, end):
-        return end._replace(end=end.end - self.plan.block)
+        n = self.plan.block
+        return end._replace(end=end.end - n, column=end.column - n)
 
     def is_last(self, now):
         return now.end.end == now.end.first + self.plan.block
@@ -523,8 +535,8 @@ class _ScoredBlock(_Block):
         """This block's part of the scores."""
         t = lax.select(now.t < self.plan.total, now.t, 0)
         _, _, head, b = self.tile_of(t)
-        shape, column = (64, self.plan.block), now.end.end - self.plan.block
-        return Tile(self.x, self.refs, b, head, now.row, column, shape, by_keys=False)
+        shape = 64, self.plan.block
+        return Tile(self.x, self.refs, b, head, now.row, now.end.column, shape, by_keys=False)
 
     def adjust(self, now, s):
         return self.tile(now).adjust(s)[0]
@@ -534,14 +546,67 @@ class _ScoredBlock(_Block):
 
     def masked(self, now, s):
         def mask(s):
-            keep = self.ranges.keep(now.row, now.end.end - self.plan.block, s.shape)
-            return jnp.where(keep, s, _MASKED)
+            return jnp.where(self.keep(now, s.shape), s, _MASKED)
 
         return lax.cond(self.hidden(now), mask, lambda s: s, s)
+
+    def keep(self, now, shape):
+        return self.ranges.keep(now.row, now.end.column, shape)
 
     def reciprocal(self, sums):
         """0 for rows that see nothing."""
         return jnp.where(sums == 0, _F32(0), pl.reciprocal(sums, approx=True))
+
+
+class _MaskedBlock(_ScoredBlock):
+    """One block of a kernel with a mask that is a function. Its tiles go through the blocks of keys
+    that the block mask lists; the low and high of a place are not used, but whether its block needs
+    the mask (low)."""
+
+    def blocks_of(self, t, tile, part):
+        _, _, head, b = self.tile_of(t)
+        tile = jnp.minimum(tile, self.plan.q_tiles - 1)
+        return 0, lax.select(t < self.plan.total, self.entry(b, head, tile, -1), 1)
+
+    def entry(self, b, head, tile, i):
+        """What the block mask says of block i of a tile; -1: how many there are."""
+        b, head = self.of_mask(b, head)
+        return self.block_mask[b, head, tile, i + 1]
+
+    def of_mask(self, b, head):
+        """What the mask distinguishes of a batch entry and a head."""
+        mask = self.x.scores.mask
+        return b if mask.batch > 1 else 0, head if mask.heads > 1 else 0
+
+    def key_of(self, b, head, tile, i):
+        return self.entry(b, head, tile, i) // 2
+
+    def begin(self, me, w):
+        t = self.tiles.tile(w)
+        tile, _, _, _ = self.tile_of(t)
+        _, count = self.blocks_of(t, tile, 0)
+        row, n = tile * self.plan.rows + me * 64, self.plan.block
+        return t, row, self.at(t, _Place(count * n, 0 * count, *[count] * 3))
+
+    def at(self, t, place):
+        """The place with what is known of its block."""
+        tile, _, head, b = self.tile_of(t)
+        i = jnp.maximum(place.end // self.plan.block - 1, 0)
+        found = self.entry(b, head, tile, i)
+        return place._replace(low=found % 2, column=found // 2 * self.plan.block)
+
+    def same_tile(self, now):
+        return self.at(now.t, now.end._replace(end=now.end.end - self.plan.block))
+
+    def hidden(self, now):
+        return now.end.low > 0
+
+    def keep(self, now, shape):
+        mask, sizes = self.x.scores.mask, (self.x.queries, self.x.keys)
+        t = lax.select(now.t < self.plan.total, now.t, 0)
+        _, _, head, b = self.tile_of(t)
+        at = *self.of_mask(b, head), now.row, now.end.column
+        return mask.keep(sizes, at, shape, self.refs.get("mask_data"), plgpu.Layout.WGMMA)
 
 
 def _along_rows(x, width):
@@ -554,7 +619,8 @@ def _kernel(x, cfg, cores, parts, interpret):
     x = x._replace(return_lse=True) if parts > 1 else x
     plan = _Plan(x, cfg, cores, parts)
     plain = _Block if parts == 1 else _ScoredBlock
-    body = x.body(functools.partial(plain, plan), functools.partial(_ScoredBlock, plan))
+    scored = _MaskedBlock if x.scores.mask else _ScoredBlock
+    body = x.body(functools.partial(plain, plan), functools.partial(scored, plan))
     out_type = x.results
     if parts > 1:
         all_heads = x.batch, x.queries, parts * x.heads
@@ -641,6 +707,44 @@ class _Packed:
         return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
 
+class _Masked:
+    """The kernels of masks without a block mask: it, then attention."""
+
+    def __init__(self, x, kernel, interpret):
+        self.blocks = OfArrays(x.scores.mask, x.queries, x.keys, interpret)
+        self.attention, self.data = kernel, x.scores.has_data
+
+    def __call__(self, q, k, v, *others, out=None, stream=None):
+        others, data = (others[:-1], others[-1:]) if self.data else (others, ())
+        blocks = self.blocks(q, k, *data, stream=stream)
+        return self.attention(q, k, v, *others, blocks, *data, out=out, stream=stream)
+
+
+def _masked(q, k, mask, block_mask, data, how):
+    """The Mask of the options; None without one. how: options that exclude it."""
+    if mask is None:
+        if block_mask is not None or data is not None:
+            raise ValueError("attention: block_mask and mask_data need mask=")
+        return None
+    check_function("attention", mask)
+    if any(how):
+        raise ValueError(
+            "attention: mask replaces causal, window and cu_seqlens; write them in the function"
+        )
+    found = Mask(mask, q.shape[0], q.shape[2], data is not None)
+    if block_mask is None:
+        return found
+    want = shape_of(found, q.shape[1], k.shape[1])
+    got = block_mask.shape
+    fits = len(got) == 4 and got[2:] == want[2:] and all(n in (1, w) for n, w in zip(got, want))
+    if not fits or block_mask.dtype != np.int32:
+        raise ValueError(
+            f"attention: block_mask must be int32 of shape {want}, where the first two dims may be"
+            f" 1, as ops.block_mask returns it; got {block_mask.dtype} of shape {got}"
+        )
+    return found._replace(batch=got[0], heads=got[1])
+
+
 def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256), most=0):
     """dims: head_dims; most: the largest one, if they are multiples of 8."""
     for what, x in (("q", q), ("k", k), ("v", v)):
@@ -693,7 +797,7 @@ def _open(x, *how):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
     f = x.scores
-    if x.batch > 1 or x.return_lse and x.heads > 1 or f.bias or f.dropout:
+    if x.batch > 1 or x.return_lse and x.heads > 1 or f.bias or f.dropout or f.mask:
         return x, x.queries  # arrays with a length after another dim above 1, or indexed by it
     kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
     sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
@@ -719,6 +823,9 @@ def attention(
     cu_seqlens_q=None,
     cu_seqlens_k=None,
     seed=None,
+    block_mask=None,
+    mask_data=None,
+    mask=None,
     causal=False,
     window=None,
     bottom_right=False,
@@ -770,9 +877,18 @@ def attention(
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     how = causal, window, bottom_right, softcap, dropout
     scores = _attention_scores.options("attention", q, k, arrays, *how)
+    others = causal, window is not None, cu_seqlens_q is not None
+    mask = _masked(q, k, mask, block_mask, mask_data, others)
+    scores = scores._replace(mask=mask)
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
     _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
+    target = _core.target(q.device)["name"]
+    if mask and (target != "sm_90a" or config is not None):
+        raise NotImplementedError(
+            f"attention: mask= needs sm_90a and no config=; got {target}, config={config!r}; use"
+            " bias="
+        )
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
     if isinstance(config, MmaAttentionConfig):
@@ -789,12 +905,20 @@ def attention(
         return kernel
     cores, parts = plgpu.sm_count(q.device), 1
     if config is None:
-        if not (invariant or scores.sequences):
+        if not (invariant or scores.sequences or mask):
             parts = _parts(problem, choose(queries, dim, bool(causal), scores), cores)
         problem, queries = _open(problem, parts, q.device, interpret)
+    if mask:
+        config = choose(queries, dim, False)._replace(consumers=ROWS // 64, block=KEYS)
+        if dim > 128:
+            raise NotImplementedError(
+                f"attention: mask= with a head_dim of up to 128, got {dim}; use bias="
+            )
     config = config or choose(queries, dim, bool(causal), scores)
     _check_config(config)
     kernel = _kernel(problem, config, cores, parts, interpret)
+    if mask and block_mask is None:
+        return _Masked(problem, kernel, interpret)
     if parts > 1:
         return _Divided(problem, parts, kernel, interpret)
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel
