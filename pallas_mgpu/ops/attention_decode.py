@@ -68,6 +68,7 @@ class _Problem(NamedTuple):
     kv_dtype: np.dtype | None = None  # of 8-bit caches
     k_scale: int = 0  # dims of its array; 0: none
     v_scale: int = 0
+    trees: int = 0  # of queries: 1 for all sequences, or one for each; 0: none
 
     @property
     def cached(self):
@@ -78,7 +79,7 @@ class _Problem(NamedTuple):
     def options(self):
         """Names of the operands after q, k and v."""
         found = ["lengths"] * self.lengths + ["page_table"] * bool(self.page)
-        found += ["sinks"] * self.sinks
+        found += ["sinks"] * self.sinks + ["tree"] * bool(self.trees)
         return found + [n for n in ("k_scale", "v_scale") if getattr(self, n)]
 
 
@@ -256,7 +257,7 @@ class _Block(Shares):
         def one(j, state):
             s = j * consumers + skip
             key = (before + high - 1 - s) * _KEYS
-            return self.step(acc, me, key, length, k_scale, j > 0, it0 + s, *state)
+            return self.step(acc, me, b, key, length, k_scale, j > 0, it0 + s, *state)
 
         m, sums = lax.fori_loop(0, steps, one, (m, sums))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
@@ -330,7 +331,7 @@ class _Block(Shares):
         scales = getattr(self, name, None)
         return None if not dims else scales[head] if dims == 1 else scales[b, head]
 
-    def step(self, acc, me, key, length, k_scale, later, it, m, sums):
+    def step(self, acc, me, b, key, length, k_scale, later, it, m, sums):
         """Scores of a block and their product with the values, which is still in flight then.
         later: is there one of an earlier block? sums: of each row of the scores."""
         c = self.x.scores.factor(self.x.scale)
@@ -354,7 +355,7 @@ class _Block(Shares):
         if self.x.scores.adjusted:
             tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
             s, _ = tile.adjust(s)
-        s = jnp.where(self.seen(key, length), s, _MASKED)
+        s = jnp.where(self.seen(b, key, length), s, _MASKED)
         new = jnp.maximum(m, jnp.max(s, axis=0))
         base = jnp.where(new == _MASKED, _F32(0), new * c)
         alpha = jnp.exp2(m * c - base)
@@ -379,15 +380,19 @@ class _Block(Shares):
         plgpu.wgmma(acc, v.T, p_smem)
         return new, sums
 
-    def seen(self, key, length):
+    def seen(self, b, key, length):
         """Which keys of a block which queries see."""
         x, shape = self.x, (_KEYS, self.plan.columns)
         left, right = x.scores.left, x.scores.right
         row = key + lax.broadcasted_iota(jnp.int32, shape, 0)
         keep = row < length
-        if left is right is None:
+        if left is right is None and not x.trees:
             return keep
         query = lax.broadcasted_iota(jnp.int32, shape, 1) // (x.heads // x.kv_heads)
+        if x.trees:
+            own = row - (length - x.queries)  # keys of the queries themselves
+            at = jnp.minimum(query, x.queries - 1), jnp.clip(own, 0, x.queries - 1)
+            keep = keep & ((own < 0) | self.tree[b if x.trees > 1 else 0, *at])
         diagonal = query + (length - x.queries)
         if right is not None:
             keep = keep & (row <= diagonal + right)
@@ -591,6 +596,7 @@ def attention_decode(
     kv_lengths=None,
     page_table=None,
     sinks=None,
+    tree=None,
     k_scale=None,
     v_scale=None,
     causal=False,
@@ -624,9 +630,11 @@ def attention_decode(
     those from its position - left to its position + right, None: all on that side; causal makes
     right 0. softcap: scores s become ``softcap * tanh(s / softcap)``. sinks: float32 [heads], a
     score of each head that takes part in the softmax and has no value; it is part of the logarithms
-    too. scale: of the scores, ``head_dim ** -0.5`` by default. config: an
-    :class:`AttentionDecodeConfig`; chosen by default. return_lse: also return the natural
-    logarithm of the sum of exponentials of the scores, float32 [batch, heads, queries];
+    too. tree: bool [batch or 1, queries, queries]; the last keys are those of the queries
+    themselves, of which query i sees the ones with ``tree[b, i, j]``, and all before them: a tree
+    of drafts, in which each sees its ancestors. scale: of the scores, ``head_dim ** -0.5`` by
+    default. config: an :class:`AttentionDecodeConfig`; chosen by default. return_lse: also return
+    the natural logarithm of the sum of exponentials of the scores, float32 [batch, heads, queries];
     :func:`merge_attention` takes it. out: a preallocated result, or a pair of them. A query that
     sees no key has the result 0 and, without sinks, the logarithm -inf.
 
@@ -642,6 +650,11 @@ def attention_decode(
         check_array("attention_decode", "kv_lengths", kv_lengths, (batch,), np.int32)
     if sinks is not None:
         check_array("attention_decode", "sinks", sinks, (heads,), _F32)
+    if tree is not None:
+        trees = 1 if tree.shape[:1] == (1,) else batch
+        check_array("attention_decode", "tree", tree, (trees, queries, queries), np.bool_)
+        if causal:
+            raise ValueError("attention_decode: tree says which queries see which; omit causal")
     _check_scale("k_scale", k_scale, k, (batch, k.shape[2]))
     _check_scale("v_scale", v_scale, k, (batch, k.shape[2]))
     none = None, None, None, None
@@ -655,6 +668,8 @@ def attention_decode(
     shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale
     given = bool(return_lse), kv_lengths is not None, v.shape[3], page, scores, sinks is not None
     x, sms = _Problem(*shape, *given), plgpu.sm_count(q.device)
+    if tree is not None:
+        x = x._replace(trees=trees)
     if k.dtype != q.dtype:
         dims = [0 if a is None else len(a.shape) for a in (k_scale, v_scale)]
         x = x._replace(kv_dtype=k.dtype, k_scale=dims[0], v_scale=dims[1])

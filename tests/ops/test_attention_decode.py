@@ -17,7 +17,9 @@ from pallas_mgpu.ops import (
 INTERPRET = [plgpu.InterpretParams(detect_races=True, seeds=2), "emulate"]
 
 
-def expected(q, k, v, lengths, causal=False, window=None, softcap=None, sinks=None, scale=None):
+def expected(
+    q, k, v, lengths, causal=False, window=None, softcap=None, sinks=None, scale=None, tree=None
+):
     """In float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     batch, queries, heads, dim = q.shape
@@ -29,6 +31,10 @@ def expected(q, k, v, lengths, causal=False, window=None, softcap=None, sinks=No
         distance = np.arange(n) - (n - queries + np.arange(queries))[:, None]
         hidden = np.zeros(distance.shape, bool) if right is None else distance > right
         hidden |= False if left is None else distance < -left
+        if tree is not None and n:
+            own = np.arange(n) - (n - queries)
+            seen = np.broadcast_to(tree, (batch, queries, queries))[b][:, np.maximum(own, 0)]
+            hidden |= (own >= 0) & ~seen
         for h in range(heads):
             s = q[b, :, h] @ k[b, :n, h // group].T * (scale or dim**-0.5)
             s = softcap * np.tanh(s / softcap) if softcap else s
@@ -179,6 +185,7 @@ def test_pages_of_small_caches(rng):
     near(got, want, np.float16)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config",
     [(1, 2, 1), (2, 0, 2), (3, 0, 4), (4, 4, 0), (0, 5, 4)],
@@ -219,6 +226,22 @@ def test_options_emulated(rng):
     arrays = operands(rng, (130, 2), 3, 2, 1, 64, 130, np.float16)
     options = {"causal": True, "window": (70, None), "softcap": 2.0}
     check(arrays, (130, 2), "emulate", sinks=np.array([0.5, -1], np.float32), **options)
+
+
+@pytest.mark.parametrize("trees", [1, 3])
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_trees(rng, trees, interpret):
+    """Each query sees its ancestors; keys of the queries lie in two blocks, or are fewer."""
+    queries, lengths = 7, ((130, 40, 3) if trees == 3 else (66, 0, 140))
+    tree = np.zeros((trees, queries, queries), bool)
+    for t in range(trees):
+        for i in range(queries):
+            tree[t, i] = tree[t, rng.integers(i)] if i else False
+            tree[t, i, i] = True
+    arrays = operands(rng, lengths, queries, 4, 2, 64, 150, np.float16)
+    check(arrays, lengths, interpret, tree=tree)
+    if trees == 1 and interpret != "emulate":
+        check(arrays, lengths, interpret, tree=tree, window=(50, None), softcap=3.0)
 
 
 def test_a_window_of_pages(rng):
@@ -284,6 +307,10 @@ def test_errors(rng):
 
     call(ValueError, "kv_lengths must be int32", kv_lengths=n[:0])
     call(ValueError, "page_table must be int32", page_table=table[0])
+    tree = np.ones((1, 1, 1), bool)
+    call(ValueError, "tree must be bool", tree=tree.astype(np.int8))
+    call(ValueError, "tree must be bool", tree=tree.repeat(2, 1))
+    call(ValueError, "omit causal", tree=tree, causal=True)
     call(ValueError, "sinks must be float32", sinks=np.zeros(3, np.float32))
     call(ValueError, "window must be", window=(-1, 0))
     call(ValueError, "differ in batch", k=np.repeat(k, 2, 0), v=np.repeat(v, 2, 0))
