@@ -314,6 +314,7 @@ class ScalarType:
     def __hash__(self) -> int: ...
 
 Activation: TypeAlias = str | Callable[[Array], Array]
+PairMask: TypeAlias = Callable[..., Array]  # of (batch entry, head, query, key[, data])
 
 class ArrayIndexer:
     def __getitem__(self, index: Index, /) -> ArrayUpdate: ...

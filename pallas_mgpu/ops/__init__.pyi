@@ -2,7 +2,7 @@ from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
-from .._typing import A, Activation, DType, Interpret, Stream
+from .._typing import A, Activation, DType, Interpret, PairMask, Stream
 
 class AttentionConfig(NamedTuple):
     consumers: int = 2
@@ -13,6 +13,11 @@ class AttentionConfig(NamedTuple):
     hold: bool = False
     q_registers: bool = False
     programs: int = 0
+
+class AttentionDecodeConfig(NamedTuple):
+    consumers: int = 0
+    stages: int = 0
+    lanes: int = 0
 
 class FewRowsConfig(NamedTuple):
     tile_n: int = 128
@@ -42,6 +47,11 @@ class MixedConfig(NamedTuple):
     step: int = 128
     group: int = 8
     turns: int = 1
+
+class MlaConfig(NamedTuple):
+    block: int = 64
+    stages: int = 0
+    prefetch: bool = True
 
 class NormConfig(NamedTuple):
     height: int = 1
@@ -109,6 +119,9 @@ def attention(
     cu_seqlens_q: np.ndarray | None = None,
     cu_seqlens_k: np.ndarray | None = None,
     seed: np.ndarray | None = None,
+    block_mask: np.ndarray | None = None,
+    mask_data: np.ndarray | None = None,
+    mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     bottom_right: bool = False,
@@ -133,6 +146,9 @@ def attention(
     cu_seqlens_q: A | None = None,
     cu_seqlens_k: A | None = None,
     seed: A | None = None,
+    block_mask: A | None = None,
+    mask_data: A | None = None,
+    mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     bottom_right: bool = False,
@@ -157,6 +173,9 @@ def attention(
     cu_seqlens_q: np.ndarray | None = None,
     cu_seqlens_k: np.ndarray | None = None,
     seed: np.ndarray | None = None,
+    block_mask: np.ndarray | None = None,
+    mask_data: np.ndarray | None = None,
+    mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     bottom_right: bool = False,
@@ -181,6 +200,9 @@ def attention(
     cu_seqlens_q: A | None = None,
     cu_seqlens_k: A | None = None,
     seed: A | None = None,
+    block_mask: A | None = None,
+    mask_data: A | None = None,
+    mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     bottom_right: bool = False,
@@ -630,11 +652,15 @@ def attention_decode(
     kv_lengths: np.ndarray | None = None,
     page_table: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    tree: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
+    config: AttentionDecodeConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
     stream: Stream | None = None,
@@ -648,11 +674,15 @@ def attention_decode(
     kv_lengths: np.ndarray | None = None,
     page_table: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    tree: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
+    config: AttentionDecodeConfig | None = None,
     interpret: Interpret = None,
     out: tuple[np.ndarray, np.ndarray] | None = None,
     stream: Stream | None = None,
@@ -666,11 +696,15 @@ def attention_decode(
     kv_lengths: A | None = None,
     page_table: A | None = None,
     sinks: A | None = None,
+    tree: A | None = None,
+    k_scale: A | None = None,
+    v_scale: A | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
+    config: AttentionDecodeConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,
@@ -684,15 +718,109 @@ def attention_decode(
     kv_lengths: A | None = None,
     page_table: A | None = None,
     sinks: A | None = None,
+    tree: A | None = None,
+    k_scale: A | None = None,
+    v_scale: A | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
+    config: AttentionDecodeConfig | None = None,
     interpret: Interpret = None,
     out: tuple[A, A] | None = None,
     stream: Stream | None = None,
 ) -> tuple[A, A]: ...
+@overload
+def mla_decode(
+    q: np.ndarray,
+    cache: np.ndarray,
+    *,
+    kv_lengths: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    value_dim: int = 512,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    config: MlaConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def mla_decode(
+    q: np.ndarray,
+    cache: np.ndarray,
+    *,
+    kv_lengths: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    value_dim: int = 512,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    config: MlaConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def mla_decode(
+    q: A,
+    cache: A,
+    *,
+    kv_lengths: A | None = None,
+    page_table: A | None = None,
+    value_dim: int = 512,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    config: MlaConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def mla_decode(
+    q: A,
+    cache: A,
+    *,
+    kv_lengths: A | None = None,
+    page_table: A | None = None,
+    value_dim: int = 512,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    config: MlaConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def block_mask(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    mask_data: np.ndarray | None = None,
+    mask: PairMask,
+    by_batch: bool = False,
+    by_head: bool = False,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def block_mask(
+    q: A,
+    k: A,
+    *,
+    mask_data: A | None = None,
+    mask: PairMask,
+    by_batch: bool = False,
+    by_head: bool = False,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
 @overload
 def merge_attention(
     o: np.ndarray,
@@ -742,6 +870,10 @@ def append_pages(
     page_table: np.ndarray,
     lengths: np.ndarray,
     *,
+    cos: np.ndarray | None = None,
+    sin: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[np.ndarray, np.ndarray]: ...
@@ -754,6 +886,10 @@ def append_pages(
     page_table: A,
     lengths: A,
     *,
+    cos: A | None = None,
+    sin: A | None = None,
+    k_scale: A | None = None,
+    v_scale: A | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[A, A]: ...

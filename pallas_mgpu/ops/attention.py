@@ -707,6 +707,11 @@ class _Packed:
         return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
 
 
+@cached
+def _divided(*how):
+    return _Divided(*how)
+
+
 class _Masked:
     """The kernels of masks without a block mask: it, then attention."""
 
@@ -920,5 +925,5 @@ def attention(
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)
     if parts > 1:
-        return _Divided(problem, parts, kernel, interpret)
+        return _divided(problem, parts, kernel, interpret)
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel

@@ -108,6 +108,10 @@ def on(target, f, *args, **options):
         return f(*args, interpret=True, **options)
 
 
+def lower_half(b, h, i, j):
+    return j <= i
+
+
 def on_older(f, *args, **options):
     return [(lambda t=t: on(t, f, *args, **options)) for t in OLDER]
 
@@ -118,7 +122,7 @@ def smem(*shape, dtype=F32, **options):
 
 TILED = dict(transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
 heads, keys = zeros(1, 64, 2, 64), zeros(1, 64, 2, 96)
-lse = zeros(1, 2, 64, dtype=F32)
+lse, latent = zeros(1, 2, 64, dtype=F32), zeros(1, 1, 16, 576)
 square, sizes = zeros(64, 64), np.full(2, 32, np.int32)
 pages, table, lengths = zeros(4, 16, 2, 64), np.zeros((1, 2), np.int32), np.zeros(1, np.int32)
 two = plgpu.DeviceMesh((2,), ("d",))
@@ -399,6 +403,18 @@ CASES = {
         lambda: ops.attention_decode(
             heads[:, :1], *[zeros(4, 20, 2, 64)] * 2, kv_lengths=lengths, page_table=table
         ),
+    ],
+    "`ops.mla_decode` on": [
+        *[(lambda t=t: on(t, ops.mla_decode, latent, latent[0])) for t in ("sm_80", "sm_100a")],
+        lambda: ops.mla_decode(latent[..., :80].copy(), latent[0, ..., :80].copy()),
+        lambda: ops.mla_decode(latent, latent[0], value_dim=64),
+        lambda: ops.mla_decode(latent, zeros(4, 20, 576), kv_lengths=lengths, page_table=table),
+        (TypeError, lambda: ops.mla_decode(latent, latent[0].astype(np.int8))),
+    ],
+    "`ops.attention` with `mask=`": [
+        lambda: on("sm_80", ops.attention, heads, heads, heads, mask=lower_half),
+        lambda: ops.attention(heads, heads, heads, mask=lower_half, config=ops.AttentionConfig()),
+        lambda: ops.attention(*[zeros(1, 64, 2, 256)] * 3, mask=lower_half),
     ],
     "`ops.append_pages(out=)`": [
         (

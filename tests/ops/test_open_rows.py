@@ -64,6 +64,84 @@ def test_results_of_all_buckets(transpose_b):
     assert programs == 7
 
 
+def attention_of(n, m, causal=False, left=None, dim=64):
+    """Arrays of a call and what comes out, in float64; the diagonal ends at the last pair."""
+    rng = np.random.default_rng(n * 1000 + m)
+    q = rng.standard_normal((1, n, 4, dim)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, m, 2, dim)).astype(np.float16)
+    wide = (x.astype(np.float64) for x in (q, np.repeat(k, 2, 2), np.repeat(v, 2, 2)))
+    q64, k64, v64 = wide
+    distance = np.arange(m) - np.arange(n)[:, None] - (m - n)
+    hidden = (distance > 0) & causal | (distance < -(left or m + n))
+    e = np.where(hidden, 0, np.exp(np.einsum("bqhd,bkhd->bhqk", q64, k64) * dim**-0.5))
+    total = e.sum(3, keepdims=True)
+    return (q, k, v), np.einsum("bhqk,bkhd->bqhd", e / np.where(total == 0, 1, total), v64)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"causal": True, "window": (40, None)}],
+    ids=str,
+)
+def test_attention_of_any_lengths(options, dim, monkeypatch):
+    """Also more queries than keys, fewer tiles than blocks, and keys that are divided."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 10)
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    how = {"bottom_right": True, "interpret": plgpu.InterpretParams(detect_races=True), **options}
+    left, causal = options.get("window", (None,))[0], "causal" in options
+    made = set()
+    for n, m in ((1, 300), (64, 65), (70, 30), (128, 129), (300, 301), (420, 333), (2, 1500)):
+        arrays, want = attention_of(n, m, causal, left, dim)
+        np.testing.assert_allclose(ops.attention(*arrays, **how), want, atol=4e-3)
+        made.add(ops.attention.kernel(*arrays, **how))
+    assert len(made) <= 4  # one, two and more consumers; the divided one
+
+
+def test_attention_on_the_emulated_machine(monkeypatch):
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    how = {"causal": True, "bottom_right": True, "interpret": "emulate"}
+    made = set()
+    for n, m in ((130, 150), (260, 270)):
+        arrays, want = attention_of(n, m, True)
+        np.testing.assert_allclose(ops.attention(*arrays, **how), want, atol=4e-3)
+        made.add(ops.attention.kernel(*arrays, **how))
+    assert len(made) == 1
+
+
+def test_packed_sequences_of_any_number(monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plans = _core.plan_memory()["plans"]
+    for starts, keys in (
+        ([0, 40, 100], [0, 30, 77]),
+        ([0, 10, 11, 90], [0, 0, 60, 70]),
+        ([0, 120], [0, 150]),
+    ):
+        whole, _ = attention_of(starts[-1], keys[-1])
+        both = (np.asarray(x, np.int32) for x in (starts, keys))
+        how = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), both), causal=True, interpret=True)
+        got = ops.attention(*whole, bottom_right=True, **how)
+        for a, b, c, d in zip(starts, starts[1:], keys, keys[1:]):
+            part = whole[0][:, a:b], whole[1][:, c:d], whole[2][:, c:d]
+            want = np.zeros(part[0].shape)
+            if d > c:
+                alone = {"causal": True, "bottom_right": True, "batch_invariant": True}
+                part = [x.copy() for x in part]
+                want = ops.attention(*part, interpret=True, **alone)
+            np.testing.assert_allclose(got[:, a:b], want, atol=4e-3)
+    assert _core.plan_memory()["plans"] - plans <= 2 * 2 + 2
+
+
+def test_decoding_with_attention_compiles_few_programs():
+    """Every capacity from 1 on, one query."""
+    made = set()
+    for keys in range(1, 4097, 5):
+        q, k = (plgpu.ShapeDtypeStruct((1, n, 8, 128), bfloat16) for n in (1, keys))
+        made.add(ops.attention.kernel(q, k, k))
+    assert len(made) <= 12
+
+
 def test_bias_and_activation():
     rng = np.random.default_rng(3)
     b, bias = (rng.standard_normal(s).astype(bfloat16) for s in ((64, 96), (96,)))

@@ -29,7 +29,13 @@ table, few_lengths = np.zeros((1, 2), np.int32), np.zeros(1, np.int32)
 square, sizes = zeros(256, 256), np.full(2, 128, np.int32)
 settings = np.asarray([0.1, 0.9, 0.99, 1e-8, 0.1, 1], f32)
 memory = {"config": ops.TensorMemoryConfig()}
+latent = zeros(1, 1, 16, 576)
 table, few_lengths = np.zeros((1, 2), np.int32), np.zeros(1, np.int32)
+
+
+def lower_half(b, h, i, j):
+    return j <= i
+
 
 CALLS = {
     "softmax": lambda **o: ops.softmax(x, **o),
@@ -63,6 +69,7 @@ CALLS = {
     "dequantize": lambda **o: ops.dequantize(
         x.astype(E4M3), zeros(16, 8, dtype=f32), block=128, **o
     ),
+    "block_mask": lambda **o: ops.block_mask(heads, heads, mask=lower_half, **o),
     "adamw": lambda **o: ops.adamw(*[x.astype(f32)] * 4, settings, **o),
     "softmax_backward": lambda **o: ops.softmax_backward(x, x, **o),
     "rms_norm_backward": lambda **o: ops.rms_norm_backward(x, x, w, **o),
@@ -89,6 +96,7 @@ BLACKWELL = CALLS | {  # configurations of other kernels than elsewhere
 HOPPER = {  # gaps.md has them
     "attention_backward": lambda **o: ops.attention_backward(*[heads] * 5, lse, **o),
     "attention_decode": lambda **o: ops.attention_decode(heads[:, :1].copy(), heads, heads, **o),
+    "mla_decode": lambda **o: ops.mla_decode(latent, latent[0], **o),
     "ragged_dot": lambda **o: ops.ragged_dot(square, zeros(2, 256, 256), sizes, **o),
     "transposed_ragged_dot": lambda **o: ops.transposed_ragged_dot(square, square, sizes, **o),
     "mixed_matmul": lambda **o: ops.mixed_matmul(square, zeros(256, 256, dtype=np.int8), **o),
@@ -149,6 +157,7 @@ def test_refused(name, calls):
 
 BY_NAME = {  # what an op says on such a GPU before any kernel is made
     "attention_decode": HOPPER["attention_decode"],
+    "mla_decode": HOPPER["mla_decode"],
 }
 
 

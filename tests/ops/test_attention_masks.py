@@ -1,0 +1,175 @@
+"""Masks that are functions, block masks, and keys that are divided among blocks."""
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import AttentionConfig, attention, block_mask
+
+INTERPRET = [plgpu.InterpretParams(detect_races=True, seeds=2), "emulate"]
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    plgpu.clear_caches()
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 6)
+    yield
+    plgpu.clear_caches()
+
+
+def expected(q, k, v, keep, bias=0.0):
+    """Result and logarithm in float64; keep: [batch, heads, queries, keys]."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+    s = np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5 + bias
+    e = np.where(keep, np.exp(s), 0)
+    total = e.sum(3)
+    out = np.einsum("bhqk,bkhd->bqhd", e / np.where(total == 0, 1, total)[..., None], v)
+    with np.errstate(divide="ignore"):
+        return out, np.log(total)
+
+
+def prefix(b, h, i, j):
+    return (j <= i) | (j < 60)
+
+
+def strided(b, h, i, j):
+    return ((i - j) % (h + 2) == 0) & (j <= i + b * 50) & (i < 250)
+
+
+def same_document(b, h, i, j, documents):
+    return (documents[i] == documents[j]) & (j <= i)
+
+
+def nothing(b, h, i, j):
+    return (j > i + 200) & (i > j)
+
+
+def everything(b, h, i, j):
+    return (i == i) | (j == j)
+
+
+def pairs(mask, batch, heads, n, m, *data):
+    b, h, i, j = np.ogrid[:batch, :heads, :n, :m]
+    return np.broadcast_to(mask(b, h, i, j, *data), (batch, heads, n, m))
+
+
+def blocks_of(keep):
+    """The rows of a block mask: of a tile with these pairs, up to 128 rows."""
+    m = keep.shape[1]
+    found = []
+    for c in range(-(-m // 128)):
+        part = keep[:, c * 128 : c * 128 + 128]
+        if part.any():
+            found.append(2 * c + (not part.all() or (c + 1) * 128 > m))
+    return found or [1]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "mask, n, m, dim",
+    [
+        (prefix, 300, 300, 64),
+        (strided, 260, 300, 128),
+        (same_document, 300, 300, 96),
+        (nothing, 130, 140, 64),
+        (everything, 128, 384, 64),
+        (prefix, 1, 140, 64),
+    ],
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_masks(rng, mask, n, m, dim, interpret):
+    if interpret == "emulate":
+        n, m = min(n, 140), min(m, 260)
+    batch, heads, data = 2, 4, ()
+    q = rng.standard_normal((batch, n, heads, dim)).astype(bfloat16)
+    k, v = rng.standard_normal((2, batch, m, 2, dim)).astype(bfloat16)
+    how = {"mask": mask, "interpret": interpret}
+    if mask is same_document:
+        data = (np.sort(rng.integers(0, 4, max(n, m))).astype(np.int32),)
+        how["mask_data"] = data[0]
+    keep = pairs(mask, batch, heads, n, m, *data)
+    want, want_lse = expected(q, k, v, keep)
+    kinds = mask is strided
+    blocks = block_mask(q, k, by_batch=kinds, by_head=kinds, **how)
+    assert blocks.shape[:2] == ((batch, heads) if kinds else (1, 1))
+    for b in range(blocks.shape[0]):
+        for h in range(blocks.shape[1]):
+            for t, row in enumerate(blocks[b, h]):
+                tile = keep[b, h, t * 128 : t * 128 + 128]
+                assert list(row[1 : 1 + row[0]]) == blocks_of(tile)
+    for more in ({}, {"block_mask": blocks}):
+        o, lse = attention(q, k, v, return_lse=True, **how, **more)
+        np.testing.assert_allclose(np.asarray(o).astype(np.float64), want, atol=2e-2)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-3)
+
+
+def test_masks_and_bias(rng):
+    n, m = 130, 200
+    q = rng.standard_normal((1, n, 2, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, m, 1, 64)).astype(np.float16)
+    bias = rng.standard_normal((1, 2, n, m)).astype(np.float16)
+    want, _ = expected(q, k, v, pairs(prefix, 1, 2, n, m), bias.astype(np.float64))
+    got = attention(q, k, v, mask=prefix, bias=bias, interpret=INTERPRET[0])
+    np.testing.assert_allclose(got, want, atol=4e-3)
+
+
+def test_errors():
+    q, data = np.zeros((1, 130, 2, 64), np.float16), np.zeros(130, np.int32)
+    blocks = np.zeros((1, 1, 2, 3), np.int32)
+
+    def call(error, words, f=attention, args=(q, q, q), **options):
+        with pytest.raises(error, match=words):
+            f(*args, interpret=True, **options)
+
+    call(TypeError, "mask must be a function", mask=3)
+    call(TypeError, "mask must be a function", block_mask, (q, q))
+    call(ValueError, "need mask=", block_mask=blocks)
+    call(ValueError, "need mask=", mask_data=data)
+    call(ValueError, "replaces causal", mask=prefix, causal=True)
+    call(ValueError, "replaces causal", mask=prefix, window=(3, 0))
+    call(ValueError, "block_mask must be int32", mask=prefix, block_mask=blocks[:, :, :1].copy())
+    call(ValueError, "block_mask must be int32", mask=prefix, block_mask=blocks.astype(np.uint32))
+    call(ValueError, "four dims", block_mask, (q[0], q), mask=prefix)
+    call(TypeError, "must return booleans", mask=lambda b, h, i, j: i + j)
+    call(NotImplementedError, "no config=", mask=prefix, config=AttentionConfig())
+
+
+# ---- divided keys --------------------------------------------------------------------------------
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "n, m, options",
+    [
+        (1, 2100, {}),
+        (70, 2049, {"causal": True, "bottom_right": True}),
+        (3, 3000, {"causal": True, "window": (900, None), "bottom_right": True}),
+        (77, 2100, {"causal": True}),  # parts that are empty
+        (5, 2100, {"softcap": 3.0}),
+    ],
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_divided_keys(rng, n, m, options, interpret):
+    q = rng.standard_normal((1, n, 2, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, m, 1, 64)).astype(np.float16)
+    how = {"return_lse": True, "interpret": interpret, **options}
+    assert type(attention.kernel(q, k, v, **how)) is not type(
+        attention.kernel(q, k, v, batch_invariant=True, **how)
+    )
+    distance = np.arange(m) - np.arange(n)[:, None]
+    distance -= (m - n) if options.get("bottom_right") else 0
+    keep = np.ones((n, m), bool) if "causal" not in options else distance <= 0
+    if "window" in options:
+        keep &= distance >= -options["window"][0]
+    if "softcap" in options:
+        want, want_lse = attention(q, k, v, batch_invariant=True, **how)
+    else:
+        want, want_lse = expected(q, k, v, keep)
+    o, lse = attention(q, k, v, **how)
+    np.testing.assert_allclose(o, want, atol=4e-3)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-3)
+    there = np.full_like(o, np.nan), np.full_like(lse, np.nan)
+    attention(q, k, v, out=there, **how)
+    assert np.array_equal(there[0], o) and np.array_equal(there[1], lse)
