@@ -51,7 +51,6 @@ class MixedConfig(NamedTuple):
 class MlaConfig(NamedTuple):
     block: int = 64
     stages: int = 0
-    prefetch: bool = True
 
 class NormConfig(NamedTuple):
     height: int = 1

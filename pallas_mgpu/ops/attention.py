@@ -106,15 +106,17 @@ class _Plan:
         self.all_heads = x.batch * x.heads * parts
         self.total = self.all_heads * self.q_tiles
         self.clusters = cfg.programs or cores
+        # tiles have different lengths, the last ones mostly the longest
+        self.uneven = uneven = x.causal or bool(x.scores.mask)
         self.group = 1  # heads that are worked on together; 0: known when the kernel runs
         if x.is_open:
-            self.group, self.ragged, self.counted = int(not x.causal), True, x.causal
+            self.group, self.ragged, self.counted = int(not uneven), True, uneven
         else:
             self.clusters = min(self.total, self.clusters)
-            if x.causal:
+            if uneven:
                 self.group = min(max(_L2_BYTES // (x.keys * x.dim * 4), 1), self.all_heads)
             self.ragged = x.keys % self.block != 0
-            self.counted = x.causal and self.total > self.clusters
+            self.counted = uneven and self.total > self.clusters
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         # The next queries are fetched while these are in use, where there is room.
         self.out = math.gcd(x.dim, _OUT)
@@ -201,7 +203,7 @@ class _Block(WarpSpecialized):
         if not p.group or p.all_heads % group:
             width = jnp.maximum(jnp.minimum(p.all_heads - band * group, group), 1)
         tile, head = lax.div(inside, width), band * group + lax.rem(inside, width)
-        if x.causal:
+        if p.uneven:
             tile = jnp.maximum(p.q_tiles - 1 - tile, 0)  # longest first
         part, head = (head % p.parts, head // p.parts) if p.parts > 1 else (0, head)
         return tile, part, head % x.heads, head // x.heads

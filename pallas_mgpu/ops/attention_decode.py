@@ -44,7 +44,7 @@ _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
 _MERGE_REGISTERS = 64  # of a lane, for segments that are loaded together
 _EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
-_CONSUMERS, _EIGHT_BIT_CONSUMERS = 2, 3  # where the accumulators are small
+_CONSUMERS, _EIGHT_BIT_CONSUMERS = 2, 4  # where the accumulators are small
 # of a block: more or fewer bytes in flight were 1 to 2 % slower
 _BYTES = SMEM_BYTES * 2 // 3
 _CAPACITIES = (0, 512, 2048, 1 << 24)  # of caches of one sequence: edges of the programs
@@ -130,7 +130,7 @@ class _Plan:
         fixed = consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
         fixed += 2 * (consumers - 1) * self.value_dim * self.columns * 4
         if x.kv_dtype:
-            fixed += consumers * _KEYS * width * 2
+            fixed += consumers * _KEYS * self.value_dim * 2
         stages = self.cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
         stages = pl.cdiv(stages, consumers) * consumers
@@ -143,9 +143,8 @@ class _Plan:
             rows = swizzled(math.gcd(dim, 128 // x.cached.itemsize), x.cached)
             found[name] = plgpu.SMEM((self.stages, _KEYS, dim), x.cached, transforms=rows)
         if x.kv_dtype:
-            for name, dim in (("keys16", self.dim), ("values16", self.value_dim)):
-                shape = self.consumers, _KEYS, dim
-                found[name] = plgpu.SMEM(shape, x.dtype, transforms=swizzled(64, x.dtype))
+            shape = self.consumers, _KEYS, self.value_dim
+            found["values16"] = plgpu.SMEM(shape, x.dtype, transforms=swizzled(64, x.dtype))
         found["q_smem"] = plgpu.SMEM(
             (self.consumers, self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
         )
@@ -311,19 +310,12 @@ class _Block(Shares):
         def _():
             self.store(b, head, value, m * self.x.scores.factor(self.x.scale), sums)
 
-    def keys_of(self, me, slot):
+    def keys_of(self, slot):
         """Keys of a slot, as the tensor cores take them."""
         k = self.k_smem.at[slot]
-        if self.x.kv_dtype:
-            raw, k = k, self.keys16.at[me]
-            self.convert(raw, k)
-            plgpu.commit_smem()
+        if self.x.kv_dtype:  # in registers
+            k = plgpu.load(k, layout=plgpu.Layout.WGMMA, optimized=False).astype(self.x.dtype)
         return k
-
-    def convert(self, raw, there):
-        """8-bit elements of a slot as 16-bit ones, eight of a row by each lane."""
-        layout = plgpu.Layout.WG_STRIDED(raw.shape, vec_size=8)
-        there[...] = plgpu.load(raw, layout=layout).astype(self.x.dtype)
 
     def scale_of(self, name, b, head):
         """The scale of the keys or values of a head; None without one."""
@@ -343,7 +335,7 @@ class _Block(Shares):
         )
 
         def scores(s_acc):
-            plgpu.wgmma(s_acc, self.keys_of(me, slot), q_smem)
+            plgpu.wgmma(s_acc, self.keys_of(slot), q_smem)
             return s_acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
@@ -366,7 +358,7 @@ class _Block(Shares):
         v = self.v_smem.at[slot]
         if self.x.kv_dtype:  # tensor cores transpose 16-bit elements alone
             raw, v = v, self.values16.at[me]
-            self.convert(raw, v)
+            v[...] = raw[...].astype(self.x.dtype)
             self.values.release(it)
 
         # what lies beyond the length may be NaN

@@ -17,6 +17,7 @@ from .._names import show
 from ._common import overlap_launches
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
+_PART = 16  # keys that registers hold at a time
 
 
 class Mask(NamedTuple):
@@ -57,12 +58,19 @@ def kernel(mask, queries, keys, interpret):
         overlap_launches()
         b, h, tile = (lax.axis_index(n) for n in ("batch", "head", "tile"))
 
+        # what lies beyond the last query does not make a block one that needs the mask
+        beyond = tile * ROWS + lax.broadcasted_iota(jnp.int32, (ROWS, _PART), 0) >= queries
+
         def one(block, count):
-            at = b, h, tile * ROWS, block * KEYS
-            keep = mask.keep((queries, keys), at, (ROWS, KEYS), data)
-            # what lies beyond the last query does not make a block one that needs the mask
-            beyond = tile * ROWS + lax.broadcasted_iota(jnp.int32, keep.shape, 0) >= queries
-            some, every = jnp.any(keep), jnp.all(keep | beyond)
+            def look(part, found):
+                some, every = found
+                at = b, h, tile * ROWS, block * KEYS + part * _PART
+                keep = mask.keep((queries, keys), at, (ROWS, _PART), data)
+                return some | keep, every & (keep | beyond)
+
+            none = jnp.zeros((ROWS, _PART), bool)
+            some, every = lax.fori_loop(0, KEYS // _PART, look, (none, ~none))
+            some, every = jnp.any(some), jnp.all(every)
 
             @pl.when(some)
             def _():

@@ -40,11 +40,10 @@ _PART = 32  # columns of a result that are merged at a time
 
 class MlaConfig(NamedTuple):
     """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots;
-    0: as many as fit. ``prefetch``: rows come to the L2 cache before their slot is free."""
+    0: as many as fit."""
 
     block: int = 64
     stages: int = 0
-    prefetch: bool = True
 
 
 class _Problem(NamedTuple):
@@ -77,7 +76,7 @@ class _Plan:
     consumers = _ADDERS + 1
 
     def __init__(self, x, cfg, sms):
-        self.x, self.block, self.prefetch = x, cfg.block, cfg.prefetch
+        self.x, self.block = x, cfg.block
         self.tiles = pl.cdiv(x.rows, _ROWS)
         self.lanes = next(n for n in range(min(self.tiles, sms), 0, -1) if self.tiles % n == 0)
         self.heads = self.tiles // self.lanes
@@ -162,8 +161,6 @@ class _Block(Shares):
         def one(j, it):
             key = (high - 1 - j) * self.block
             pieces = self.pieces(b, 0, key, length)
-            for _, at in pieces if self.plan.prefetch else ():
-                plgpu.async_prefetch(self.k.at[at])
             for ring, group in zip(self.rings, self.plan.groups):
                 ring.acquire(it)
                 slot = ring.slot(it)

@@ -406,7 +406,7 @@ CASES = {
     ],
     "`ops.mla_decode` on": [
         *[(lambda t=t: on(t, ops.mla_decode, latent, latent[0])) for t in ("sm_80", "sm_100a")],
-        lambda: ops.mla_decode(latent[..., :80].copy(), latent[0, ..., :80].copy()),
+        lambda: ops.mla_decode(latent[..., :80].copy(), latent[0, ..., :80].copy(), value_dim=64),
         lambda: ops.mla_decode(latent, latent[0], value_dim=64),
         lambda: ops.mla_decode(latent, zeros(4, 20, 576), kv_lengths=lengths, page_table=table),
         (TypeError, lambda: ops.mla_decode(latent, latent[0].astype(np.int8))),

@@ -49,7 +49,7 @@ def check(arrays, lengths, value_dim, interpret, given=None, **options):
 def test_lengths(rng, lengths, queries, heads, dim, value_dim, dtype, block, interpret):
     """One tile of queries and several, whole and in part."""
     arrays = operands(rng, lengths, queries, heads, dim, max(lengths) + 9, dtype)
-    given = {"config": MlaConfig(block, prefetch=block == 64)}
+    given = {"config": MlaConfig(block)}
     check(arrays, lengths, value_dim, interpret, given, causal=queries > 1, scale=0.1)
 
 
