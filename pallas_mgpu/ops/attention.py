@@ -856,9 +856,9 @@ def attention(
     :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86, sm_89 and sm_120a a
     :class:`MmaAttentionConfig`; chosen from the shape by default. out: a preallocated result, or a
     pair of them. batch_invariant: the bits of a query's result depend on that query, its keys and
-    values, the dtypes and options alone (for the same config, if one is
-    given). deterministic: a call repeats bit for bit. Both always hold at present; the
-    options guarantee it for later versions.
+    values, the dtypes and options alone (for the same config, if one is given); the keys are then
+    not divided among blocks where queries are few. deterministic: a call repeats bit for bit, which
+    always holds at present; the option guarantees it for later versions.
 
     window: ``(left, right)``; query i sees the keys from i - left to i + right, None: no limit
     on that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
@@ -870,6 +870,12 @@ def attention(
     bottom_right count from its start. dropout: the probability by which a weight is dropped,
     determined by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
     the logarithm -inf.
+
+    mask (Hopper, head_dim up to 128): a function ``f(b, h, i, j)`` of int32 arrays, the batch
+    entry, the head, the query and the key, that returns which pairs are there. It is traced in the
+    kernel, replaces causal, window and cu_seqlens, and must be the same function object at each
+    call. mask_data: an array whose ref is its fifth argument. block_mask: what :func:`block_mask`
+    returns for them, computed at each call by default.
 
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
