@@ -88,6 +88,11 @@ class Problem(NamedTuple):
     scale: float
     scores: Scores = PLAIN
     return_lse: bool = False
+    own_value_dim: int = 0  # where values have another width than keys
+
+    @property
+    def value_dim(self):
+        return self.own_value_dim or self.dim
 
     @property
     def is_open(self):
@@ -98,8 +103,8 @@ class Problem(NamedTuple):
     def shapes(self):
         """Of q, k and v."""
         q = self.batch, self.queries, self.heads, self.dim
-        k = self.batch, self.keys, self.kv_heads, self.dim
-        return q, k, k
+        k = self.batch, self.keys, self.kv_heads
+        return q, (*k, self.dim), (*k, self.value_dim)
 
     def padded_rows(self, multiple=_MULTIPLE):
         """Rows of the ranges of packed sequences."""
@@ -113,7 +118,8 @@ class Problem(NamedTuple):
     @property
     def results(self):
         """Types of what attention returns."""
-        out = plgpu.ShapeDtypeStruct((self.batch, self.queries, self.heads, self.dim), self.dtype)
+        shape = self.batch, self.queries, self.heads, self.value_dim
+        out = plgpu.ShapeDtypeStruct(shape, self.dtype)
         lse = plgpu.ShapeDtypeStruct((self.batch, self.heads, self.queries), _F32)
         return (out, lse) if self.return_lse else out
 

@@ -38,6 +38,15 @@ def overlap_launches():
     plgpu.griddepcontrol_wait()
 
 
+def padded(source, at, width):
+    """Rows of global memory for a copy to rows of so many elements, the last of which become 0 (or,
+    of a store, go nowhere): columns beyond the end, which TMA allows."""
+    if source.shape[-1] == width:
+        return source.at[at]
+    start = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
+    return source.at[(*at, pl.ds(start, width))]
+
+
 def unaligned(start):
     """The same index, but the compiler knows no divisor of it: accesses there use no vectors."""
     return start + lax.optimization_barrier(jnp.int32(0))

@@ -47,6 +47,7 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     overlap_launches,
+    padded,
     store,
     swizzled,
     warp_specialized,
@@ -61,6 +62,7 @@ _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
 _PART_BLOCKS = 8  # blocks of a part of the keys, at least: merging takes a few microseconds
 _QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
+_WIDTHS = (64, 96, 128, 192, 256)
 _OUT = 128  # columns of O that leave at a time, at most
 
 
@@ -95,6 +97,11 @@ def choose(queries, head_dim, causal, scores=PLAIN):
     return AttentionConfig(min(2, most), 64, 2)
 
 
+def _width(dim):
+    """Elements of a row on the chip: the least width of the kernels."""
+    return next(n for n in _WIDTHS if dim <= n)
+
+
 class _Plan:
     """What follows from a problem and a configuration."""
 
@@ -119,8 +126,10 @@ class _Plan:
             self.counted = uneven and self.total > self.clusters
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         # The next queries are fetched while these are in use, where there is room.
-        self.out = math.gcd(x.dim, _OUT)
-        used = 2 * self.rows * x.dim + 2 * self.stages * self.block * x.dim + self.rows * self.out
+        self.dim, self.value_dim = _width(x.dim), _width(x.value_dim)  # of rows on the chip
+        self.out = math.gcd(self.value_dim, _OUT)
+        used = self.stages * self.block * (self.dim + self.value_dim)
+        used += 2 * self.rows * self.dim + self.rows * self.out
         self.q_slots = 2 if not cfg.q_registers and 2 * used + 2048 <= SMEM_BYTES else 1
         self.q_ahead = cfg.q_registers or self.q_slots > 1
         # one consumer and the producer have 256 registers a lane as it is
@@ -130,12 +139,13 @@ class _Plan:
         x, consumers = self.x, self.consumers
 
         def smem(*shape):
-            return plgpu.SMEM(shape, x.dtype, transforms=swizzled(math.gcd(x.dim, 64), x.dtype))
+            rows = swizzled(math.gcd(shape[-1], 64), x.dtype)
+            return plgpu.SMEM(shape, x.dtype, transforms=rows)
 
         found = {
-            "q_smem": smem(self.q_slots, consumers, 64, x.dim),
-            "k_smem": smem(self.stages, self.block, x.dim),
-            "v_smem": smem(self.stages, self.block, x.dim),
+            "q_smem": smem(self.q_slots, consumers, 64, self.dim),
+            "k_smem": smem(self.stages, self.block, self.dim),
+            "v_smem": smem(self.stages, self.block, self.value_dim),
             "o_smem": smem(consumers, 64, self.out),
         }
         if x.return_lse:
@@ -248,7 +258,8 @@ class _Block(WarpSpecialized):
         slot = tiles % p.q_slots
         for w in range(p.consumers):
             at = (b, pl.ds(tile * p.rows + w * 64, 64), head)
-            plgpu.copy_gmem_to_smem(self.q.at[at], self.q_smem.at[slot, w], ring.full.at[slot])
+            q = padded(self.q, at, p.dim)
+            plgpu.copy_gmem_to_smem(q, self.q_smem.at[slot, w], ring.full.at[slot])
 
         def step(j, carry):
             it, before = carry
@@ -269,13 +280,14 @@ class _Block(WarpSpecialized):
         slot = it % ring.stages
         b, row, head = place
         at = (b, pl.ds(pl.multiple_of(row, self.plan.block), self.plan.block), head)
-        plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], ring.full.at[slot])
+        rows = padded(source, at, slots.shape[-1])
+        plgpu.copy_gmem_to_smem(rows, slots.at[slot], ring.full.at[slot])
 
     # ---- consumers
 
     def consumer(self, me):
         attend = functools.partial(self.attend, me)
-        pl.run_scoped(attend, plgpu.ACC((64, self.x.dim)))
+        pl.run_scoped(attend, plgpu.ACC((64, self.plan.value_dim)))
 
     def attend(self, me, o_acc):
         """All tiles of a consumer."""
@@ -456,7 +468,7 @@ class _Block(WarpSpecialized):
         return s, new, sums * _along_rows(alpha, 8) + partial, alpha, grown
 
     def rescale(self, o_acc, alpha, grown):
-        dim = self.x.dim
+        dim = self.plan.value_dim
         value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
         if self.cfg.lazy:
             o_acc[...] = plgpu.ext.warp_where(
@@ -473,11 +485,14 @@ class _Block(WarpSpecialized):
         tile, part, head, b = self.tile_of(t)
         at, head = pl.ds(tile * p.rows + me * 64, 64), part * x.heads + head
         sums = jnp.sum(sums, axis=1)
-        factor = _along_rows(self.reciprocal(sums), x.dim)
+        factor = _along_rows(self.reciprocal(sums), p.value_dim)
         value = (value * factor).astype(x.dtype)
-        for c in range(0, x.dim, p.out):
+        first = 0
+        if p.value_dim > x.value_dim:  # columns beyond the end go nowhere
+            first = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
+        for c in range(0, p.value_dim, p.out):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            there = self.o.at[b, at, head, pl.ds(c, p.out)]
+            there = self.o.at[b, at, head, pl.ds(first + c, p.out)]
             store(self.o_smem.at[me], value[:, c : c + p.out], there)
         if x.return_lse:
             lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
@@ -626,7 +641,7 @@ def _kernel(x, cfg, cores, parts, interpret):
     out_type = x.results
     if parts > 1:
         all_heads = x.batch, x.queries, parts * x.heads
-        out_type = plgpu.ShapeDtypeStruct((*all_heads, x.dim), x.dtype)
+        out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.dtype)
         out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
     ranges = [(x.padded_rows(),)] * 2 if x.scores.sequences else []
@@ -640,8 +655,8 @@ _MERGE_TILE = 1024  # elements of a block
 @cached
 def _merge(x, parts, interpret):
     """Kernel: the result from those over parts of the keys, in the order of the parts."""
-    height = max(1, _MERGE_TILE // x.dim)
-    rows, tile = x.batch * x.queries * x.heads, (height, x.dim)
+    height = max(1, _MERGE_TILE // x.value_dim)
+    rows, tile = x.batch * x.queries * x.heads, (height, x.value_dim)
 
     def body(o, lse, out, out_lse=None):
         overlap_launches()
@@ -670,7 +685,7 @@ def _merge(x, parts, interpret):
         grid_names=("tile",),
         interpret=interpret,
         kernel_name="attention_merge",
-        **in_shapes((*all_heads, x.dim), all_heads),
+        **in_shapes((*all_heads, x.value_dim), all_heads),
     )
 
 
@@ -752,8 +767,9 @@ def _masked(q, k, mask, block_mask, data, how):
     return found._replace(batch=got[0], heads=got[1])
 
 
-def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256), most=0):
-    """dims: head_dims; most: the largest one, if they are multiples of 8."""
+def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False):
+    """dims: head_dims; most: the largest one, if they are multiples of 8. own_value_dim: may that
+    of the values differ?"""
     for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
@@ -775,7 +791,11 @@ def _check(q, k, v, name="attention", dims=(64, 96, 128, 192, 256), most=0):
             f"{name}: head_dim must be {accepted}, got {dim}; pad q, k and v with zeros and give"
             " scale"
         )
-    if k.shape != v.shape:
+    if own_value_dim and v.ndim == 4 and v.shape[3] % 8 == 0 and 0 < v.shape[3] <= most:
+        same = k.shape[:3] == v.shape[:3]
+    else:
+        same = k.shape == v.shape
+    if not same:
         raise ValueError(f"{name}: k and v must have one shape, got {k.shape} and {v.shape}")
     if k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(f"{name}: q {q.shape} and k {k.shape} differ in batch or head_dim")
@@ -848,8 +868,8 @@ def attention(
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32.
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
-    bfloat16, row-major; head_dim 64, 128, 256, on Hopper also 96 or 192, on Blackwell any multiple
-    of 8 up to 256; any lengths. Query head h uses key head ``h // (heads // kv_heads)``. causal:
+    bfloat16, row-major; head_dim a multiple of 8 up to 256, on sm_80, sm_86, sm_89 and sm_120a 64,
+    128 or 256; on Hopper v may have a last dim of its own; any lengths. Query head h uses key head ``h // (heads // kv_heads)``. causal:
     query i sees the keys 0 to i. scale: of the scores, ``head_dim ** -0.5`` by default. return_lse:
     also return the natural logarithm of the sum of exponentials of the scores, float32 [batch,
     heads, queries]. config: an :class:`AttentionConfig`, on Blackwell a
@@ -877,13 +897,16 @@ def attention(
     call. mask_data: an array whose ref is its fifth argument. block_mask: what :func:`block_mask`
     returns for them, computed at each call by default.
 
-    Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
+    Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryAttentionConfig()
     of_blackwell = isinstance(config, TensorMemoryAttentionConfig)
-    _check(q, k, v, most=_attention_tensor_memory.MOST if of_blackwell else 0)
+    target = _core.target(q.device)["name"]
+    of_hopper = config is None and target == "sm_90a" or isinstance(config, AttentionConfig)
+    most = _attention_tensor_memory.MOST if of_blackwell else _WIDTHS[-1] if of_hopper else 0
+    _check(q, k, v, most=most, own_value_dim=of_hopper)
     invariant = batch_invariance("attention", batch_invariant, deterministic)
     queries, dim = q.shape[1], q.shape[3]
     scale = float(dim**-0.5 if scale is None else scale)
@@ -896,7 +919,9 @@ def attention(
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
     _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
-    target = _core.target(q.device)["name"]
+    if v.shape[3] != dim:
+        problem = problem._replace(own_value_dim=v.shape[3])
+    widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
     if mask and (target != "sm_90a" or config is not None):
         raise NotImplementedError(
             f"attention: mask= needs sm_90a and no config=; got {target}, config={config!r}; use"
@@ -919,15 +944,16 @@ def attention(
     cores, parts = plgpu.sm_count(q.device), 1
     if config is None:
         if not (invariant or scores.sequences or mask):
-            parts = _parts(problem, choose(queries, dim, bool(causal), scores), cores)
+            parts = _parts(problem, choose(queries, max(widths), bool(causal), scores), cores)
         problem, queries = _open(problem, parts, q.device, interpret)
     if mask:
-        config = choose(queries, dim, False)._replace(consumers=ROWS // 64, block=KEYS)
-        if dim > 128:
+        config = choose(queries, max(widths), False)._replace(consumers=ROWS // 64, block=KEYS)
+        if max(widths) > 128:
             raise NotImplementedError(
-                f"attention: mask= with a head_dim of up to 128, got {dim}; use bias="
+                f"attention: mask= with a head_dim of up to 128, got {dim} and, of v, {v.shape[3]};"
+                " use bias="
             )
-    config = config or choose(queries, dim, bool(causal), scores)
+    config = config or choose(queries, max(widths), bool(causal), scores)
     _check_config(config)
     kernel = _kernel(problem, config, cores, parts, interpret)
     if mask and block_mask is None:

@@ -33,6 +33,7 @@ from ._common import (
     SMEM_BYTES,
     Ring,
     overlap_launches,
+    padded,
     swizzled,
     warp_specialized,
 )
@@ -189,19 +190,11 @@ class _Block(Shares):
                 slot = ring.slot(it)
                 for rows, at in pieces:
                     here = slots.at[slot] if rows is None else slots.at[slot, rows]
-                    there = self.whole(source, at, here.shape[-1])
+                    there = padded(source, at, here.shape[-1])
                     plgpu.copy_gmem_to_smem(there, here, ring.full.at[slot])
             return it + 1
 
         return lax.fori_loop(0, high - low, one, it0)
-
-    def whole(self, source, at, width):
-        """Rows of the cache; those shorter than a row of a slot are filled up with zeros."""
-        if source.shape[-1] == width:
-            return source.at[at]
-        # beyond the end, which TMA allows
-        start = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
-        return source.at[(*at, pl.ds(start, width))]
 
     # ---- consumer
 

@@ -381,8 +381,9 @@ CASES = {
     "`Buffered(use_lookahead=True)`": [lambda: pl.Buffered(2, use_lookahead=True)],
     "private scopes": [private_scope],
     "GMEM allocated by": [lambda: view(gmem_scope, 128)],
-    "with head_dim 96 or 192 on": [
+    "with other head_dims than 64, 128 and 256 on": [
         *on_older(ops.attention, keys, keys, keys),
+        (ValueError, lambda: on("sm_100a", ops.attention, heads, heads, keys)),
         lambda: on("sm_90a", ops.attention_backward, *[keys] * 5, lse),
         lambda: ops.attention_backward(
             *[heads] * 5,

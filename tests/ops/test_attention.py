@@ -138,7 +138,7 @@ def test_what_callers_get(rng):
         (lambda q, k, v: (q.astype(np.float32), k, v), TypeError, "float16 or all bfloat16"),
         (lambda q, k, v: (q, k.astype(bf16), v), TypeError, "float16 or all bfloat16"),
         (lambda q, k, v: (q, k[:, :5], v), ValueError, "one shape"),
-        (lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), NotImplementedError, "head_dim"),
+        (lambda q, k, v: (q[..., :36], k[..., :36], v[..., :36]), NotImplementedError, "head_dim"),
         (lambda q, k, v: (np.repeat(q, 2, 0), k, v), ValueError, "differ in batch"),
         (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "multiple"),
         (lambda q, k, v: (q[:, :0], k, v), ValueError, "empty"),

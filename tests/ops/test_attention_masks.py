@@ -136,6 +136,56 @@ def test_errors():
     call(NotImplementedError, "no config=", mask=prefix, config=AttentionConfig())
 
 
+# ---- head_dims -----------------------------------------------------------------------------------
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "dim, value_dim",
+    [(8, 8), (40, 40), (72, 72), (104, 104), (160, 160), (248, 248), (192, 128), (64, 256)],
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_head_dims(rng, dim, value_dim, interpret):
+    """Of any multiple of 8, and values of another width, on a poisoned result."""
+    if interpret == "emulate" and max(dim, value_dim) > 160:
+        pytest.skip("the interpreter has it")
+    n, m = 70, 90
+    q = rng.standard_normal((2, n, 4, dim)).astype(np.float16)
+    k, v = (rng.standard_normal((2, m, 2, d)).astype(np.float16) for d in (dim, value_dim))
+    keep = np.broadcast_to(np.arange(m) <= np.arange(n)[:, None], (2, 4, n, m))
+    want, want_lse = expected(q, k, v, keep)
+    out = np.full(want.shape, np.nan, np.float16), np.full(want_lse.shape, np.nan, np.float32)
+    attention(q, k, v, causal=True, return_lse=True, interpret=interpret, out=out)
+    np.testing.assert_allclose(out[0], want, atol=4e-3)
+    np.testing.assert_allclose(out[1], want_lse, atol=1e-3)
+    capped = attention(q, k, v, causal=True, softcap=1000.0, interpret=interpret)
+    np.testing.assert_allclose(capped, want, atol=2e-2)
+
+
+def test_values_of_another_width_and_divided_keys(rng):
+    q = rng.standard_normal((1, 3, 2, 192)).astype(np.float16)
+    k, v = (rng.standard_normal((1, 2100, 1, d)).astype(np.float16) for d in (192, 128))
+    want, _ = expected(q, k, v, np.ones((1, 2, 3, 2100), bool))
+    np.testing.assert_allclose(attention(q, k, v, interpret=True), want, atol=4e-3)
+    for shape in ((1, 2100, 1, 132), (1, 2100, 1, 264), (1, 2099, 1, 128)):
+        with pytest.raises(ValueError, match="k and v must have one shape"):
+            attention(q, k, np.zeros(shape, np.float16), interpret=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "dim, value_dim", [(40, 40), (104, 104), (248, 248), (192, 128), (64, 256)]
+)
+def test_no_spills(dim, value_dim):
+    S = plgpu.ShapeDtypeStruct
+    q, k = (S((2, 4096, heads, dim), bfloat16) for heads in (16, 4))
+    v = S((2, 4096, 4, value_dim), bfloat16)
+    for causal in (False, True):
+        kernel = attention.kernel(q, k, v, causal=causal)
+        used = kernel.lower(q, k, v, target="sm_90a").resources()
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+
+
 # ---- divided keys --------------------------------------------------------------------------------
 
 
