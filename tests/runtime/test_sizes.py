@@ -268,6 +268,7 @@ def test_arithmetic_and_what_bounds_decide():
     S = plgpu.dim("S", min=2, max=100, multiple_of=2)
     assert repr(pl.cdiv(S, 8) * 3) == "((((S + 8) - 1) // 8) * 3)"
     assert (S // 2).least == 1 and (S * 3).multiple == 6 and S % 2 == 0 and S + 0 is S
+    assert (100 // S).most == 50 and 100 // S + 1 <= 51
     assert S > 1 and not S > 100 and S != 101 and S == plgpu.dim("S", min=2, max=100, multiple_of=2)
     assert (pl.cdiv(S, 8) * 3).value({S: 10}) == 6
     with pytest.raises(TypeError, match="S < 50 is known when the kernel is called only"):
