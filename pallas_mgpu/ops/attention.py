@@ -868,17 +868,17 @@ def attention(
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32.
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
-    bfloat16, row-major; head_dim a multiple of 8 up to 256, on sm_80, sm_86, sm_89 and sm_120a 64,
-    128 or 256; on Hopper v may have a last dim of its own; any lengths. Query head h uses key head ``h // (heads // kv_heads)``. causal:
-    query i sees the keys 0 to i. scale: of the scores, ``head_dim ** -0.5`` by default. return_lse:
-    also return the natural logarithm of the sum of exponentials of the scores, float32 [batch,
-    heads, queries]. config: an :class:`AttentionConfig`, on Blackwell a
-    :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86, sm_89 and sm_120a a
-    :class:`MmaAttentionConfig`; chosen from the shape by default. out: a preallocated result, or a
-    pair of them. batch_invariant: the bits of a query's result depend on that query, its keys and
-    values, the dtypes and options alone (for the same config, if one is given); the keys are then
-    not divided among blocks where queries are few. deterministic: a call repeats bit for bit, which
-    always holds at present; the option guarantees it for later versions.
+    bfloat16, row-major; any lengths. head_dim: a multiple of 8 up to 256, on sm_80, sm_86, sm_89
+    and sm_120a 64, 128 or 256; on Hopper v may have a last dim of its own. Query head h uses key
+    head ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale: of the scores,
+    ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of the sum of
+    exponentials of the scores, float32 [batch, heads, queries]. config: an
+    :class:`AttentionConfig`, on Blackwell a :class:`TensorMemoryAttentionConfig`, on sm_80, sm_86,
+    sm_89 and sm_120a a :class:`MmaAttentionConfig`; chosen from the shape by default. out: a
+    preallocated result, or a pair of them. batch_invariant: the bits of a query's result depend on
+    that query, its keys and values, the dtypes and options alone (for the same config, if one is
+    given); the keys are then not divided among blocks where queries are few. deterministic: a call
+    repeats bit for bit, which always holds at present; the option guarantees it for later versions.
 
     window: ``(left, right)``; query i sees the keys from i - left to i + right, None: no limit
     on that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
