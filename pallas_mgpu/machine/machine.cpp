@@ -822,7 +822,8 @@ static void run_clusters(const std::vector<u32> &clusters) {
   const HostIndex n = {m.grid.x / m.cluster.x, m.grid.y / m.cluster.y, m.grid.z / m.cluster.z};
   const u32 size = m.cluster_blocks, count = (u32)clusters.size() * size;
   const u32 each = n.x * n.y * n.z;
-  m.n_clock = count * m.block_threads + MAX_ENGINES;
+  /* As large as for the first ones, which are the most: memory remembers accesses by numbers. */
+  m.n_clock = std::max<u32>(m.n_clock, count * m.block_threads + MAX_ENGINES);
   m.blocks.resize(count);
   m.engines = 0;
   for (u32 k = 0; k < count; k++) {
