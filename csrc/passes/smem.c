@@ -13,7 +13,8 @@
  *
  * A private scope has a separate part for each thread, with a stack of its own. Memory that other
  * blocks of the cluster access has a separate stack, because a block that runs ahead may fill the
- * memory of a peer that is still in the previous scope. The stacks at the deepest point are kept
+ * memory of a peer that is still in the previous scope. A union is there if one of its allocations
+ * is. The stacks at the deepest point are kept
  * for the error message of a kernel that is too large.
  *
  * Scratch is as large as the op that needs most of it, once for each Pallas thread. Barriers and
@@ -43,7 +44,8 @@ typedef struct plan {
     int64_t start[N_STACKS], end[N_STACKS];
   } overlay;
   stage stage;      /* of the current block */
-  bool *remote;     /* by value: an allocation that other blocks access */
+  bool *remote;     /* by value: an allocation on the stack REMOTE */
+  PM_VEC(int64_t) remote_unions;
   int64_t barriers; /* bytes */
   int64_t scratch;  /* bytes of one Pallas thread */
   op_list live, live_at_deepest;
@@ -193,6 +195,28 @@ static void find_remote(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
+/* The number of the union that an allocation belongs to; 0: none. */
+static int64_t union_of(const pm_graph *g, pm_opid op) {
+  if (!is_memory(g, op)) return 0;
+  uint32_t n;
+  const int64_t *u = pm_attr_list(g, op, PM_ATTR_UNION, &n);
+  return n ? u[0] : 0;
+}
+
+static void find_remote_union(pm_graph *g, pm_opid op, void *ctx) {
+  plan *p = ctx;
+  const int64_t number = union_of(g, op);
+  if (number && p->remote[pm_get(g, op)->out]) pm_vec_push(g->arena, &p->remote_unions, number);
+}
+
+static void move_to_remote(pm_graph *g, pm_opid op, void *ctx) {
+  plan *p = ctx;
+  const int64_t number = union_of(g, op);
+  for (uint32_t k = 0; number && k < p->remote_unions.n; k++) {
+    if (p->remote_unions.at[k] == number) p->remote[pm_get(g, op)->out] = true;
+  }
+}
+
 /* Offsets were relative to each part. */
 static void move(pm_graph *g, pm_opid op, void *ctx) {
   const plan *p = ctx;
@@ -256,6 +280,8 @@ static pm_code too_large(plan *p, int64_t limit) {
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
   plan p = {.g = g, .err = err, .remote = PM_NEW(g->arena, bool, g->values.n)};
   if (g->n_cluster) pm_walk(g, 1, find_remote, &p);
+  pm_walk(g, 1, find_remote_union, &p);
+  if (p.remote_unions.n) pm_walk(g, 1, move_to_remote, &p);
   place_block(&p, 1);
   if (p.code) return p.code;
   g->scratch_offset = p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;

@@ -483,6 +483,33 @@ def test_cluster_ref(run, cluster, axis, transforms):
         np.testing.assert_array_equal(s[at], [v * 3, v + 100, v])
 
 
+def exchanged(x, o, both, met):
+    """The rows of x, which were loaded where the other block then writes."""
+    own, inbox = both
+    me = lax.axis_index("cx")
+    own[...] = x[me]
+    value = own[...] + 1
+    meet(met)  # both are done with their own memory
+    plgpu.cluster_ref(inbox, {"cx": 1 - me})[...] = value
+    meet(met)
+    o[me] = inbox[...]
+
+
+def test_unions_that_other_blocks_reach(run, rng):
+    """The groups overlay each other also if only one of them is reached by the other block."""
+    x = rng.standard_normal((2, 64, 128)).astype(f32)
+    smem = plgpu.SMEM((64, 128), f32)
+    kernel = plgpu.kernel(
+        exchanged,
+        out_type=plgpu.ShapeDtypeStruct(x.shape, f32),
+        scratch_types=[plgpu.RefUnion(smem, smem), everyone((2,))],
+        cluster=(2,),
+        cluster_names=("cx",),
+    )
+    assert kernel.lower(x).resources()["smem_bytes"] < 2 * x[0].nbytes
+    np.testing.assert_array_equal(run.call(kernel, x), x[::-1] + 1)
+
+
 def test_a_block_does_not_end_before_its_memory_is_read(run):
     """The block that has nothing more to do waits for the one that still reads."""
 
