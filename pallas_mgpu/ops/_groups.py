@@ -22,6 +22,8 @@ class Product(NamedTuple):
     dtype: np.dtype
     out_dtype: np.dtype
     tb: bool = False  # [groups, n, k]
+    each: int = 0  # rows of a group's own array, of which the first ones count; 0: rows are packed
+    scaled: bool = False  # scales of blocks of 8-bit operands
 
 
 class GroupedBlock(WarpSpecialized):
@@ -30,7 +32,8 @@ class GroupedBlock(WarpSpecialized):
     def __init__(self, plan, rows, refs):
         """rows: of a tile."""
         super().__init__(plan, refs)
-        self.ring = Ring(plan.stages, self.full, self.empty, self.a_smem, self.b_smem)
+        buffers = [self.a_smem, self.b_smem, *([self.scale_smem] if plan.x.scaled else [])]
+        self.ring = Ring(plan.stages, self.full, self.empty, *buffers)
 
         @pl.when(lax.axis_index("wg") == 0)
         def _():
@@ -45,6 +48,12 @@ class GroupedBlock(WarpSpecialized):
         """The first row of each group, and the number of row tiles before it; an entry more for the
         end. No group reaches beyond the array, whatever the sizes are."""
         m, groups, table = self.plan.x.m, self.plan.x.groups, self.table
+        if self.plan.x.each:  # sizes in place of first rows
+            counts = jnp.clip(self.sizes[...], 0, self.plan.x.each)
+            table[0, pl.ds(0, groups)] = counts
+            table[1, 0] = 0
+            table[1, pl.ds(1, groups)] = jnp.cumsum((counts + (rows - 1)) // rows)
+            return
         ends = jnp.minimum(jnp.cumsum(jnp.clip(self.sizes[...], 0, m)), m)
         table[0, 0], table[1, 0] = 0, 0
         table[0, pl.ds(1, groups)] = ends
@@ -53,6 +62,9 @@ class GroupedBlock(WarpSpecialized):
 
     def group_rows(self, g):
         """The first row of a group and how many there are."""
+        each = self.plan.x.each
+        if each:
+            return g * each, jnp.clip(self.table[0, g], 0, each)
         start = jnp.clip(self.table[0, g], 0, self.plan.x.m)
         return start, jnp.maximum(self.table[0, g + 1] - start, 0)
 

@@ -47,8 +47,9 @@ from ._common import (
 )
 from ._groups import GroupedBlock, Product, in_bands
 from ._padding import padding_of, with_padding
+from ._scaled import BLOCK, FP8, transposing
 
-_STEP = 64  # elements of the summed dim in a slot
+_STEP = 128  # bytes of the summed dim in a slot
 # Rows of a group in a slot of sums. With half a _STEP the slot for the edge takes half of the room:
 # beside tiles of 256 columns the ring holds 224 rows instead of 192.
 _SUM_STEP = 32
@@ -90,8 +91,8 @@ class _Plan:
         self.buffers = max(b for b in range(1, buffers + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += 8 * (x.groups + 1) + 1024
-        slot = (self.wide + cfg.tile) * step * 2
-        most = min((SMEM_BYTES - used) // slot - edge, 512 // step)
+        slot = (self.wide + cfg.tile) * step * x.dtype.itemsize + cfg.tile * 4 * x.scaled
+        most = min((SMEM_BYTES - used) // slot - edge, 1024 // (step * x.dtype.itemsize))
         self.stages = min(cfg.stages or most, most)
         # more accumulators than an even share of the registers has room for
         self.registers = REGISTERS.get(cfg.consumers) if cfg.tile > 128 else None
@@ -102,7 +103,7 @@ class _Plan:
         self.engine = None if by_tma else "plain"
 
     def scratch(self, a_tile, b_tile, part):
-        x, tiled = self.x, swizzled(64, self.x.dtype)
+        x, tiled = self.x, swizzled(128 // self.x.dtype.itemsize, self.x.dtype)
         o_tiled = swizzled(min(part[1], 128 // x.out_dtype.itemsize), x.out_dtype)
         buffers = (self.consumers, self.buffers, *part)
         return {
@@ -111,7 +112,7 @@ class _Plan:
             "o_smem": plgpu.SMEM(buffers, x.out_dtype, transforms=o_tiled),
             "table": plgpu.SMEM((2, x.groups + 1), jnp.int32),
             "table_ready": plgpu.Barrier(),
-            **Ring.barriers(self.stages, 2, self.consumers, self.axes),
+            **Ring.barriers(self.stages, 2 + x.scaled, self.consumers, self.axes),
         }
 
 
@@ -127,8 +128,8 @@ class _DotPlan(_Plan):
     """Of `ragged_dot`. A tile has up to cfg.tile rows and self.wide columns."""
 
     def __init__(self, x, cfg, sms):
-        super().__init__(x, cfg, _STEP, 0, 128, cfg.buffers)
-        self.rows, self.steps = cfg.tile, pl.cdiv(x.k, _STEP)
+        super().__init__(x, cfg, _STEP // x.dtype.itemsize, 0, 128, cfg.buffers)
+        self.rows, self.steps = cfg.tile, pl.cdiv(x.k, self.step)
         self.cluster_cols = self.wide * cfg.cluster
         self.tiles_n = pl.cdiv(x.n, self.cluster_cols)
         most = (pl.cdiv(x.m, self.rows) + x.groups) * self.tiles_n  # tiles
@@ -138,12 +139,16 @@ class _DotPlan(_Plan):
         # takes longer to come than to multiply.
         grain = 8 * pl.cdiv(self.rows, 128)  # the instruction takes multiples of 8
         self.widths = [self.rows // 4, *range(self.rows // 2, self.rows + 1, grain)]
+        if x.scaled:  # sums of their own for each
+            self.widths = [self.rows // 4 * quarter for quarter in (1, 2, 3, 4)]
         self.grain = math.gcd(*self.widths)
         self.fetched = [self.rows // 4 * quarter for quarter in (1, 2, 3, 4)]
 
     def scratch(self):
-        b_tile = (self.wide, _STEP) if self.x.tb else (_STEP, self.wide)
-        found = super().scratch((self.rows, _STEP), b_tile, (self.chunk, 64))
+        b_tile = (self.wide, self.step) if self.x.tb else (self.step, self.wide)
+        found = super().scratch((self.rows, self.step), b_tile, (self.chunk, 64))
+        if self.x.scaled:
+            found["scale_smem"] = plgpu.SMEM((self.stages, self.rows), jnp.float32)
         return found | CountedTiles.scratch(self.consumers, axes=self.share)
 
 
@@ -183,9 +188,11 @@ class _DotBlock(GroupedBlock):
         p, x, (g, it) = self.plan, self.plan.x, carry
         g, row, height, col = self.place(t, g)
 
-        def copy(s, a_slot, b_slot, full):
+        def copy(s, a_slot, b_slot, *others):
+            *scale_slot, full = others
             w = col // p.cluster_cols
-            along_k = pl.ds(_to_and_fro(s, p.steps, w) * _STEP, _STEP)
+            step = _to_and_fro(s, p.steps, w)
+            along_k = pl.ds(step * p.step, p.step)
             along_n = pl.ds(col, p.wide)
 
             def fetch_rows(count):
@@ -198,6 +205,9 @@ class _DotBlock(GroupedBlock):
                 pl.when(fits)(functools.partial(fetch_rows, count))
             at = (along_n, along_k) if x.tb else (along_k, along_n)
             plgpu.copy_gmem_to_smem(self.b.at[(g, *at)], b_slot, full)
+            if x.scaled:
+                scales = self.scale_lhs.at[step, pl.ds(row, p.rows)]
+                plgpu.copy_gmem_to_smem(scales, scale_slot[0], full)
 
         self.ring.fetch(0, p.steps, self.ring.at(it), copy)
         return g, it + p.steps
@@ -207,13 +217,18 @@ class _DotBlock(GroupedBlock):
     def consumer(self, me):
         start = jnp.int32(0), jnp.int32(0)
         self.tiles.consume(functools.partial(self.multiply_tile, me), start)
-        self.zero_rest(me)
+        if not self.plan.x.each:
+            self.zero_rest(me)
 
     def multiply_tile(self, me, t, carry):
         g, it = carry
         g, row, height, col = self.place(t, g)
         col += me * 64
-        self.epilogue(me, self.product(me, height, it), row, height, col)
+        if self.plan.x.scaled:
+            value = self.scaled_product(me, g, height, col, it)
+        else:
+            value = self.product(me, height, it)
+        self.epilogue(me, value, row, height, col)
         return g, it + self.plan.steps
 
     def product(self, me, height, it):
@@ -237,6 +252,47 @@ class _DotBlock(GroupedBlock):
             return value
 
         return pl.run_scoped(multiply, plgpu.ACC((64, p.rows)))
+
+    def scaled_product(self, me, g, height, col, it):
+        """The same of 8-bit operands with scales of blocks, which change with every step: the
+        product of a step has an accumulator of its own and is added to the sums, scaled. Meanwhile
+        the tensor cores work for the other consumer."""
+        p, ring = self.plan, self.ring
+        which = sum((height > w).astype(jnp.int32) for w in p.widths[:-1])
+        blocks, w = self.scale_rhs.at[g, col // BLOCK], col // p.cluster_cols
+        along = plgpu.Layout.WGMMA.reduce(0)
+
+        def scale_of(s):
+            return blocks[_to_and_fro(jnp.minimum(s, p.steps - 1), p.steps, w)]
+
+        def of_width(count):
+            part, mine = pl.ds(0, count), pl.ds(me * 64, 64)
+
+            def step(s, carry):
+                slot, phase, scale, sums = carry
+
+                def product(acc):
+                    right = self.a_smem.at[slot, part].T
+                    plgpu.wgmma(acc, self.b_smem.at[slot, mine], right)
+                    following = scale_of(s + 1)  # one ahead: it takes a while
+                    of_rows = plgpu.load(self.scale_smem.at[slot, part], layout=along)
+                    return acc[...], of_rows * scale, following
+
+                plgpu.barrier_wait(self.full.at[slot], phase=phase)
+                value, scales, following = pl.run_scoped(product, plgpu.ACC((64, count)))
+                ring.release_slot(slot)
+                sums = sums + value * lax.broadcast_in_dim(scales, value.shape, [1])
+                return *ring.next(slot, phase), following, sums
+
+            zeros = jnp.zeros((64, count), jnp.float32)
+            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            start = *ring.at(it), scale_of(0), zeros
+            sums = lax.fori_loop(0, p.steps, step, start)[-1]
+            if count == p.rows:
+                return sums
+            return jnp.concatenate([sums, jnp.zeros((64, p.rows - count), jnp.float32)], axis=1)
+
+        return lax.switch(which, [functools.partial(of_width, w) for w in p.widths])
 
     def epilogue(self, me, value, row, height, col):
         """Stores so many rows of the tile."""
@@ -295,11 +351,15 @@ class _DotBlock(GroupedBlock):
 def _dot_kernel(x, cfg, sms, interpret):
     plan = _DotPlan(x, cfg, sms)
 
-    def body(a, b, sizes, o, **scratch):
+    def body(a, b, sizes, *others, **scratch):
         overlap_launches()
-        _DotBlock(plan, dict(a=a, b=b, sizes=sizes, o=o) | scratch).run()
+        *scales, o = others
+        refs = dict(zip(("scale_lhs", "scale_rhs"), scales))
+        refs |= dict(a=a.reshape((x.m, a.shape[-1])), b=b, sizes=sizes, o=o.reshape((x.m, x.n)))
+        _DotBlock(plan, refs | scratch).run()
 
-    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    shape = (x.groups, x.each, x.n) if x.each else (x.m, x.n)
+    out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="ragged_dot")
 
 
@@ -553,13 +613,15 @@ def choose_transposed(n, k, groups, sms=SMS):
 # ---- the functions ------------------------------------------------------------------------------
 
 
-def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config):
+def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config, takes=("float16", "bfloat16")):
     dtype = lhs.dtype
-    if dtype.name not in ("float16", "bfloat16") or rhs.dtype != dtype:
+    if dtype.name not in takes or rhs.dtype != dtype:
         raise TypeError(
-            f"{name}: lhs and rhs must both be float16 or bfloat16, got {lhs.dtype} and {rhs.dtype}"
+            f"{name}: lhs and rhs must have the same dtype, one of {', '.join(takes)}; got"
+            f" {lhs.dtype} and {rhs.dtype}"
         )
-    if lhs.ndim != 2 or rhs.ndim != rhs_ndim:
+    by_groups = lhs.ndim == 3 and rhs_ndim == 3 and name == "ragged_dot"
+    if not by_groups and lhs.ndim != 2 or rhs.ndim != rhs_ndim:
         raise ValueError(
             f"{name}: lhs must have two dims and rhs {rhs_ndim}, got {lhs.shape} and {rhs.shape}"
         )
@@ -569,7 +631,9 @@ def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config):
         raise ValueError(f"{name}: group_sizes must have one dim, got shape {sizes.shape}")
     if 0 in (*lhs.shape, *rhs.shape, *sizes.shape):
         raise ValueError(f"{name}: empty operands, {lhs.shape}, {rhs.shape} and {sizes.shape}")
-    out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if dtype.itemsize == 1 else dtype
+    out_dtype = jnp.dtype(out_dtype)
     if out_dtype.name not in ("float16", "bfloat16", "float32"):
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
     if config is not None:
@@ -598,37 +662,84 @@ def _check_config(name, config):
         )
 
 
-def _make(name, kernel, plan, x, config, sms, operands, interpret):
-    """The kernel of a call, or a _padding.Padded. plan: its class."""
+def _make(name, kernel, plan, x, config, sms, operands, interpret, scales=()):
+    """The kernel of a call, or a _padding.Padded. plan: its class. scales: kernels that copy."""
     if config.stages == 1 or plan(x, config, sms).stages < 2:
         raise ValueError(
             f"{name}: the ring needs two slots, which {config} does not ask for or which do not fit"
             f" into SMEM with {x.groups} groups"
         )
     pads = [padding_of(y, interpret) for y in operands]
-    return with_padding(kernel(x, config, sms, interpret), [*pads, None])
+    return with_padding(kernel(x, config, sms, interpret), [*pads, None, *scales])
+
+
+def _check_scales(lhs, rhs, scale_lhs, scale_rhs, transposed):
+    """Are there scales of blocks?"""
+    fp8 = lhs.dtype.name in FP8
+    if not fp8 and (scale_lhs is not None or scale_rhs is not None):
+        raise ValueError(f"ragged_dot: scales are for 8-bit floats, lhs is {lhs.dtype}")
+    if not fp8:
+        return False
+    if not transposed:
+        raise NotImplementedError(
+            "ragged_dot: 8-bit floats need the matrices as (G, N, K) and transpose_rhs=True"
+        )
+    if (scale_lhs is None) != (scale_rhs is None):
+        raise ValueError("ragged_dot: scale_lhs and scale_rhs go together")
+    if scale_lhs is None:
+        return False
+    blocks = pl.cdiv(lhs.shape[-1], BLOCK)
+    groups, n = rhs.shape[:2]
+    wanted = (*lhs.shape[:-1], blocks), (groups, pl.cdiv(n, BLOCK), blocks)
+    for what, scale, shape in zip(("lhs", "rhs"), (scale_lhs, scale_rhs), wanted):
+        if scale.dtype.name != "float32":
+            raise TypeError(f"ragged_dot: scale_{what} must be float32, got {scale.dtype}")
+        if scale.shape != shape:
+            raise ValueError(
+                f"ragged_dot: scale_{what} must have the shape {shape}, got {scale.shape}"
+            )
+    return True
 
 
 @plgpu.specialize(in_place=False)
 def ragged_dot(
-    lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None, config=None, interpret=None
+    lhs,
+    rhs,
+    group_sizes,
+    *,
+    transpose_rhs=False,
+    scale_lhs=None,
+    scale_rhs=None,
+    out_dtype=None,
+    config=None,
+    interpret=None,
 ):
     """``lhs[rows of group g] @ rhs[g]`` for each g, with float32 accumulation (Hopper, Blackwell).
 
-    lhs: (M, K); rhs: (G, K, N), or (G, N, K) with ``transpose_rhs``; float16 or bfloat16,
-    row-major, any extents. group_sizes: (G,) int32, on the device: the first group_sizes[0] rows of
-    ``lhs`` are group 0, the next ones group 1 and so on. Sizes may be 0; negative ones count as 0,
-    and no group reaches beyond M. Rows of no group give zeros. out_dtype: float16, bfloat16 or
-    float32; that of ``lhs`` by default. config: a :class:`RaggedConfig`, on Blackwell a
-    :class:`TensorMemoryConfig` without pair and dynamic; chosen from the shape by default. out: a
-    preallocated result.
+    lhs: (M, K); rhs: (G, K, N), or (G, N, K) with ``transpose_rhs``; float16 or bfloat16, on Hopper
+    with ``transpose_rhs`` also both float8_e4m3fn or both float8_e5m2; row-major, any extents.
+    group_sizes: (G,) int32, on the device: the first group_sizes[0] rows of ``lhs`` are group 0,
+    the next ones group 1 and so on. Sizes may be 0; negative ones count as 0, and no group reaches
+    beyond M. Rows of no group give zeros.
 
-    Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and
-    shapes.
+    Or, on Hopper, lhs: (G, R, K): each group has an array of its own, of which the first
+    group_sizes[g] rows are multiplied; what the result (G, R, N) has beyond them is undefined.
+
+    scale_lhs, scale_rhs: of 8-bit floats, float32 arrays of the shapes (M, ceil(K / 128)) or
+    (G, R, ceil(K / 128)), and (G, ceil(N / 128), ceil(K / 128)): a number for a row of lhs and 128
+    elements of K, and for 128 columns and 128 of K. None: ones.
+
+    out_dtype: float16, bfloat16 or float32; that of ``lhs`` by default, for 8-bit floats bfloat16.
+    config: a :class:`RaggedConfig`, on Blackwell a :class:`TensorMemoryConfig` without pair and
+    dynamic; chosen from the shape by default. out: a preallocated result.
+
+    Returns (M, N) or (G, R, N) of the caller's kind of array. TypeError, ValueError for other
+    dtypes and shapes, NotImplementedError for what other GPUs lack.
     """
-    out_dtype = _check("ragged_dot", lhs, rhs, 3, group_sizes, out_dtype, config)
-    m, k = lhs.shape
-    groups, n, k2 = rhs.shape if transpose_rhs else (rhs.shape[0], *rhs.shape[:0:-1])
+    takes = ("float16", "bfloat16", *FP8)
+    out_dtype = _check("ragged_dot", lhs, rhs, 3, group_sizes, out_dtype, config, takes)
+    k, groups = lhs.shape[-1], rhs.shape[0]
+    n, k2 = rhs.shape[1:] if transpose_rhs else rhs.shape[:0:-1]
     if k != k2:
         shapes = f"lhs is {lhs.shape}, rhs {rhs.shape}"
         raise ValueError(f"ragged_dot: the inner dims differ, {k} and {k2}: {shapes}")
@@ -636,17 +747,36 @@ def ragged_dot(
         raise ValueError(
             f"ragged_dot: group_sizes must have the shape ({groups},), got {group_sizes.shape}"
         )
+    each = lhs.shape[1] if lhs.ndim == 3 else 0
+    if each and lhs.shape[0] != groups:
+        raise ValueError(f"ragged_dot: lhs has arrays of {lhs.shape[0]} groups, rhs of {groups}")
+    scaled = _check_scales(lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
     if config is None:
         _warp_mma.refuse("ragged_dot", lhs.device, "use ops.matmul for each group")
-    sms = plgpu.sm_count(lhs.device)
-    x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs))
+    sms, m = plgpu.sm_count(lhs.device), math.prod(lhs.shape[:-1])
+    x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs), each, scaled)
     on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
     if on_blackwell or isinstance(config, _tensor_memory.TensorMemoryConfig):
+        if each or lhs.dtype.name in FP8:
+            raise NotImplementedError(
+                "ragged_dot: 8-bit floats and arrays of each group on Blackwell; use ops.matmul for"
+                " each group"
+            )
         config = config or _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret)
         return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
-    config = config or choose(m, n, groups, sms)
-    return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, (lhs, rhs), interpret)
+    if config is None:
+        config = choose(m, n, groups, sms)
+        if scaled:
+            config = config._replace(tile=min(config.tile, BLOCK))
+    if scaled and config.tile > BLOCK:
+        raise ValueError(f"ragged_dot: with scales a tile has up to {BLOCK} rows, got {config}")
+    scales = []
+    if scaled:  # those of a step side by side
+        flat = m, scale_lhs.shape[-1]
+        scales = [transposing(flat, scale_lhs.dtype, scale_lhs.aligned, interpret), None]
+    operands = lhs, rhs
+    return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, operands, interpret, scales)
 
 
 @plgpu.specialize(in_place=False)

@@ -113,6 +113,99 @@ def test_dtypes(run, rng, dtype, out_dtype):
     transposed(run, rng, 70, 72, 80, sizes, dtype, out_dtype=out_dtype)
 
 
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+BLOCKS = {  # rows (of each group, if it has an array), n, k, sizes, by groups, configuration
+    "packed": (200, 264, 400, [70, 0, 60, 30], False, None),
+    "packed, odd": (301, 136, 300, [130, 0, 160], False, C(2, 128, 0, 2)),
+    "packed, small tiles": (50, 72, 128, [30, 7], False, C(1, 64, 0, 1)),
+    "by groups": (90, 200, 256, [70, 0, 90, 1], True, None),
+    "by groups, too many": (65, 72, 144, [100, -3, 64], True, C(1, 128, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scales", "scales"])
+def test_8_bit_floats(run, rng, case, scaled):
+    """Scales change along K and, on the right, along columns."""
+    m, n, k, sizes, by_groups, config = BLOCKS[case]
+    groups, blocks = len(sizes), -(-k // 128)
+    lhs = rng.standard_normal((groups, m, k) if by_groups else (m, k)).astype(E4M3)
+    rhs = rng.standard_normal((groups, n, k)).astype(E4M3)
+    left, right = lhs.astype(np.float32), rhs.astype(np.float32)
+    scales = {}
+    if scaled:
+        of_rows = rng.random((*lhs.shape[:-1], blocks)).astype(F32) + F32.type(0.5)
+        of_columns = rng.random((groups, -(-n // 128), blocks)).astype(F32) + F32.type(0.5)
+        scales = {"scale_lhs": of_rows, "scale_rhs": of_columns}
+        left = left * np.repeat(of_rows, 128, -1)[..., :k]
+        spread = np.repeat(np.repeat(of_columns, 128, 1)[:, :n], 128, 2)[..., :k]
+        right = right * spread
+    given = np.array(sizes, np.int32)
+    how = None if run.way == "cuda" else True
+    options = {"transpose_rhs": True, "config": config, "out_dtype": np.float32}
+    kernel = ragged_dot.kernel(lhs, rhs, given, **scales, **options, interpret=how)
+    got = run_padded(run, kernel, lhs, rhs, given, *scales.values())
+    assert got.dtype == F32 and got.shape == (*lhs.shape[:-1], n)
+    if by_groups:
+        counts = np.clip(sizes, 0, m)
+        pairs = [(got[g, :c], left[g, :c] @ right[g].T) for g, c in enumerate(counts)]
+    else:
+        rows_of = parts(sizes, m)
+        pairs = [(got[r], left[r] @ right[g].T) for g, r in enumerate(rows_of)]
+        assert not got[rows_of[-1].stop :].any()
+    for found, want in pairs:  # the tensor cores keep about 14 bits
+        np.testing.assert_allclose(found, want, rtol=2e-3, atol=2e-3 * np.sqrt(k))
+
+
+def test_arrays_of_groups_of_16_bits(run, rng):
+    lhs = rng.standard_normal((3, 70, 72)).astype(F16)
+    rhs = rng.standard_normal((3, 72, 136)).astype(F16)
+    sizes = np.array([70, 0, 33], np.int32)
+    how = None if run.way == "cuda" else True
+    kernel = ragged_dot.kernel(lhs, rhs, sizes, interpret=how)
+    got = run_padded(run, kernel, lhs, rhs, sizes)
+    for g, c in enumerate(sizes):
+        close(got[g, :c], lhs[g, :c].astype(np.float32) @ rhs[g].astype(np.float32), 72)
+
+
+_LHS, _RHS = np.zeros((40, 256), E4M3), np.zeros((2, 136, 256), E4M3)
+_SCALES = {"scale_lhs": np.ones((40, 2), F32), "scale_rhs": np.ones((2, 2, 2), F32)}
+
+
+@pytest.mark.parametrize(
+    "change, exception, match",
+    [
+        ({"transpose_rhs": False, "rhs": _RHS.swapaxes(1, 2).copy()}, NotImplementedError, "G, N"),
+        ({"scale_lhs": None}, ValueError, "go together"),
+        ({"scale_lhs": np.ones((40, 3), F32)}, ValueError, r"scale_lhs .* \(40, 2\), got \(40, 3"),
+        ({"scale_rhs": np.ones((2, 2, 2), F16)}, TypeError, "scale_rhs must be float32"),
+        ({"rhs": _RHS.astype(F16)}, TypeError, "must have the same dtype"),
+        (
+            {"lhs": np.zeros((40, 256), F16), "rhs": _RHS.astype(F16)},
+            ValueError,
+            "for 8-bit floats",
+        ),
+        ({"lhs": np.zeros((3, 40, 256), E4M3)}, ValueError, "arrays of 3 groups, rhs of 2"),
+        ({"config": C(2, 256)}, ValueError, "up to 128 rows"),
+    ],
+)
+def test_misuse_of_8_bit_floats(change, exception, match):
+    given = {"lhs": _LHS, "rhs": _RHS, "transpose_rhs": True, **_SCALES, **change}
+    with pytest.raises(exception, match=match):
+        ragged_dot(group_sizes=np.array([3, 4], np.int32), interpret=True, **given)
+
+
+def test_8_bit_floats_on_blackwell(monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_100a")
+    plgpu.clear_caches()
+    try:
+        sizes = np.array([3, 4], np.int32)
+        with pytest.raises(NotImplementedError, match="8-bit floats and arrays of each group"):
+            ragged_dot(_LHS, _RHS, sizes, transpose_rhs=True, interpret=True)
+    finally:
+        plgpu.clear_caches()
+
+
 CONFIGS = {  # with extents m, n, k
     C(1, 64, 2, 1, 1, 1): (150, 200, 72),  # bands of one tile
     C(2, 64, 2, 2, 1, 2): (300, 260, 136),  # rings that go round, several bands
@@ -226,7 +319,7 @@ def test_chosen_configurations():
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        (dict(lhs=np.zeros((4, 8), F32)), TypeError, "both be float16 or bfloat16, got float32"),
+        (dict(lhs=np.zeros((4, 8), F32)), TypeError, "one of float16, bfloat16, .* got float32"),
         (dict(rhs=np.zeros((2, 8, 8), BF16)), TypeError, "got float16 and bfloat16"),
         (dict(rhs=np.zeros((8, 8), F16)), ValueError, "rhs 3, got"),
         (dict(rhs=np.zeros((2, 9, 8), F16)), ValueError, "inner dims differ, 8 and 9"),
