@@ -44,11 +44,11 @@ class MixedConfig(NamedTuple):
     """How a mixed product is tiled.
 
     ``consumers``: warpgroups that multiply, 64 rows of the weights each, 1 to 3. ``tile_m``: rows
-    of x of a tile, a multiple of 16 up to 128. ``split``: blocks of a cluster that divide K, 1, 2,
-    4 or 8; from 2 on for tile_m up to 32. ``stages``: slots of the ring; 0: as many as fit.
-    ``step``: elements of K per slot, 64 or 128. ``group``: tiles of x worked on together, for the
-    L2. ``turns``: warpgroups that alternate between the slots of the same rows, 1 or 2; 2 for
-    tile_m up to 32 and up to 2 consumers.
+    of x of a tile, a multiple of 16 up to 256, with 3 consumers up to 192, with groups of scales up
+    to 128. ``split``: blocks of a cluster that divide K, 1, 2, 4 or 8; from 2 on for tile_m up to
+    64. ``stages``: slots of the ring; 0: as many as fit. ``step``: elements of K per slot, 64 or
+    128. ``group``: tiles of x worked on together, for the L2. ``turns``: warpgroups that alternate
+    between the slots of the same rows, 1 or 2; 2 for tile_m up to 128 with 1 consumer, 64 with 2.
     """
 
     consumers: int = 2
@@ -285,23 +285,45 @@ def _kernel(x, cfg, sms, interpret):
 # ---- the choice ---------------------------------------------------------------------------------
 
 
+_INBOX = 96 << 10  # bytes of sums that a block receives, at most
+
+# consumers, tile_m, turns, relative time of a tile: from 128 to 2048 rows by weights of int8 on an
+# H200, with a step of 64 and turns of 2 or a tile of 256
+_LARGE_TILES = ((2, 128, 1, 1.0), (1, 128, 2, 0.65), (3, 128, 1, 1.33), (2, 256, 1, 1.63))
+
+
 def choose(m, n, k, scale_groups=1, sms=SMS):
     """The configuration for a shape, on a GPU with that many SMs."""
-    tile = next((t for t in (16, 32, 64) if m <= t), 128)
+    tile = next((t for t in (16, 32, 48, 64) if m <= t), 128)
     step = 128 if k // scale_groups % 128 == 0 else 64
-    consumers = 2 if n > 64 else 1
-    if tile == 128 and pl.cdiv(m, tile) * pl.cdiv(n, 192) >= 4 * sms:
-        # with sums of groups there are no registers for more
-        return MixedConfig(3, 112 if scale_groups > 1 else 128, 1, 0, step)
-    if tile > 32:
-        return MixedConfig(consumers, tile, 1, 0, step)
+    if tile == 128:
+        return _choose_large(m, n, scale_groups, sms, step)
+    consumers = 2 if n > 64 and tile == 16 else 1
+    turns = 1 if scale_groups > 1 and k // scale_groups > 4 * step else 2
     split, tiles = 1, pl.cdiv(n, 64 * consumers)
     parts = scale_groups if scale_groups > 1 else pl.cdiv(k, step)
+    sums = turns * consumers * 64 * tile * 4  # of a block
     while split < 8 and 2 * split * tiles <= sms and parts % (2 * split) == 0:
+        if 2 * split * sums > _INBOX:
+            break
         split *= 2
-    if scale_groups > 1 and k // scale_groups > 4 * step:
-        return MixedConfig(consumers, tile, split, 0, step)
-    return MixedConfig(consumers, tile, split, 8, step, turns=2)
+    return MixedConfig(consumers, tile, split, 8 if turns == 2 else 0, step, turns=turns)
+
+
+def _choose_large(m, n, scale_groups, sms, step):
+    """The same for more than 64 rows: the tile by which the waves take least."""
+    if n <= 64:
+        return MixedConfig(1, 128, 1, 0, step)
+    if scale_groups > 1:  # with sums of groups there are no registers for more
+        return MixedConfig(2, 128, 1, 0, step)
+
+    def time(large):
+        consumers, tile, _, of_tile = large
+        return pl.cdiv(pl.cdiv(m, tile) * pl.cdiv(n, 64 * consumers), sms) * of_tile
+
+    consumers, tile, turns, _ = min(_LARGE_TILES, key=time)
+    step = 64 if turns == 2 or tile == 256 else step
+    return MixedConfig(consumers, tile, 1, 0, step, 16 if tile == 256 else 8, turns)
 
 
 # ---- the function -------------------------------------------------------------------------------
@@ -313,21 +335,23 @@ def _check_config(config, x, sms):
     c, groups = config, x.scale_groups
     if (
         c.consumers not in (1, 2, 3)
-        or c.tile_m not in range(16, 129, 16)
+        or c.tile_m not in range(16, 257, 16)
+        or c.tile_m > (128 if groups > 1 else 192 if c.consumers == 3 else 256)
         or c.split not in (1, 2, 4, 8)
         or c.split > 1
-        and c.tile_m > 32
+        and c.tile_m > 64
         or c.step not in (64, 128)
         or c.stages < 0
         or c.group < 1
         or c.turns not in (1, 2)
         or c.turns == 2
-        and (c.tile_m > 32 or c.consumers == 3)
+        and (c.tile_m > 128 // c.consumers or c.consumers == 3)
     ):
         raise ValueError(
             "mixed_matmul: a MixedConfig has 1 to 3 consumers, a tile_m that is a multiple of 16 up"
-            " to 128 (to 32 with a split), a split of 1, 2, 4 or 8, stages from 0, a step of 64 or"
-            " 128, a group from 1 and 1 or 2 turns (2 with a tile_m up to 32 and 1 or 2 consumers);"
+            " to 256 (to 192 with 3 consumers, to 128 with groups of scales, to 64 with a split), a"
+            " split of 1, 2, 4 or 8, stages from 0, a step of 64 or 128, a group from 1 and 1 or 2"
+            " turns (2 with a tile_m up to 128 and 1 consumer, up to 64 and 2 consumers);"
             f" got {config}"
         )
     if groups > 1 and (x.k // groups % c.step or groups % c.split):

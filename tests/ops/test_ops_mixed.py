@@ -94,6 +94,9 @@ CONFIGS = {  # with extents m, n, k, groups of scales
     C(2, 32, 1, 2, 64, turns=2): (20, 130, 384, 3),  # an odd number of groups
     C(1, 16, 1, 5, 64, turns=2): (9, 70, 768, 4),  # groups of several steps
     C(2, 16, 1, 0, 64, turns=2): (3, 64, 64, 1),  # nothing left for the second
+    C(1, 64, 2, 8, 64, turns=2): (60, 70, 512, 1),
+    C(1, 128, 1, 0, 64, turns=2): (100, 130, 256, 1),
+    C(2, 256, 1, 0, 64): (300, 200, 192, 1),
 }
 
 
@@ -112,7 +115,7 @@ def test_what_callers_get(rng):
     np.testing.assert_array_equal(again, out)
 
 
-@pytest.mark.parametrize("m", [16, 64, 256, 4096])
+@pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
 def test_chosen_configurations(m):
     """No spills, and tensor cores that nothing serialises."""
     spec = plgpu.ShapeDtypeStruct
@@ -120,8 +123,7 @@ def test_chosen_configurations(m):
         given = [spec((m, 8192), BF16), spec((8192, 8192), weights)]
         given += [spec((groups, 8192), BF16)] if groups else []
         config = choose(m, 8192, 8192, max(groups, 1))
-        large = 112 if groups else 128  # sums of groups take registers
-        assert config.tile_m == (large if m == 4096 else min(m, 128))
+        assert config.tile_m == (256 if m == 4096 and not groups else min(m, 128))
         assert config.split == (2 if m == 16 else 1)
         used = mixed_matmul.kernel(*given, config=config).lower(*given).resources()
         assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
@@ -142,6 +144,8 @@ def test_chosen_configurations(m):
         (dict(config=2), TypeError, "must be a MixedConfig"),
         (dict(config=C(4)), ValueError, "has 1 to 3 consumers"),
         (dict(config=C(step=128)), ValueError, "multiple of the step"),
+        (dict(config=C(2, 256, step=64)), ValueError, "to 128 with groups of scales"),
+        (dict(config=C(2, 128, step=64, turns=2)), ValueError, "2 with a tile_m up to 128 and 1"),
     ],
 )
 def test_errors(change, error, words):
