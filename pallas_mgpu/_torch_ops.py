@@ -71,6 +71,8 @@ def _matmul_fake(a, b, bias=None, scale_a=None, scale_b=None, activation=None, o
     m = a.shape[-1] if transpose_a else a.shape[-2]
     n = b.shape[-2] if transpose_b else b.shape[-1]
     dtype = out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+    if a.dtype == torch.int8 and all(x is None for x in (bias, scale_a, scale_b, activation)):
+        dtype = out_dtype or torch.int32
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, m, n), dtype=dtype)
 
@@ -78,7 +80,7 @@ def _matmul_fake(a, b, bias=None, scale_a=None, scale_b=None, activation=None, o
 def _matmul_setup(ctx, inputs, output):
     a, b, bias, _, _, activation, _, ctx.ta, ctx.tb, ctx.invariant = inputs
     if a.dtype.itemsize == 1:
-        raise NotImplementedError("pallas_mgpu::matmul has no gradient for 8-bit floats")
+        raise NotImplementedError("pallas_mgpu::matmul has no gradient for 8-bit operands")
     ctx.activation, ctx.bias = activation, None if bias is None else bias.dtype
     kept = output if activation in ("relu", "tanh") else None
     again = bias if activation in ("silu", "gelu") else None  # the product is computed again

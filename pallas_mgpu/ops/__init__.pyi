@@ -38,6 +38,8 @@ class MatmulConfig(NamedTuple):
     lag: int = 1
     serpentine: bool = True
     slices: int = 1
+    shares: int = 1
+    swapped: bool = False
 
 class MixedConfig(NamedTuple):
     consumers: int = 2
@@ -320,6 +322,7 @@ def matmul(
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
+    precision: Literal["bf16x3", "tf32"] = "bf16x3",
     return_product: Literal[False] = False,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
@@ -341,6 +344,7 @@ def matmul(
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
+    precision: Literal["bf16x3", "tf32"] = "bf16x3",
     return_product: Literal[True],
     interpret: Interpret = None,
     out: tuple[np.ndarray, np.ndarray] | None = None,
@@ -362,6 +366,7 @@ def matmul(
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
+    precision: Literal["bf16x3", "tf32"] = "bf16x3",
     return_product: Literal[False] = False,
     interpret: Interpret = None,
     out: A | None = None,
@@ -383,6 +388,7 @@ def matmul(
     batch_invariant: bool = False,
     deterministic: bool = False,
     accumulate: bool = False,
+    precision: Literal["bf16x3", "tf32"] = "bf16x3",
     return_product: Literal[True],
     interpret: Interpret = None,
     out: tuple[A, A] | None = None,
@@ -419,6 +425,8 @@ def ragged_dot(
     group_sizes: np.ndarray,
     *,
     transpose_rhs: bool = False,
+    scale_lhs: np.ndarray | None = None,
+    scale_rhs: np.ndarray | None = None,
     out_dtype: DType | None = None,
     config: RaggedConfig | TensorMemoryConfig | None = None,
     interpret: Interpret = None,
@@ -432,6 +440,8 @@ def ragged_dot(
     group_sizes: A,
     *,
     transpose_rhs: bool = False,
+    scale_lhs: A | None = None,
+    scale_rhs: A | None = None,
     out_dtype: DType | None = None,
     config: RaggedConfig | TensorMemoryConfig | None = None,
     interpret: Interpret = None,

@@ -202,15 +202,17 @@ def candidates(m, k, transpose_b):
 
 
 def choose(n, k, transpose_b, sms):
-    """As wide as leaves about two blocks for every SM, or one with B transposed, whose ring is
-    larger. K undivided if there are enough so."""
-    if transpose_b:
-        enough, step, stages, widths = 0.9 * sms, 256, 8, (32, 16, 8)
+    """As wide as leaves about two blocks for every SM, with B transposed three of 16 columns or
+    four of 8, or one of 32 whose rows are long. K undivided if there are enough so."""
+    if transpose_b and k > 8192 and n >= 32 * sms:
+        width, enough, step, stages, split = 32, 0.9 * sms, 256, 8, 1
+    elif transpose_b:
+        width, enough, step = (16, 2.5 * sms, 256) if n >= 40 * sms else (8, 4 * sms, 256)
+        stages, split = width // 2, 1
     else:
-        enough, step, stages, widths = 1.75 * sms, 64, 4, (128, 64)
-    most = 1 if transpose_b else 8  # blocks that divide K before tiles become narrower
-    fitting = (w for w in widths if pl.cdiv(n, w) * most >= enough)
-    width, split = next(fitting, widths[-1]), 1
+        enough, step, stages = 1.75 * sms, 64, 4
+        fitting = (w for w in (128, 64) if pl.cdiv(n, w) * 8 >= enough)
+        width, split = next(fitting, 64), 1
     while split < 8 and pl.cdiv(n, width) * split < enough and 2 * split * step <= k:
         split *= 2
     return FewRowsConfig(width, split, stages, step)

@@ -7,11 +7,13 @@ rates to measurements (docs/performance.md)."""
 import math
 from typing import NamedTuple
 
+import pallas_mgpu as plgpu
 from pallas_mgpu import _sizes, pl
 
 from . import _few_rows
 from ._common import SMEM_BYTES, SMS
 from ._scaled import BLOCK
+from ._shares import shares_of
 
 
 class MatmulConfig(NamedTuple):
@@ -27,7 +29,12 @@ class MatmulConfig(NamedTuple):
     one is issued, 0 or 1; with block scales and up to 128 columns, products in flight while sums
     are scaled. ``serpentine``: every second tile of a block walks K backwards, so that it starts
     with data that is still in L2. ``slices``: parts of K that are multiplied as separate tiles
-    and added up by a second kernel."""
+    and added up by a second kernel. ``shares``: parts of K of the last tiles, which are too few for
+    all SMs; one block of each of them adds them up. Above 1 with a split and slices of 1 and
+    without scales of blocks; no effect under ``vmap`` and for rows at run time. ``swapped``: the
+    transpose of the result is computed, of operands that have changed places: tiles have 64 columns
+    of the result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first
+    block of a split adds up all of the tile. Without ``transpose_a`` and scales of blocks."""
 
     consumers: int = 2
     tile_n: int = 256
@@ -41,61 +48,91 @@ class MatmulConfig(NamedTuple):
     lag: int = 1
     serpentine: bool = True
     slices: int = 1
+    shares: int = 1
+    swapped: bool = False
 
 
 class Plan:
     """Numbers that follow from a shape and a configuration."""
 
-    def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2):
-        """along: bytes of what goes along the columns, bias and scales."""
+    def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2, apart=False):
+        """along: bytes of what goes along the columns, bias and scales. apart: sums of a split have
+        memory of their own beside the ring."""
         self.cfg, self.consumers = cfg, cfg.consumers
         self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
         self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
-        self.tiles_n = pl.cdiv(n, self.cols * cfg.cluster_n)
+        self.tiles_n = pl.cdiv(_sizes.most(n) if cfg.swapped else n, self.cols * cfg.cluster_n)
         self.tiles = self.tiles_m * self.tiles_n  # of clusters
         self.total = self.tiles * cfg.slices if cfg.slices > 1 else self.tiles
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
-        fit = max(sms // self.cluster, 1)
+        fit = max(int(clusters_at_once(sms, self.cluster)), 1)
+        self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split * cfg.slices)
+        self.shares = None  # of the last tiles
+        if cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
+            self.shares = shares_of(self.total, fit, self.steps, cfg.shares)
         # one tile for each cluster, whatever m turns out to be
         self.single = cfg.split > 1 or _sizes.most(self.total) <= fit
         self.clusters = self.total if self.single else _sizes.minimum(self.total, fit)
-        self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split * cfg.slices)
+        if self.shares:
+            self.clusters = fit if self.total > fit else self.shares.clusters
+            self.single = False
         # the result of a block: all columns of the tile, or its part of them
-        self.width = self.cols // cfg.split
+        self.width = self.cols if cfg.swapped else self.cols // cfg.split
         self.chunk = math.gcd(128 // out_bytes, self.width)  # columns of a store buffer
+        if cfg.swapped:  # that has 64 columns
+            self.chunk = max(c for c in range(8, 65, 8) if self.width % c == 0)
         self.chunks = self.width // self.chunk
         self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
         # rows of sums that are sent, if there are no more
         self.sent = min(64, pl.cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
-        used += cfg.consumers * self.cols * along
-        if cfg.split > 1:
-            used += cfg.consumers * self.sent * (self.cols + self.width) * 4
+        used += cfg.consumers * max(self.cols, 64) * along
+        sums = 0  # that travel, otherwise where the ring was
+        if cfg.split > 1 and cfg.swapped:
+            sums = cfg.consumers * 64 * self.cols * cfg.split * 4
+        elif cfg.split > 1:
+            sums = cfg.consumers * self.sent * (self.cols + self.width) * 4
+        used += sums if apart else 0
         slot = (self.rows + self.cols) * cfg.step * in_bytes
         most = min((SMEM_BYTES - used) // slot, 12)
+        if sums > SMEM_BYTES - used and not apart:
+            most = 0
         self.stages = min(cfg.stages or most, most)
         if self.single:
             self.stages = min(self.stages, max(self.steps, 2))
 
 
 # consumers, tile_n
-_TILES = ((2, 256), (2, 192), (2, 128), (1, 256), (1, 192), (1, 128), (2, 64), (1, 64), (1, 32))
+_TILES = (
+    *((2, 256), (3, 192), (2, 224), (2, 192), (2, 160), (3, 128), (2, 128), (1, 256), (2, 96)),
+    *((1, 192), (1, 160), (1, 128), (1, 96), (2, 64), (1, 64), (1, 32)),
+)
 
 # blocks: below each other (B is shared), side by side (A is shared), along K. Clusters of four that
 # share, or that share and divide K, took up to twice the time of two blocks on every shape.
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 
 _SLICES = 64  # most parts of K that are added up by a second kernel
+_WAVE_SLICES = 4  # most where they make waves even
 _SLICE_STEPS = 4  # fewest steps of one
+_SHARED_WAVES = 6
+_SHARES = 8  # most parts of K of the last tiles
+_LONG = 1.5e11  # multiplications that take so long that the clock falls
+_SWAPPED = 128  # most rows of A that become columns
 
 
-def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
+def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False):
     """Configurations that make sense for a shape, roughly from large tiles to small ones.
 
-    in_bytes: of an element of a or b. blocks: with scales of blocks."""
+    in_bytes: of an element of a or b. blocks: with scales of blocks. tb: is B stored as (N, K)?
+    swaps: also those that swap the operands."""
     found, step = [], 128 // in_bytes
+    if swaps and m <= _SWAPPED and not blocks:
+        found = _swapped(m, n, k, sms, in_bytes)
     for consumers, tile_n in _TILES:
-        if consumers == 2 and m <= 64 or tile_n >= max(2 * n, 64):
+        if m <= 64 * (consumers - 1) or tile_n >= max(2 * n, 64):
+            continue
+        if tile_n % 64 and tile_n > 32 and not tb:  # rows of 64 bytes in shared memory
             continue
         for cluster, cluster_n, split in _CLUSTERS:
             if tile_n % (8 * split) or pl.cdiv(k, step) < split:
@@ -106,8 +143,6 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
                 continue
             cfg = MatmulConfig(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split, step)
             p = Plan(m, n, k, 4, cfg, sms, in_bytes)
-            if tile_n == 192 and not (p.single and split == 1):
-                continue  # only where it makes one wave of what were nearly two
             if p.stages < 2:
                 continue
             if in_bytes == 1:  # a power of two: slots are then counted by masks and shifts
@@ -115,46 +150,108 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
             found.append(cfg)
             if split == 1:
                 found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+            if split == 1 and not blocks:
+                found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
+            if split == 1 == consumers and in_bytes == 2 and m <= 128 >= tile_n and k >= 256:
+                found.append(cfg._replace(step=128))  # memory gives 256 bytes of a row faster
+    return found
+
+
+def _swapped(m, n, k, sms, in_bytes):
+    """Those that swap the operands: few rows of A become columns of a tile, as many as there are.
+    Slots have 256 bytes of a row if four of them fit: memory gives these faster than 128."""
+    found, grain = [], 8 if in_bytes > 1 or m <= 24 else 16  # as int8 wants it
+    tile = pl.cdiv(m, grain) * grain
+    for consumers in (1, 2, 3):
+        for step in (256 // in_bytes, 128 // in_bytes):
+            cfg = MatmulConfig(consumers, tile, 0, 1, step=step, swapped=True)
+            p = Plan(n, m, k, 4, cfg, sms, in_bytes)
+            if p.stages >= 4 and step < 2 * k:
+                break
+        if p.stages < 2 or n <= 64 * (consumers - 1):
+            continue
+        if p.stages < 12:  # a power of two: slots are then counted by masks and shifts
+            cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+        found.append(cfg)
+        found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+        found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
+        for split in (2, 4, 8):
+            divided = cfg._replace(split=split)
+            p = Plan(n, m, k, 4, divided, sms, in_bytes)
+            if p.stages >= 2 and p.total * split <= sms and p.steps >= _SLICE_STEPS:
+                found.append(divided._replace(stages=min(1 << p.stages.bit_length() - 1, 8)))
     return found
 
 
 def _slices_of(p, sms):
-    """Numbers of slices that fill the SMs once, or half. p: the Plan without slices."""
-    most = min(sms // (p.total * p.cluster), p.steps // _SLICE_STEPS, _SLICES)
-    return [s for s in (most, most // 2) if s > 1]
+    """Numbers of slices that fill the SMs once, or half; or by which the waves of tiles come out
+    more even. p: the Plan without slices."""
+    clusters = max(int(clusters_at_once(sms, p.cluster)), 1)
+    most = min(clusters // p.total, p.steps // _SLICE_STEPS, _SLICES)
+    found = [s for s in (most, most // 2) if s > 1]
+    waves = pl.cdiv(p.total, clusters)
+    for s in range(2, min(p.steps // _SLICE_STEPS, _WAVE_SLICES) + 1):
+        if p.total > clusters / 2 and pl.cdiv(p.total * s, clusters) < 0.9 * waves * s:
+            found.append(s)
+    return list(dict.fromkeys(found))
+
+
+def _shares_of(p, sms):
+    """Numbers of shares by which the last tiles take the fewest steps. p: the Plan without."""
+    clusters = max(int(clusters_at_once(sms, p.cluster)), 1)
+    found = []
+    if p.total > _SHARED_WAVES * clusters:
+        return found  # the last wave is a small part of all
+    for each in range(2, min(_SHARES, p.steps // _SLICE_STEPS) + 1):
+        s = shares_of(p.total, clusters, p.steps, each)
+        if s and s.each == each and s.rounds * s.steps < p.steps:
+            found.append((s.rounds * s.steps, each))
+    return [each for _, each in sorted(found)[:2]]
 
 
 class Rates(NamedTuple):
     """What the estimate of a product's time consists of: cycles of an SM, bytes and operations.
 
-    From times on an H200: those that end in a comment by benchmarks/fit_gemm_model.py, the others
-    before, by bench_ops_matmul.py."""
+    From times of configurations on an H200 (bench_gemm_suite.py --configs), by
+    benchmarks/fit_gemm_model.py; some were then changed by hand, where what is chosen became
+    faster."""
 
-    tensor: float = 3656  # rows * columns * bytes along K that an SM multiplies in a cycle
-    l2: float = 9670  # bytes of slots that the L2 gives to all SMs in a cycle, of small operands
-    far: float = 8250  # the same of large ones, of which a half is in the other half of the L2
-    wide: float = 6000  # and of those in slots of 32 KB or more: both from times on an H100
+    # cycles of a step
+    tensor: float = 3870  # rows * columns * bytes along K that an SM multiplies in a cycle
+    smem: float = 157  # bytes that are read from and written to shared memory in a cycle
+    l2: float = 9880  # bytes of slots that the L2 gives to all SMs in a cycle, of small operands
+    far: float = 9200  # the same of large ones, of which a half is in the other half of the L2
+    wide: float = 7500  # and of those in slots of 32 KB or more
     near: float = 20e6  # bytes: from there on operands are large, below the rate grows
-    intake: float = 55  # bytes that one SM takes in in a cycle, of 8-bit operands
+    lines: float = 67.6  # bytes of lines of the L2 that an SM asks for in a cycle
+    intake: float = 46.3  # bytes that an SM takes in in a cycle: 8-bit and swapped operands
     way: tuple[float, float] = (281, 355)  # from barrier to barrier, with one consumer or more
-    latency: float = 1620  # from the request for a slot to its arrival: fitted
-    step: float = 32
-    power: float = 250e3
+    few_way: float = 475  # the same where A has less than 64 rows
+    few_intake: float = 35  # bytes of slots that an SM takes in in a cycle there
+    latency: float = 2120  # from the request for a slot to its arrival
+    step: float = 27
+    power: float = 250e3  # bytes that are fetched, per cycle that they cost by the power they take
+    heat: float = 2500  # bytes that are read from and written to shared memory, the same
+    # cycles of a tile
     epilogue: float = 57
-    column: float = 3.6
-    split: float = 660  # until sums travel: fitted
-    exchange: float = 10.9  # bytes of sums that a block sends in a cycle: fitted
-    restart: float = 2840  # a cluster ends and the next one begins: fitted
-    cluster: float = 927  # for every doubling of the cluster
-    memory: float = 2083  # bytes a cycle: fitted
-    uneven: float = 1.17  # tiles of 192 columns, whose rows memory gives more slowly: fitted
-    fill: float = 18400
-    start: float = 1820
-    # from times of slices, and of products beside them, on an H200:
-    few_way: float = 510  # as way, where A has less than 64 rows
-    few_intake: float = 33  # bytes of slots that one SM takes in in a cycle there
-    second: float = 3000  # the kernel that adds up slices begins
-    sums: float = 3500  # bytes of slices a cycle, written and read again
+    column: float = 4.16
+    alone: float = 170  # until a store buffer has been read, where there is no other one
+    split: float = 1700  # until the sums of a cluster travel
+    exchange: float = 9.5  # bytes of sums that a block sends in a cycle
+    restart: float = 2830  # a cluster ends and the next one begins
+    parts: float = 3680  # until the sums of shares are there
+    part: float = 19.6  # bytes of them that an SM writes or reads in a cycle
+    # cycles of the whole
+    memory: float = 2280  # bytes a cycle
+    cold: float = 26  # bytes that an SM takes in in a cycle, from memory
+    left: float = 39  # the same in the end, where a part of the SMs have tiles left
+    uneven: float = 1.14  # more time for tiles of 192 columns
+    zeros: float = 0.12  # more time, as far as rows of A are missing
+    cluster: float = 840  # for every doubling of the cluster
+    fill: float = 28800
+    start: float = 1330
+    second: float = 2500  # the kernel that adds up slices begins
+    sums: float = 3400  # bytes of slices a cycle, written and read again
 
 
 def clusters_at_once(sms, cluster):
@@ -170,11 +267,16 @@ def clusters_at_once(sms, cluster):
 _RATES = Rates()
 
 
-def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
-    """An estimate of the time of a product, in cycles of an SM."""
+def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
+    """An estimate of the time of a product, in cycles of an SM. crooked: are rows of a, of b no
+    multiple of 128 bytes?"""
+    if cfg.swapped:
+        m, n, crooked = n, m, crooked[::-1]
     p = Plan(m, n, k, 2, cfg, sms, in_bytes)
     waves = math.ceil(p.total / clusters_at_once(sms, p.cluster))
     active = p.total * p.cluster / waves
+    if p.shares:
+        waves, active = (p.total - p.shares.tiles) // p.clusters, p.clusters * p.cluster
     line = cfg.step * in_bytes
     slot = (p.rows + p.cols) * line
     fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * line
@@ -184,53 +286,95 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES):
     far = rates.far if slot < 32768 else rates.wide
     l2 = min(rates.l2, far * max(1, rates.near / ((m * k + k * n) * in_bytes)))
     tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / l2
-    if in_bytes == 1:
+    # lines of the L2: a part of a row that begins anywhere has two; here sharing does help
+    lines = fetched + crooked[0] * p.rows / cfg.cluster_n * line
+    lines += crooked[1] * p.cols / cfg.cluster * line
+    l2 = max(l2, lines / rates.lines)
+    if in_bytes == 1 or cfg.swapped:
         l2 = max(l2, slot / rates.intake)
     way = rates.way[cfg.consumers > 1] * line / 128
     if m < 64 and in_bytes == 2:
         way = max(way, rates.few_way, slot / rates.few_intake)
     latency = rates.latency / (p.stages - cfg.lag)
-    step = max(tensor, l2, way, latency) + rates.step + fetched * active / rates.power
+    # what products read from shared memory and what arrives there
+    smem = (p.consumers * (64 + p.cols) + p.rows + p.cols) * line
+    step = (
+        max(tensor, smem / rates.smem, l2, way, latency)
+        + rates.step
+        + smem / rates.heat
+        + fetched * active / rates.power
+    )
     epilogue = rates.epilogue + rates.column * p.width
+    if p.buffers == 1:  # a part is written when the one before has left
+        epilogue += rates.alone * (p.chunks - 1)
     if cfg.split > 1:  # the sums travel
-        epilogue += rates.split + p.sent * cfg.consumers * p.cols * 4 / rates.exchange
+        sent = p.sent * cfg.consumers * p.cols * 4 * (cfg.split if cfg.swapped else 1)
+        epilogue += rates.split + sent / rates.exchange
     time = waves * (p.steps * step + epilogue) + rates.cluster * math.log2(p.cluster)
-    if cfg.split > 1:  # blocks are not persistent
-        time += rates.restart * (waves - 1)
+    if p.shares:
+        exchange = rates.parts + p.shares.each * p.rows * p.cols * 4 / rates.part
+        epilogue += exchange
+        time += p.shares.rounds * (p.shares.steps * step + epilogue)
+    time -= epilogue  # the last one, when nothing else is done any more
     fill = min(p.stages, p.steps) * slot * active / rates.fill
     # few blocks ask for less than memory gives
-    memory = (m * k + k * n) * in_bytes + m * n * 2
-    memory /= min(rates.memory, active * rates.intake)
+    memory = ((m * k + k * n) * in_bytes + m * n * 2) / min(rates.memory, active * rates.cold)
+    if waves > 1 and not p.shares:  # a few tiles are left in the end
+        rest = p.total - (waves - 1) * math.floor(clusters_at_once(sms, p.cluster))
+        slower = max(rates.memory / (rest * p.cluster * rates.left) - 1, 0)
+        memory *= 1 + rest / p.total * slower
     if p.cols == 192:
         memory *= rates.uneven
+    if m < 64:
+        memory *= 1 + rates.zeros * (1 - m / 64)
     # the larger, or somewhat more where they are alike
-    total = (time**6 + memory**6) ** (1 / 6) + fill + rates.start
+    total = (time**6 + memory**6) ** (1 / 6) + epilogue + fill + rates.start
     if cfg.slices > 1:
         total += rates.second + 2 * cfg.slices * m * n * 4 / rates.sums
     return total
 
 
+def crooked_rows(rows, in_bytes):
+    """Are rows of so many elements, filled up to 16 bytes, no multiple of 128 bytes?"""
+    return [pl.cdiv(row * in_bytes, 16) % 8 != 0 for row in rows]
+
+
+def _fastest(found, work, time):
+    """The configuration that takes the least time. If there is so much work that power is the
+    limit, the first one that takes hardly more: in front are large tiles, which save power."""
+    times = [time(cfg) for cfg in found]
+    most = min(times) * (1.015 if work > _LONG else 1.003)
+    return next(cfg for cfg, t in zip(found, times) if t <= most)
+
+
 def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False):
     """The configuration for a shape on a GPU with that many SMs, for 16-bit floats."""
-    if m == 1 or m == 2 and not transpose_a:
+    if m == 1 and (transpose_a or transpose_b) or m == 2 and transpose_b and not transpose_a:
         return _few_rows.choose(n, k, transpose_b, sms)
-    return min(candidates(m, n, k, sms), key=lambda cfg: cycles(m, n, k, cfg, sms))
+    found = candidates(m, n, k, sms, tb=transpose_b, swaps=not transpose_a)
+    crooked = crooked_rows((m if transpose_a else k, k if transpose_b else n), 2)
+    return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, crooked=crooked))
 
 
-def choose_fp8(m, n, k, sms=SMS, blocks=False):
-    """The same for 8-bit floats. blocks: with scales of blocks."""
-    found = candidates(m, n, k, sms, 1, blocks)
-    return min(found, key=lambda cfg: cycles(m, n, k, cfg, sms, 1))
+def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1):
+    """The same for operands with K contiguous: 8-bit ones, float32 as tf32. blocks: with scales of
+    blocks; in_bytes: of an element."""
+    crooked = crooked_rows((k, k), in_bytes)
+    found = candidates(m, n, k, sms, in_bytes, blocks, True, True)
+    how = {"in_bytes": in_bytes, "crooked": crooked}
+    return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, **how))
 
 
 def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
-    found = candidates(m, n, k, sms, in_bytes, blocks)
-    found = [cfg for cfg in found if cfg.split == cfg.slices == 1]
+    found = candidates(m, n, k, sms, in_bytes, blocks, in_bytes != 2)
+    found = [cfg for cfg in found if cfg.split == cfg.slices == cfg.shares == 1]
     found = min(found, key=lambda cfg: cycles(m, n, k, cfg, sms, in_bytes))
     return found._replace(serpentine=False)
 
 
 def blocks_take(consumers, tile_n, split):
     """Is there a kernel for such tiles with scales of blocks? Two blocks wide take turns."""
+    if consumers > 2 and tile_n >= BLOCK:  # no registers for two sums
+        return False
     return BLOCK % tile_n == 0 or tile_n == 2 * BLOCK and consumers == 2 and split == 1

@@ -263,8 +263,8 @@ _LANES_TILE = 64  # without TMA
 
 @cached
 def transposing(shape, dtype, aligned, interpret, by_lanes=False):
-    """Kernel: the transpose of an array of 8-bit floats, with rows of a multiple of 16 bytes,
-    filled up with zeros. by_lanes: for GPUs without TMA."""
+    """Kernel: the transpose of an array with so many rows and columns, with rows of a multiple of
+    16 elements, filled up with zeros. by_lanes: for GPUs without TMA."""
     if by_lanes:
         return _transposing_by_lanes(shape, dtype, aligned, interpret)
     rows, cols = shape
@@ -273,6 +273,7 @@ def transposing(shape, dtype, aligned, interpret, by_lanes=False):
 
     def body(x, o, *, x_smem, o_smem, full):
         overlap_launches()
+        x = x.reshape(shape)
         row, col = lax.axis_index("row") * _TILE, lax.axis_index("col") * _TILE
         source = x.at[pl.ds(row, _TILE), pl.ds(col if aligned else unaligned(col), _TILE)]
         plgpu.copy_gmem_to_smem(source, x_smem, full, engine=None if by_tma else "plain")

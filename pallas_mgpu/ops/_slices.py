@@ -1,7 +1,7 @@
 """Products whose K is divided among blocks of the whole GPU: `slices` of a MatmulConfig.
 
-A first kernel writes the sum over each part of K, a *slice*, to global memory as float32: (M,
-slices, N). A second one adds the slices up in their order and does what the epilogue of an
+A first kernel writes the sum over each part of K, a *slice*, to global memory, as float32 or int32:
+(M, slices, N). A second one adds the slices up in their order and does what the epilogue of an
 undivided product does: scales, bias, activation. So results repeat bit for bit. No block waits for
 another one, and the sums belong to the call: calls on several streams, and the launches of a CUDA
 graph, have nothing in common."""
@@ -22,9 +22,7 @@ _WIDTH = 512  # elements of the result that a block adds up
 def partial(x):
     """The Product of the first kernel. x: the whole Product."""
     forms = x.forms if x.forms.blocks else UNSCALED  # these change along K
-    return x._replace(
-        out_dtype=jnp.dtype(jnp.float32), bias_dtype=None, activation=None, forms=forms
-    )
+    return x._replace(out_dtype=x.sums, bias_dtype=None, activation=None, forms=forms)
 
 
 def shape_of(x, slices):
@@ -55,6 +53,8 @@ class _Sum:
         value = self.refs["sums"][rows, 0, cols]
         for j in range(1, self.slices):
             value = value + self.refs["sums"][rows, j, cols]
+        if x.out_dtype != x.sums:
+            value = value.astype(jnp.float32)
         for axis, (name, at) in enumerate((("scale_a", rows), ("scale_b", cols))):
             if name in self.refs and x.forms[axis] == "each":
                 value = value * self.along(name, at, axis)

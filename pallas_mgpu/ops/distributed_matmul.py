@@ -130,7 +130,9 @@ def _plan(kind, x, blocks, parts, tmem, given, **options):
         return plan(_fitted(given))
     found = []
     for cfg in candidates(x.m, x.n, x.k, blocks):
-        if cfg.split * cfg.slices > 1 or cfg.cluster * cfg.cluster_n > blocks:
+        if cfg.split * cfg.slices * cfg.shares > 1 or cfg.cluster * cfg.cluster_n > blocks:
+            continue
+        if cfg.consumers > 2:
             continue
         alone = cfg.cluster == cfg.cluster_n == 1
         steps = pl.cdiv(x.k, cfg.step)
@@ -154,8 +156,12 @@ def _checked(config, what, m, tmem):
     if tmem:
         raise NotImplementedError(f"{what}: config= on Blackwell; leave it out")
     _check_config(config, m, False, False)
-    if not isinstance(config, MatmulConfig) or config.slices > 1:
-        raise ValueError(f"{what}: config must be a MatmulConfig without slices, got {config}")
+    whole = isinstance(config, MatmulConfig) and config.slices == config.shares == 1
+    if not whole or config.swapped:
+        raise ValueError(
+            f"{what}: config must be a MatmulConfig without slices, shares and swapped operands;"
+            f" got {config}"
+        )
     if _fitted(config).stages < 2:
         raise ValueError(f"{what}: shared memory must have room for two slots; got {config}")
 

@@ -16,7 +16,7 @@ from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import store, swizzled
-from ._matmul_choice import MatmulConfig, choose
+from ._matmul_choice import MatmulConfig, candidates, cycles
 from ._padding import padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
@@ -139,14 +139,15 @@ class _Apart:
 
 def _fits(config):
     """K is not divided, and tiles have two halves of 64 columns or more."""
-    return config.split == config.slices == 1 and config.tile_n in (128, 256)
+    undivided = config.split == config.slices == config.shares == 1
+    return undivided and not config.swapped and config.tile_n in (128, 256)
 
 
 def _choose(m, n, k, sms, transposed):
     """A tiling of the product whose tiles have two halves of 64 columns at least."""
-    found = choose(m, 2 * n, k, sms, False, transposed)
-    if isinstance(found, MatmulConfig) and _fits(found):
-        return found
+    found = [c for c in candidates(m, 2 * n, k, sms) if _fits(c) and c.consumers < 3]
+    if found:
+        return min(found, key=lambda cfg: cycles(m, 2 * n, k, cfg, sms))
     return MatmulConfig(1, 128, cluster=1) if m <= 64 or n <= 64 else MatmulConfig(2, 256)
 
 

@@ -9,7 +9,8 @@ products are done by one persistent block per SM.
 Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among them. Each sends
 part j of the columns of its sum to block j, through the shared memory of the cluster, and every
 block adds up its part, in the order of the blocks: results repeat bit for bit. `slices` divides K
-among blocks anywhere on the GPU, by way of global memory (_slices.py).
+among blocks anywhere on the GPU, by way of global memory (_slices.py). `shares` divides K of the
+last tiles alone, so that no block is idle at the end (_shares.py).
 
 The order of a sum over K depends on the tiling: K may be divided, and persistent blocks go through
 it backwards for every second tile. Batch-invariant products do neither, whatever their tiles: an
@@ -25,6 +26,7 @@ Ragged edges need nothing: TMA reads zeros outside an array and does not write t
 rows TMA cannot address are first copied to padded rows (_padding.py)."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._names import show
 
 from . import _batches, _block_scaled, _few_rows, _float32, _slices, _tensor_memory, _warp_mma
 from ._block_scaled import BlockScaling
@@ -53,19 +56,21 @@ from ._matmul_choice import (
     Plan,
     blocks_take,
     choose,
-    choose_fp8,
     choose_invariant,
+    choose_k_major,
 )
 from ._open_rows import rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
+from ._shares import Parts, SharedTiles, Work
 from ._tensor_memory import TensorMemoryConfig
 from ._warp_mma import MmaConfig
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FP4 = jnp.dtype(_block_scaled.FP4)
 _FLOATS = ("float16", "bfloat16", "float32")
+_PRECISIONS = ("bf16x3", "tf32")  # of float32
 
 
 class Product(NamedTuple):
@@ -84,14 +89,40 @@ class Product(NamedTuple):
     accumulate: bool = False  # add to the result that is there
     keep: bool = False  # also store what the activation is applied to
     scaling: BlockScaling | None = None  # scales that the tensor cores apply
+    swapped: bool = False  # the kernel makes the transpose, of a and b that have changed places
 
     def named(self, *refs):
         """Operands and the result by name, None for those that are not there."""
         by_block = self.scaling is not None
-        given = self.bias_dtype is not None, *(f is not None or by_block for f in self.forms)
-        names = ["a", "b", *(n for n, x in zip(("bias", "scale_a", "scale_b"), given) if x), "o"]
-        names += ["before"] if self.keep else []
+        scales = list(zip(("scale_a", "scale_b"), self.forms))
+        operands = ["a", "b"]
+        if self.swapped:
+            operands, scales = operands[::-1], scales[::-1]
+        given = [("bias", self.bias_dtype), *scales]
+        names = [
+            *operands,
+            *(n for n, f in given if f is not None or by_block and n != "bias"),
+            "o",
+            *(["before"] if self.keep else []),
+        ]
         return {"bias": None, "scale_a": None, "scale_b": None} | dict(zip(names, refs))
+
+    @property
+    def sums(self):
+        """The dtype of sums."""
+        return jnp.dtype(jnp.int32 if self.dtypes[0].name == "int8" else jnp.float32)
+
+    def transposed(self):
+        """The Product of the kernel that makes the transpose of the result."""
+        return self._replace(
+            m=self.n,
+            n=self.m,
+            dtypes=self.dtypes[::-1],
+            ta=not self.tb,
+            tb=not self.ta,
+            forms=Forms(*self.forms[::-1]),
+            swapped=True,
+        )
 
 
 class _KernelPlan(Plan):
@@ -105,7 +136,9 @@ class _KernelPlan(Plan):
             along += 4 if x.forms.b == "each" else 0
         elif x.bias_dtype is not None:
             along = x.bias_dtype.itemsize
-        super().__init__(x.m, x.n, x.k, x.out_dtype.itemsize, cfg, sms, in_bytes, along)
+        # what is added to the product comes through the ring while sums travel
+        apart, out_bytes = x.accumulate, x.out_dtype.itemsize
+        super().__init__(x.m, x.n, x.k, out_bytes, cfg, sms, in_bytes, along, apart)
         self.x = x
         if self.stages < 1 + bool(cfg.lag):
             found, needed = max(self.stages, 0), 1 + bool(cfg.lag)
@@ -117,13 +150,14 @@ class _KernelPlan(Plan):
         wide = self.cols > 128 or x.forms.blocks and self.cols == 128
         self.registers = REGISTERS.get(self.consumers) if wide else None
         # the result; rows of slices are long enough
-        aligned = _sizes.most(x.m) == 1 or x.n * x.out_dtype.itemsize % 16 == 0
+        rows, columns = (x.n, x.m) if x.swapped else (x.m, x.n)
+        aligned = _sizes.most(rows) == 1 or columns * x.out_dtype.itemsize % 16 == 0
         self.by_tma = aligned or cfg.slices > 1
         # Sums are sent in whole rows: fewer, larger packets than pairs of columns.
-        self.by_rows = cfg.split > 1 and self.sent * self.width % 512 == 0
+        self.by_rows = cfg.split > 1 and self.sent * self.width % 512 == 0 and not x.swapped
         # parts in that layout would need another one beside what goes along rows or columns
         along = x.bias_dtype is not None or "each" in x.forms
-        self.by_chunks = cfg.split > 1 and self.sent < 64 and along
+        self.by_chunks = cfg.split > 1 and self.sent < 64 and along and not x.swapped
         # slots after the steps of a tile, for what the product is added to
         self.there = self.chunks if x.accumulate else 0
 
@@ -133,28 +167,38 @@ class _KernelPlan(Plan):
         b_tile = (self.cols, cfg.step) if x.tb else (cfg.step, self.cols)
         chunk = min(128 // x.dtypes[0].itemsize, cfg.step)
         # the same for both, as wgmma wants
-        a_tiled, b_tiled = (swizzled(chunk if x.tb else min(chunk, self.cols), t) for t in x.dtypes)
-        o_tiled, part = swizzled(self.chunk, x.out_dtype), (self.sent, self.width)
-        found = {
+        a_tiled, b_tiled = (
+            swizzled(chunk if x.tb else math.gcd(chunk, self.cols), t) for t in x.dtypes
+        )
+        buffer = (self.chunk, 64) if x.swapped else (64, self.chunk)
+        o_tiled, part = swizzled(buffer[1], x.out_dtype), (self.sent, self.width)
+        biases = 64 if x.swapped else self.width
+        ring = {
             "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtypes[0], transforms=a_tiled),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtypes[1], transforms=b_tiled),
-            "o_smem": plgpu.SMEM(
-                (self.consumers, self.buffers, 64, self.chunk), x.out_dtype, transforms=o_tiled
-            ),
         }
+        found, sums = {}, self.sums(part)
+        if x.accumulate:
+            found |= ring | sums
+        elif sums:  # in place of the ring, when all has been multiplied
+            found["ring_or_sums"] = plgpu.RefUnion(tuple(ring.values()), tuple(sums.values()))
+        else:
+            found |= ring
+        found["o_smem"] = plgpu.SMEM(
+            (self.consumers, self.buffers, *buffer), x.out_dtype, transforms=o_tiled
+        )
         vectors = 0
         if x.bias_dtype is not None:
             vectors += 1
-            found["bias_smem"] = plgpu.SMEM((self.consumers, self.width), x.bias_dtype)
+            found["bias_smem"] = plgpu.SMEM((self.consumers, biases), x.bias_dtype)
         if x.forms.b == "each":
             vectors += 1
             found["scale_smem"] = plgpu.SMEM((self.consumers, self.width), jnp.float32)
-        if cfg.split > 1:
-            found["inbox"] = plgpu.SMEM((self.consumers, cfg.split, *part), jnp.float32)
-        if self.by_rows:
-            found["outbox"] = plgpu.SMEM((self.consumers, *part), jnp.float32)
         shared = [axis for axis in ("cm", "cn") if axis in self.axes]
         found |= Ring.barriers(self.stages, 2, self.consumers, shared)
+        if self.shares:
+            tile = self.consumers, self.cols
+            found["parts"] = Parts.scratch(self.shares, self.cluster, *tile, x.sums)
         if x.accumulate:
             parts = cfg.step * x.dtypes[0].itemsize // (self.chunk * x.out_dtype.itemsize)
             shape = self.stages, parts, self.rows, self.chunk  # as large as the slots of A
@@ -163,13 +207,35 @@ class _KernelPlan(Plan):
         if vectors:
             found["row_full"] = plgpu.Barrier(num_barriers=self.consumers, num_arrivals=vectors)
         if cfg.split > 1:
-            one_each = {"num_barriers": self.consumers}
+            one_each, all_ = {"num_barriers": self.consumers}, {"num_arrivals": self.consumers}
             found["arrived"] = plgpu.ClusterBarrier(collective_axes=("ck",), **one_each)
+            found["multiplied"] = plgpu.ClusterBarrier(collective_axes=tuple(self.axes), **all_)
         return found
+
+    def sums(self, part):
+        """Scratch for the sums of other blocks of the cluster. part: the shape of one block's."""
+        x, split = self.x, self.cfg.split
+        found = {}
+        if split > 1:
+            found["inbox"] = plgpu.SMEM((self.consumers, split, *part), x.sums)
+        if self.by_rows:
+            found["outbox"] = plgpu.SMEM((self.consumers, *part), x.sums)
+        return found
+
+    def refs(self, scratch):
+        """The refs of scratch() by name."""
+        if "ring_or_sums" not in scratch:
+            return scratch
+        ring, sums = scratch.pop("ring_or_sums")
+        return (
+            scratch | dict(zip(("a_smem", "b_smem"), ring)) | dict(zip(("inbox", "outbox"), sums))
+        )
 
 
 class _Block(WarpSpecialized):
     """One block of the kernel, while it is traced."""
+
+    done = None  # semaphores of shared tiles
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
@@ -183,19 +249,22 @@ class _Block(WarpSpecialized):
         return lax.axis_index(axis) if axis in self.plan.axes else 0
 
     def tiles(self):
-        cluster = lax.axis_index("cluster")
-        return StaticTiles(self.plan.total, self.plan.clusters, cluster)
+        p, cluster = self.plan, lax.axis_index("cluster")
+        if self.done is not None:
+            return SharedTiles(p.total, p.clusters, p.steps, p.shares, cluster)
+        return StaticTiles(p.total, p.clusters, cluster)
 
-    def slice_of(self, t):
-        """The slice and the cluster tile of unit t of the work."""
-        if self.cfg.slices == 1:
-            return 0, t
-        return t // self.plan.tiles, t % self.plan.tiles
-
-    def share_of_k(self, part):
-        """The number of this block's share of K. part: the slice."""
-        rank = self.rank("ck")
-        return part * self.cfg.split + rank if self.cfg.slices > 1 else rank
+    def part_of(self, t):
+        """The slice and the cluster tile of unit t of the schedule, the first of its steps of K and
+        their number."""
+        p, cfg = self.plan, self.cfg
+        if isinstance(t, Work):
+            return 0, t.tile, t.first, t.steps
+        part, tile = (0, t) if cfg.slices == 1 else (t // p.tiles, t % p.tiles)
+        share = self.rank("ck")
+        if cfg.slices > 1:
+            share = part * cfg.split + share
+        return part, tile, share * p.steps, p.steps
 
     def origin(self, t):
         """First row and column of this block's part of cluster tile t."""
@@ -214,14 +283,16 @@ class _Block(WarpSpecialized):
         row = (row * cfg.cluster + self.rank("cm")) * p.rows
         return row, (col * cfg.cluster_n + self.rank("cn")) * p.cols
 
-    def order(self, it0, backwards=True):
-        """The place along K of each step of a tile that begins with step it0 of the block.
-        backwards: may it be walked so?"""
-        steps, of_tile = self.plan.steps, self.plan.steps + self.plan.there
+    def order(self, it0, backwards=True, t=None):
+        """The place along K of each step of a tile that begins with step it0 of the block, unit t
+        of the schedule. backwards: may it be walked so?"""
+        steps, of_tile, number = self.plan.steps, self.plan.steps + self.plan.there, None
+        if isinstance(t, Work):
+            steps, number = t.steps, t.number
         if not self.cfg.serpentine:
             return lambda s: s
         # every second tile backwards: the end of its rows of A is still in the L2
-        odd = (it0 // of_tile % 2 == 1) & backwards
+        odd = ((it0 // of_tile if number is None else number) % 2 == 1) & backwards
         return lambda s: lax.select(odd, steps - 1 - s, s)
 
     # ---- producer
@@ -230,20 +301,21 @@ class _Block(WarpSpecialized):
         self.ring.drain(self.tiles().produce(self.fetch_tile, 0))
 
     def fetch_tile(self, t, it0):
-        part, t = self.slice_of(t)
-        first, (row, col) = self.share_of_k(part) * self.plan.steps * self.cfg.step, self.origin(t)
-        it = self.fetch_steps(it0, row, col, first, [(True, self.a)])
+        _, tile, first, _ = self.part_of(t)
+        first, (row, col) = first * self.cfg.step, self.origin(tile)
+        it = self.fetch_steps(it0, row, col, first, [(True, self.a)], t=t)
         if self.x.accumulate:
             self.fetch_there(it, row, col + self.rank("ck") * self.plan.width)
         return it + self.plan.there
 
-    def fetch_steps(self, it0, row, col, first, sources, backwards=True, before=None):
+    def fetch_steps(self, it0, row, col, first, sources, backwards=True, before=None, t=None):
         """All steps of a tile. first: where it begins along K. sources: pairs (condition, ref), of
-        which the one that holds has the rows of A. backwards: as for order(). before(s): called
+        which the one that holds has the rows of A. backwards, t: as for order(). before(s): called
         in step s before all else."""
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
+        steps = t.steps if isinstance(t, Work) else p.steps
         along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
-        place = self.order(it0, backwards)
+        place = self.order(it0, backwards, t)
         if x.accumulate:
             plgpu.async_prefetch(self.o.at[along_m, along_n])
 
@@ -272,8 +344,8 @@ class _Block(WarpSpecialized):
                 collective_axes="cm" if "cm" in p.axes else None,
             )
 
-        lax.fori_loop(0, p.steps, fetch, None)
-        return it0 + p.steps
+        lax.fori_loop(0, steps, fetch, None)
+        return it0 + steps
 
     def fetch_there(self, it0, row, col):
         """What the result is added to, its columns part by part. Reducing copies would add, too,
@@ -313,32 +385,59 @@ class _Block(WarpSpecialized):
 
     def multiply_tile(self, me, scales, t, it0):
         p, cfg = self.plan, self.cfg
-        part, t = self.slice_of(t)
-        row, col = self.origin(t)
-        first = col + self.rank("ck") * p.width  # column of the block's part of the result
-        self.fetch_vectors(me, first)
+        part, tile, k0, steps = self.part_of(t)
+        row, col = self.origin(tile)
+        first = col  # column of the block's part of the result
+        if not self.x.swapped:
+            first = col + self.rank("ck") * p.width
+        self.fetch_vectors(me, row + me * 64, first)
         scaled = None
         if self.x.forms.blocks:
-            values = self.sum_blocks(me, it0, part, row, col, scales)
+            values = self.sum_blocks(me, it0, k0, row, col, scales)
         elif scales is None:
-            values, _ = self.sum(me, it0)
+            values, _ = self.sum(me, it0, steps=steps)
         else:
             rows = pl.ds(row + me * 64, p.sent if cfg.split > 1 else 64)
             load = functools.partial(self.load_scales, me, rows, scales)
-            values, loaded = self.sum(me, it0, load)
+            values, loaded = self.sum(me, it0, load, steps)
             scaled = functools.partial(scales, loaded)
         if cfg.split > 1:
             values = self.reduce(me, *values)
-        result = self.o.at[:, part] if cfg.slices > 1 else self.o
-        self.epilogue(me, values, [result], row, first, scaled, it0 + p.steps)
-        return it0 + p.steps + p.there
+        results = [self.o.at[:, part] if cfg.slices > 1 else self.o]
+        finish = functools.partial(self.epilogue, me)
+        where = row, first, scaled, it0 + steps
+        if self.x.swapped and cfg.split > 1:
+            mine = self.rank("ck") == 0
+            pl.when(mine)(lambda: finish(values, results, *where))
+            pl.when(~mine)(lambda: self.await_bias(me))
+        elif isinstance(t, Work):
+            self.share(me, t, values, lambda v: finish(v, results, *where))
+        else:
+            finish(values, results, *where)
+        return it0 + steps + p.there
 
-    def fetch_vectors(self, me, col):
-        """Bias and scales of the columns, for the epilogue."""
+    def share(self, me, t, values, finish):
+        """Hands over what the block has of a tile without the last steps; finish(values) with the
+        parts of others where it has these."""
+        p, tiles = self.plan, self.tiles()
+        rank = self.rank("cm") * self.cfg.cluster_n + self.rank("cn")
+        parts = Parts(self.parts, self.done, rank)
+        values = [values[0][:, c : c + p.chunk] for c in range(0, p.cols, p.chunk)]
+
+        @pl.when(~t.ends)
+        def _():
+            self.await_bias(me)  # that nobody needs
+            parts.hand_over(me, values, tiles, t)
+
+        pl.when(t.ends)(lambda: finish(parts.added(me, values, tiles, t)))
+
+    def fetch_vectors(self, me, row, col):
+        """Bias, and scales of the columns, for the epilogue."""
         along = pl.ds(col, self.plan.width)
         if self.bias is not None:
+            there = pl.ds(row, 64) if self.x.swapped else along
             plgpu.copy_gmem_to_smem(
-                self.bias.at[along], self.bias_smem.at[me], self.row_full.at[me]
+                self.bias.at[there], self.bias_smem.at[me], self.row_full.at[me]
             )
         if self.x.forms.b == "each":
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
@@ -348,7 +447,8 @@ class _Block(WarpSpecialized):
         """The place of part c of the columns in the result."""
         p = self.plan
         height = p.sent if self.cfg.split > 1 else 64
-        return pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk)
+        where = pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk)
+        return where[::-1] if self.x.swapped else where
 
     def store_part(self, me, number, value, targets):
         """Store number `number` of a tile, through one of the store buffers."""
@@ -357,8 +457,13 @@ class _Block(WarpSpecialized):
             pending = (p.buffers - 1) * len(targets)
             plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         how = {"engine": None if p.by_tma else "plain"}
+        value = value.T if self.x.swapped else value
         buffer = self.o_smem.at[me, number % p.buffers, pl.ds(0, value.shape[0])]
         store(buffer, value.astype(self.x.out_dtype), *targets, **how)
+
+    def await_bias(self, me):
+        if self.bias is not None and self.x.forms.b != "each":
+            plgpu.barrier_wait(self.row_full.at[me])
 
     def load_scales(self, me, rows, scales):
         of_rows, columns = scales.load_rows(rows), None
@@ -367,10 +472,11 @@ class _Block(WarpSpecialized):
             columns = self.scale_smem.at[me]
         return of_rows, scales.load_columns(columns, self.plan.chunk, self.plan.chunks)
 
-    def sum(self, me, it0, meanwhile=None):
+    def sum(self, me, it0, meanwhile=None, steps=None):
         """This consumer's part of the tile, float32 in registers, in a list; and what meanwhile()
-        returns, which is called under the last product."""
+        returns, which is called under the last product. steps: all of K by default."""
         p, x, ring, late = self.plan, self.x, self.ring, bool(self.cfg.lag)
+        steps = p.steps if steps is None else steps
 
         def multiply(acc):
             def step(s, _):
@@ -386,22 +492,22 @@ class _Block(WarpSpecialized):
                 else:
                     ring.release(it)
 
-            lax.fori_loop(0, p.steps, step, None)
+            lax.fori_loop(0, steps, step, None)
             loaded = meanwhile and meanwhile()
             value = acc[...]
             if late:
-                ring.release(it0 + (p.steps - 1))
+                ring.release(it0 + (steps - 1))
             return [value], loaded
 
-        return pl.run_scoped(multiply, plgpu.ACC((64, p.cols)))
+        return pl.run_scoped(multiply, plgpu.ACC((64, p.cols), x.sums))
 
-    def sum_blocks(self, me, it0, part, row, col, scales):
+    def sum_blocks(self, me, it0, k0, row, col, scales):
         """The same with scales that change along K; in parts of 128 columns if there are more."""
         p, ring = self.plan, self.ring
         place = self.order(it0)  # as they are fetched
 
         def block_of(s):
-            return self.share_of_k(part) * p.steps + place(s)
+            return k0 + place(s)
 
         def wait(s):
             ring.wait(it0 + s)
@@ -417,15 +523,30 @@ class _Block(WarpSpecialized):
         return scales.sums(p.steps, block_of, row + me * 64, col, wait, release, late)
 
     def reduce(self, me, value):
-        """This block's part of the columns, summed over the blocks that divide K."""
+        """This block's part of the columns, summed over the blocks that divide K. Of few columns,
+        that are rows of the result, all in the first block."""
         p, split = self.plan, self.cfg.split
-        for j in range(split):
+        plgpu.barrier_arrive(self.multiplied)
+        plgpu.barrier_wait(self.multiplied)
+        if self.x.swapped:
+            inbox = plgpu.cluster_ref(self.inbox, {"ck": 0})
+            inbox[me, self.rank("ck")] = value
+        for j in range(0 if self.x.swapped else split):
             part = value[: p.sent, j * p.width : (j + 1) * p.width]
-            if p.by_rows:
-                self.outbox[me] = part
-                layout = plgpu.Layout.WG_STRIDED((p.sent, p.width), 4)
-                part = plgpu.load(self.outbox.at[me], layout=layout)
-            plgpu.cluster_ref(self.inbox, {"ck": j})[me, self.rank("ck")] = part
+            mine = self.rank("ck") == j
+
+            @pl.when(mine)
+            def _(part=part, j=j):
+                self.inbox[me, j] = part
+
+            @pl.when(~mine)
+            def _(part=part, j=j):
+                if p.by_rows:
+                    self.outbox[me] = part
+                    layout = plgpu.Layout.WG_STRIDED((p.sent, p.width), 4)
+                    part = plgpu.load(self.outbox.at[me], layout=layout)
+                plgpu.cluster_ref(self.inbox, {"ck": j})[me, self.rank("ck")] = part
+
         plgpu.barrier_arrive(self.arrived.at[me])
         plgpu.barrier_wait(self.arrived.at[me])
 
@@ -445,18 +566,20 @@ class _Block(WarpSpecialized):
         """Scales, bias and activation; stores. values: one or more parts of the columns. results:
         refs of (M, N), all of which get the result. it: step after the products of the tile."""
         p, x = self.plan, self.x
-        if self.bias is not None and x.forms.b != "each":
-            plgpu.barrier_wait(self.row_full.at[me])
+        self.await_bias(me)
         of_value, number = p.width // len(values), 0
         for c in range(p.chunks):
             where = self.part_of_result(me, c, row, col)
             i, first = divmod(c * p.chunk, of_value)
             part = values[i][:, first : first + p.chunk]
+            if x.out_dtype != x.sums:
+                part = part.astype(jnp.float32)
             if scaled is not None:
                 part = scaled(c, part)
             if self.bias is not None:
-                bias = self.bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
-                part = part + lax.broadcast_in_dim(bias, part.shape, [1])
+                at = slice(None) if x.swapped else pl.ds(c * p.chunk, p.chunk)
+                bias = self.bias_smem[me, at].astype(jnp.float32)
+                part = part + lax.broadcast_in_dim(bias, part.shape, [int(not x.swapped)])
             if x.keep:
                 self.store_part(me, number, part, [self.before.at[where]])
                 number += 1
@@ -477,27 +600,40 @@ class _Block(WarpSpecialized):
         return value
 
 
+def _semaphores(plan):
+    """Of shared tiles; None where there are none, and under vmap, whose elements would share
+    them: all tiles are then whole."""
+    if not plan.shares:
+        return None
+    try:
+        return Parts.semaphores(plan.shares, plan.cluster, plan.consumers)
+    except NotImplementedError:
+        return None
+
+
 @cached
 def _kernel(x, cfg, sms, interpret):
     """x: a Product."""
     whole, shape = x, (x.m, x.n)
+    options = {"interpret": interpret, "kernel_name": "matmul"}
+    if isinstance(x.m, plgpu.Dim):
+        a = (None, x.m) if x.ta else (x.m, None)
+        options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None)
     if cfg.slices > 1:
         x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
+    if x.activation in _ACTIVATIONS.values() and x.out_dtype.itemsize == 2:
+        # the result is rounded more coarsely; of a function of the caller nothing is known
+        options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
+    x = x.transposed() if cfg.swapped else x
     plan = _KernelPlan(x, cfg, sms)
 
     def body(a, b, *refs, **scratch):
         overlap_launches()
-        _Block(plan, x.named(a, b, *refs) | scratch).run()
+        found = x.named(a, b, *refs) | plan.refs(scratch)
+        _Block(plan, found | {"done": _semaphores(plan)}).run()
 
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     out_type = (out_type, out_type) if x.keep else out_type
-    options = {"interpret": interpret, "kernel_name": "matmul"}
-    if x.activation in _ACTIVATIONS.values() and x.out_dtype.itemsize == 2:
-        # the result is rounded more coarsely; of a function of the caller nothing is known
-        options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
-    if isinstance(x.m, plgpu.Dim):
-        a = (None, x.m) if x.ta else (x.m, None)
-        options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None)
     kernel = warp_specialized(body, plan, out_type, **options)
     return _slices.Sliced(kernel, whole, cfg.slices, interpret) if cfg.slices > 1 else kernel
 
@@ -505,16 +641,31 @@ def _kernel(x, cfg, sms, interpret):
 # ---- the function -------------------------------------------------------------------------------
 
 
-def _check_fp8_config(config, forms):
+def _check_k_major_config(config, forms, in_bytes):
+    what = "tf32" if in_bytes == 4 else "8-bit operands"
     if not isinstance(config, MatmulConfig):
-        raise ValueError(f"matmul: config must be a MatmulConfig for 8-bit floats, got {config}")
-    if config.step not in (64, 128, 256):
-        raise ValueError(f"matmul: the step of 8-bit floats is 64, 128 or 256, got {config}")
+        raise ValueError(f"matmul: config must be a MatmulConfig for {what}, got {config}")
+    steps = [n // in_bytes for n in (64, 128, 256)]
+    if config.step not in steps:
+        raise ValueError(f"matmul: the step of {what} is one of {steps}, got {config}")
+    if forms.blocks and (config.shares > 1 or config.swapped):
+        raise ValueError(f"matmul: scales of blocks without shares and swapped, got {config}")
     fits = blocks_take(config.consumers, config.tile_n, config.split)
     if forms.blocks and (config.step != BLOCK or not fits):
         raise ValueError(
             f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, or be"
             f" {2 * BLOCK} with 2 consumers and a split of 1, got {config}"
+        )
+    _check_tile(config)
+
+
+def _check_tile(c):
+    """Widths that the tensor cores and the registers of a lane take."""
+    widths = range(8, 257, 8) if c.swapped else (16, 32, *range(64, 257, 32))
+    if c.tile_n not in widths or c.consumers == 3 and c.tile_n > 192:
+        raise ValueError(
+            "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, with swapped a multiple"
+            f" of 8 up to 256, with 3 consumers up to 192; got {c}"
         )
 
 
@@ -526,11 +677,12 @@ def _check_config(config, m, ta, tb):
     c = config
     if (
         c.consumers not in (1, 2, 3)
-        or c.tile_n not in (16, 32, 64, 128, 192, 256)
-        or c.consumers == 3
-        and c.tile_n > 128
-        or min(c.cluster, c.cluster_n, c.split, c.slices) < 1
-        or c.tile_n % (8 * c.split)
+        or c.swapped
+        and ta
+        or min(c.cluster, c.cluster_n, c.split, c.slices, c.shares) < 1
+        or c.shares > 1
+        and c.split * c.slices > 1
+        or c.tile_n % (8 if c.swapped else 8 * c.split)
         or c.cluster * c.cluster_n * c.split > 8
         or c.stages < 0
         or min(c.buffers, c.group) < 1
@@ -538,20 +690,23 @@ def _check_config(config, m, ta, tb):
         or c.lag not in (0, 1)
     ):
         raise ValueError(
-            "matmul: a MatmulConfig has 1 to 3 consumers, a tile_n of 16, 32, 64, 128, 192 or 256"
-            " (to 128 with 3), a split that leaves a multiple of 8 columns, up to 8 blocks a"
-            " cluster (cluster * cluster_n * split), stages from 0, buffers, a group and slices"
-            f" from 1, a step of 64 or 128 and a lag of 0 or 1; got {config}"
+            "matmul: a MatmulConfig has 1 to 3 consumers, a split that leaves a multiple of 8"
+            " columns, up to 8 blocks a cluster (cluster * cluster_n * split), stages from 0,"
+            " buffers, a group, slices and shares from 1 (shares above 1 with a split and slices of"
+            " 1), a step of 64 or 128, a lag of 0 or 1 and no transpose_a if it is swapped; got"
+            f" {config}"
         )
+    _check_tile(config)
 
 
-def _checked(a, b, bias, activation, out_dtype, ta, tb):
+def _checked(a, b, bias, activation, out_dtype, ta, tb, scaled=False):
     """The Product of such operands."""
     fp8 = a.dtype.name in FP8 and b.dtype.name in FP8 or a.dtype == b.dtype == _FP4
-    if not fp8 and (a.dtype.name not in _FLOATS or b.dtype != a.dtype):
+    int8 = a.dtype.name == b.dtype.name == "int8"
+    if not (fp8 or int8) and (a.dtype.name not in _FLOATS or b.dtype != a.dtype):
         raise TypeError(
-            f"matmul: a and b must both be {', '.join(_FLOATS)} or {_FP4}, or {' or '.join(FP8)}"
-            f" each; got {a.dtype} and {b.dtype}"
+            f"matmul: a and b must both be {', '.join(_FLOATS)}, int8 or {_FP4}, or"
+            f" {' or '.join(FP8)} each; got {a.dtype} and {b.dtype}"
         )
     if a.ndim != 2 or b.ndim != 2 or 0 in a.shape or 0 in b.shape:
         raise ValueError(
@@ -562,7 +717,7 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb):
     if k != k2:
         shapes = f"a is {a.shape}, b {b.shape}"
         raise ValueError(f"matmul: the inner dims differ, {k} and {k2}: {shapes}")
-    bias_dtypes = _FLOATS if fp8 else (a.dtype.name,)
+    bias_dtypes = _FLOATS if fp8 or int8 else (a.dtype.name,)
     if bias is not None and (bias.shape != (n,) or bias.dtype.name not in bias_dtypes):
         raise ValueError(
             f"matmul: bias must be {' or '.join(bias_dtypes)} of shape ({n},), got {bias.dtype}"
@@ -574,11 +729,15 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb):
                 f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
             )
         activation = _ACTIVATIONS[activation]
+    sums_alone = int8 and bias is None and activation is None and not scaled
     if out_dtype is None:
-        out_dtype = jnp.dtype(jnp.bfloat16) if fp8 else a.dtype
+        out_dtype = jnp.int32 if sums_alone else jnp.bfloat16 if fp8 or int8 else a.dtype
     out_dtype = jnp.dtype(out_dtype)
-    if out_dtype.name not in _FLOATS:
-        raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
+    if out_dtype.name not in (*_FLOATS, *(("int32",) if sums_alone else ())):
+        raise TypeError(
+            f"matmul: out_dtype must be a float dtype, got {out_dtype}; int32 is for int8 operands"
+            " without scales, bias and activation"
+        )
     dtypes, bias_dtype = (a.dtype, b.dtype), bias and bias.dtype
     return Product(m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation)
 
@@ -609,9 +768,23 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     return with_padding(product, [pad_a, padding_of(b, interpret), None])
 
 
+def _check_options(a, config, precision):
+    _warp_mma.check_config("matmul", config, MmaConfig, a.device)
+    if precision not in _PRECISIONS:
+        raise ValueError(f"matmul: precision is one of {_PRECISIONS}, got {show(precision)}")
+    if precision == "tf32" and a.dtype.name != "float32":
+        raise ValueError(f"matmul: precision='tf32' is for float32 operands, got {a.dtype}")
+
+
+def _check_on_hopper(a, config, what, instead):
+    other = config is None and (_warp_mma.runs_here(a.device) or _tensor_memory.runs_here(a.device))
+    if other or isinstance(config, (MmaConfig, TensorMemoryConfig)):
+        raise NotImplementedError(f"matmul: {what} on other GPUs than Hopper; use {instead}")
+
+
 def _check_accumulation(x, a, config, on_warps=False):
     why_not = None
-    if a.dtype.name in FP8 and not on_warps or a.dtype == _FP4:
+    if a.dtype.itemsize == 1 and not on_warps or a.dtype == _FP4:
         why_not = "operands of 8 or 4 bits"
     elif a.dtype.name == "float32":
         why_not = "float32 operands"
@@ -625,6 +798,8 @@ def _check_accumulation(x, a, config, on_warps=False):
         why_not = "a FewRowsConfig"
     elif config and config.slices > 1:
         why_not = "a config with slices"
+    elif config and (config.shares > 1 or config.swapped):
+        why_not = "a config with shares or swapped operands"
     elif config and min(config.cluster, config.cluster_n) > 1:
         # slots with C depend on no other block: releases of two phases could be confused
         why_not = "a config whose blocks share both A and B"
@@ -668,14 +843,19 @@ def _check_kept(x, a, config):
         )
 
 
-def _of_8_bits(x, operands, config, invariant, sms, interpret):
-    """The same of 8-bit floats. operands: a, b, bias, scale_a, scale_b, None for no array."""
+def _k_major(x, operands, config, invariant, sms, interpret):
+    """The same of 8-bit operands, and of float32 as tf32: both with K contiguous. operands: a, b,
+    bias, scale_a, scale_b, None for no array."""
     a, b, bias, scale_a, scale_b = operands
-    forms = forms_of(scale_a, scale_b, x.m, x.n, x.k)
+    forms, in_bytes = forms_of(scale_a, scale_b, x.m, x.n, x.k), a.dtype.itemsize
+    if forms.blocks and a.dtype.name == "int8":
+        raise NotImplementedError(
+            "matmul: scales of blocks with int8 operands; one for each row of a and column of b"
+        )
     if config is None and invariant:
-        config = choose_invariant(x.m, x.n, x.k, sms, 1, forms.blocks)
-    config = config or choose_fp8(x.m, x.n, x.k, sms, forms.blocks)
-    _check_fp8_config(config, forms)
+        config = choose_invariant(x.m, x.n, x.k, sms, in_bytes, forms.blocks)
+    config = config or choose_k_major(x.m, x.n, x.k, sms, forms.blocks, in_bytes)
+    _check_k_major_config(config, forms, in_bytes)
     pads = [
         transposing(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
         padding_of(b, interpret) if x.tb else transposing(b.shape, b.dtype, b.aligned, interpret),
@@ -689,7 +869,7 @@ def _of_8_bits(x, operands, config, invariant, sms, interpret):
 
 
 def _in_tensor_memory(x, operands, config, sms, interpret):
-    """The kernel for Blackwell. operands: as of _of_8_bits."""
+    """The kernel for Blackwell. operands: as of _k_major."""
     a, b, bias, scale_a, scale_b = operands
     forms = UNSCALED
     if x.scaling:
@@ -713,7 +893,7 @@ def _in_tensor_memory(x, operands, config, sms, interpret):
 
 
 def _on_warps(x, operands, config, accumulate, interpret):
-    """The kernel for GPUs with mma.sync alone. operands: as of _of_8_bits."""
+    """The kernel for GPUs with mma.sync alone. operands: as of _k_major."""
     a, b, _, scale_a, scale_b = operands
     target = _core.target(a.device)
     if x.scaling or a.dtype == _FP4:
@@ -745,7 +925,17 @@ def _check_unscaled(a, scale_a, scale_b):
             )
 
 
-def _of_float32(x, a, b, bias, config, invariant, interpret):
+def _of_float32(x, operands, config, invariant, precision, accumulate, interpret):
+    """The product of float32 operands. operands: as of _k_major."""
+    a, b, bias, scale_a, scale_b = operands
+    _check_unscaled(a, scale_a, scale_b)
+    if accumulate:
+        _check_accumulation(x, a, config)
+    if precision == "tf32":
+        _check_on_hopper(a, config, "tf32", "precision='bf16x3'")
+        sms = plgpu.sm_count(a.device)
+        return _k_major(x, operands, config, invariant, sms, interpret)
+
     def make(x, a, b):
         operands, sms = (a, b, bias, None, None), plgpu.sm_count(a.device)
         if isinstance(config, MmaConfig) or config is None and _warp_mma.runs_here(a.device):
@@ -758,15 +948,12 @@ def _of_float32(x, a, b, bias, config, invariant, interpret):
     return _float32.product(x, a, b, make, interpret)
 
 
-def _product_of(x, operands, config, invariant, accumulate, interpret):
-    """The kernel for a Product of two matrices. operands: as of _of_8_bits."""
-    a, b, bias, scale_a, scale_b = operands
+def _of_narrow_types(x, operands, config, invariant, accumulate, interpret):
+    """The product of operands of 16 bits or fewer. operands: as of _k_major."""
+    a, b, _, scale_a, scale_b = operands
     sms = plgpu.sm_count(a.device)
-    if a.dtype.name == "float32":
-        _check_unscaled(a, scale_a, scale_b)
-        if accumulate:
-            _check_accumulation(x, a, config)
-        return _of_float32(x, a, b, bias, config, invariant, interpret)
+    if a.dtype.name == "int8":
+        _check_on_hopper(a, config, "int8 operands", "bfloat16 operands")
     on_blackwell = config is None and _tensor_memory.runs_here(a.device)
     on_blackwell |= isinstance(config, TensorMemoryConfig)
     if x.scaling and not on_blackwell:
@@ -779,8 +966,8 @@ def _product_of(x, operands, config, invariant, accumulate, interpret):
         return _Into(_of_16_bits(x, a, b, config, invariant, sms, interpret))
     if on_blackwell:
         return _in_tensor_memory(x, operands, config, sms, interpret)
-    if a.dtype.name in FP8:
-        return _of_8_bits(x, operands, config, invariant, sms, interpret)
+    if a.dtype.itemsize == 1:
+        return _k_major(x, operands, config, invariant, sms, interpret)
     _check_unscaled(a, scale_a, scale_b)
     return _of_16_bits(x, a, b, config, invariant, sms, interpret)
 
@@ -829,22 +1016,26 @@ def matmul(
     batch_invariant=False,
     deterministic=False,
     accumulate=False,
+    precision="bf16x3",
     return_product=False,
     interpret=None,
 ):
-    """``activation(a @ b + bias)`` with float32 accumulation.
+    """``activation(a @ b + bias)`` with float32 accumulation, int32 for int8.
 
     a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; row-major,
-    any M, N, K; both float16, bfloat16 or float32, or both 8-bit floats, float8_e4m3fn or
-    float8_e5m2, also mixed. bias: (N,), dtype of ``a``, for 8-bit floats any 16- or 32-bit float.
+    any M, N, K; both float16, bfloat16, float32 or int8, or both 8-bit floats, float8_e4m3fn or
+    float8_e5m2, also mixed. bias: (N,), dtype of ``a``, for 8-bit operands any 16- or 32-bit float.
     activation: a function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype:
-    float16, bfloat16 or float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a
+    float16, bfloat16 or float32; that of ``a`` by default, for 8-bit operands bfloat16. int8
+    without scales, bias and activation gives exact int32 sums (modulo 2**32), or floats. config: a
     :class:`MatmulConfig`, for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell
     a :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
 
-    float32 operands are each split into two bfloat16 parts by separate kernels and multiplied as
-    three products: the relative error of a term is about 2**-16. Infinities give NaN.
+    precision: of float32 operands. "bf16x3": they are each split into two bfloat16 parts by
+    separate kernels and multiplied as three products; the relative error of a term is about 2**-16,
+    infinities give NaN. "tf32" (Hopper): the tensor cores read 10 bits of each mantissa, cut off;
+    the relative error of a term is below 2**-9.
 
     16-bit operands may have batch dimensions before these two, which broadcast as in NumPy:
     (..., M, K) and (..., K, N) give (..., M, N), in one launch (and those that pad odd rows).
@@ -866,8 +1057,8 @@ def matmul(
     (NotImplementedError, as on Hopper).
 
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
-    scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit operands whose K is
-    not contiguous (``transpose_a``, no ``transpose_b``) are first transposed by a kernel.
+    scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit and tf32 operands
+    with another dimension than K contiguous are first transposed by a kernel.
 
     batch_invariant: the bits of a row of the result depend on that row of ``a``, ``b``, the dtypes
     and options alone, not on M or on other rows (for the same config, if one is given): K is never
@@ -888,7 +1079,7 @@ def matmul(
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
-    _warp_mma.check_config("matmul", config, MmaConfig, a.device)
+    _check_options(a, config, precision)
     if max(a.ndim, b.ndim) > 2:
         if return_product:
             raise NotImplementedError(
@@ -898,11 +1089,15 @@ def matmul(
         options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
         options |= {"transpose_a": ta, "transpose_b": tb, "interpret": interpret}
         return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
-    x = _checked(a, b, bias, activation, out_dtype, ta, tb)
+    scaled = scale_a is not None or scale_b is not None
+    x = _checked(a, b, bias, activation, out_dtype, ta, tb, scaled)
     x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
     if return_product:
         x = x._replace(keep=True)
         _check_kept(x._replace(accumulate=bool(accumulate)), a, config)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
-    return _product_of(x, (a, b, bias, scale_a, scale_b), config, invariant, accumulate, interpret)
+    operands = a, b, bias, scale_a, scale_b
+    if a.dtype.name == "float32":
+        return _of_float32(x, operands, config, invariant, precision, accumulate, interpret)
+    return _of_narrow_types(x, operands, config, invariant, accumulate, interpret)

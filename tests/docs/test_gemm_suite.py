@@ -3,7 +3,7 @@
 import importlib.util
 import pathlib
 
-from pallas_mgpu.ops._matmul_choice import choose, choose_fp8
+from pallas_mgpu.ops._matmul_choice import choose, choose_k_major
 
 PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "gemm_suite.py"
 spec = importlib.util.spec_from_file_location("gemm_suite", PATH)
@@ -30,6 +30,6 @@ def test_text_is_read_back():
 def test_every_product_has_a_configuration():
     for g in gemm_suite.suite():
         if g.dtype.startswith("float8"):
-            assert choose_fp8(g.m, g.n, g.k)
+            assert choose_k_major(g.m, g.n, g.k)
         else:
             assert choose(g.m, g.n, g.k, transpose_b=g.nt)

@@ -53,6 +53,37 @@ def test_against_float64(run, rng, case, ta, tb):
     assert (np.abs(got - want) <= bound + 1e-6).all()
 
 
+TF32 = {  # m, n, k, configuration
+    "chosen": (70, 90, 330, None),
+    "one row": (1, 33, 200, None),
+    "wide": (3, 700, 40, None),
+    "long steps": (130, 66, 100, C(2, 64, 0, 1, step=64)),
+    "slices": (70, 66, 200, C(1, 64, 0, 1, step=32, slices=2)),
+    "swapped": (20, 130, 300, C(1, 32, 0, 1, step=32, swapped=True)),
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("ta, tb", [*itertools.product((False, True), repeat=2)])
+@pytest.mark.parametrize("case", TF32)
+def test_tf32(run, rng, case, ta, tb):
+    """Operands lose all but 10 bits of their mantissas; sums are float32."""
+    m, n, k, config = TF32[case]
+    a = rng.standard_normal((k, m) if ta else (m, k)).astype(f32)
+    b = rng.standard_normal((n, k) if tb else (k, n)).astype(f32)
+    bias = rng.standard_normal(n).astype(f32)
+    how = None if run.way == "cuda" else True
+    options = {"transpose_a": ta, "transpose_b": tb, "config": config, "precision": "tf32"}
+    f = ops.matmul.kernel(a, b, bias=bias, **options, interpret=how)
+    got = by_steps(run.call, f, [a, b, bias])
+    left, right = (
+        (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(f32).astype(np.float64) for x in (a, b)
+    )
+    left, right = left.T if ta else left, right.T if tb else right
+    bound = 2.0**-18 * (np.abs(left) @ np.abs(right)) + 1e-6
+    assert got.dtype == f32 and (np.abs(got - (left @ right + bias)) <= bound).all()
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_100a", "sm_120a"])
 def test_other_targets(target, rng, monkeypatch):
     monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
@@ -69,5 +100,7 @@ def test_misuse(rng):
         ops.matmul(a, a, accumulate=True, out=a.copy(), interpret=True)
     with pytest.raises(ValueError, match="scale_a is for 8-bit floats"):
         ops.matmul(a, a, scale_a=np.ones(1, f32), interpret=True)
+    with pytest.raises(ValueError, match="precision is one of .*, got 'fp8'"):
+        ops.matmul(a, a, precision="fp8", interpret=True)
     with pytest.raises(NotImplementedError, match="other than 16-bit operands"):
         ops.matmul(a[None], a[None], interpret=True)

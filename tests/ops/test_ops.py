@@ -14,7 +14,7 @@ from pallas_mgpu import nn
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
 from pallas_mgpu.ops._few_rows import candidates as few_rows_candidates
-from pallas_mgpu.ops._matmul_choice import choose, cycles
+from pallas_mgpu.ops._matmul_choice import Plan, choose, cycles
 
 pytestmark = pytest.mark.covering(1, share=True)
 
@@ -113,6 +113,13 @@ def product(run, a, b, bias=None, **options):
 
 C, F = MatmulConfig, FewRowsConfig
 SLICED = C(1, 64, 0, 1, slices=3)
+SHARED = C(1, 64, 0, 1, shares=3)
+
+
+def swapped(consumers, rows, **options):
+    return C(consumers, rows, 0, 1, swapped=True, **options)
+
+
 CASES = {  # shape, ta, tb, configuration, options
     "odd": ((77, 131, 99), False, False, None, {"out_dtype": bf16}),
     "odd, transposed": ((131, 77, 99), True, True, None, {}),
@@ -145,6 +152,59 @@ CASES = {  # shape, ta, tb, configuration, options
     ),
     "slices, persistent": ((200, 130, 200), False, False, C(1, 64, 2, 2, slices=2), {}),
     "slices beyond K": ((3, 66, 100), True, True, SLICED, {"out_dtype": bf16}),
+    "shares of the last tiles, persistent": (
+        (200, 130, 330),
+        False,
+        True,
+        SHARED,
+        {"bias": True, "activation": "relu"},
+    ),
+    "shares of all tiles, persistent": ((40, 72, 520), False, False, SHARED, {"out_dtype": bf16}),
+    "shares in two rounds, persistent": (
+        (140, 200, 260),
+        True,
+        False,
+        C(1, 64, 0, 1, shares=2),
+        {"out_dtype": "float32"},
+    ),
+    "shares, A is shared, persistent": (
+        (60, 380, 330),
+        False,
+        False,
+        C(1, 64, 0, 1, 2, 8, 2, shares=2),
+        {"bias": True},
+    ),
+    "swapped": ((5, 200, 200), False, True, swapped(2, 8), {"bias": True, "activation": "relu"}),
+    "swapped, N contiguous": ((37, 131, 330), False, False, swapped(1, 40), {"bias": True}),
+    "swapped, several tiles of rows": ((100, 70, 200), False, True, swapped(1, 48), {}),
+    "swapped, two store buffers": (
+        (99, 70, 200),
+        False,
+        True,
+        swapped(1, 104),
+        {"out_dtype": bf16},
+    ),
+    "swapped, K in four": (
+        (20, 130, 520),
+        False,
+        False,
+        swapped(1, 24, split=4),
+        {"bias": True, "out_dtype": "float32"},
+    ),
+    "swapped, slices": (
+        (20, 130, 520),
+        False,
+        False,
+        swapped(1, 24, slices=3, step=128),
+        {"bias": True, "out_dtype": "float32"},
+    ),
+    "swapped, shares, persistent": (
+        (33, 800, 330),
+        False,
+        True,
+        swapped(2, 40, shares=2),
+        {"bias": True, "out_dtype": "float32"},
+    ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
     "parts that store buffers do not divide": (
@@ -163,11 +223,22 @@ CASES = {  # shape, ta, tb, configuration, options
 }
 
 
+def planned(shape, config, sms):
+    """The shares of the last tiles."""
+    m, n, k = shape
+    return Plan(*(n, m) if config.swapped else (m, n), k, 2, config, sms).shares
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_configurations(run, rng, case, monkeypatch):
     if "persistent" in case:
-        monkeypatch.setattr(plgpu, "sm_count", lambda device: 3)
+        sms = 5 if "shares" in case else 3
+        monkeypatch.setattr(plgpu, "sm_count", lambda device: sms)
     shape, ta, tb, config, options = CASES[case]
+    if config and config[-2:] != C()[-2:] and isinstance(config, C):  # what the case is about
+        assert bool(planned(shape, config, sms if "persistent" in case else 132)) == (
+            "shares" in case
+        )
     a, b = operands(rng, *shape, f16, ta, tb)
     bias = rng.standard_normal(shape[1]).astype(f16) if options.pop("bias", False) else None
     got = product(run, a, b, bias, transpose_a=ta, transpose_b=tb, config=config, **options)
@@ -178,54 +249,87 @@ def test_chosen_configurations():
     """The chooser finds something for every shape, quickly."""
     for m, n, k in itertools.product((1, 3, 64, 100, 1000, 4097), repeat=3):
         for ta, tb in itertools.product((False, True), repeat=2):
-            few_rows = m == 1 or m == 2 and not ta
+            few_rows = m == 1 and (ta or tb) or m == 2 and tb and not ta
             got = choose(m, n, k, transpose_a=ta, transpose_b=tb)
             assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
     assert choose(8192, 8192, 8192)[:2] == (2, 256)
     assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
 
 
-# us of configurations (consumers, tile_n, cluster, cluster_n, split) on an H200, the best first:
-# part of a run of bench_ops_matmul.py --candidates; the last two with weights from memory, of
-# bench_gemm_suite.py --configs: more clusters than run at the same time, and a ring of two slots
+def fp8(*args, **options):
+    return C(*args, **options, step=128)
+
+
+# us of configurations on an H200, in CUDA graphs, weights of up to 512 rows from memory. Shapes:
+# rows, columns, K, bytes of an element, do rows begin anywhere?
 MEASURED = {
-    (2048, 2048, 2048): {(2, 256, 1, 1, 1): 23.3, (2, 128, 2, 1, 1): 24.4, (1, 256, 2, 1, 1): 26.2},
-    (1024, 1024, 1024): {(1, 128, 1, 1, 1): 4.93, (2, 64, 1, 1, 1): 5.77, (2, 128, 1, 1, 1): 7.16},
-    (512, 512, 512): {(1, 64, 1, 1, 1): 2.91, (1, 32, 1, 1, 1): 3.44, (1, 64, 1, 1, 2): 4.54},
-    (1536, 1536, 1536): {(1, 128, 1, 1, 1): 15.6, (2, 64, 1, 1, 1): 17.1, (2, 256, 1, 1, 1): 17.4},
-    (3072, 3072, 1024): {(2, 128, 1, 1, 1): 30.2, (1, 256, 1, 1, 1): 32.9, (2, 256, 1, 1, 1): 35.0},
-    (512, 512, 8192): {(1, 64, 1, 1, 2): 16.7, (1, 64, 1, 1, 1): 27.3, (2, 64, 1, 1, 8): 22.9},
-    (64, 4096, 4096): {(1, 64, 1, 1, 2): 9.87, (1, 128, 1, 1, 1): 12.9, (1, 128, 1, 1, 8): 16.5},
-    (512, 512, 16384): {(1, 64, 1, 1, 2): 28.3, (1, 128, 1, 1, 4): 33.5, (2, 128, 1, 1, 8): 33.3},
-    (64, 14336, 4096): {(1, 128, 1, 1, 1): 32.9, (1, 128, 1, 1, 4): 40.1, (1, 256, 1, 1, 2): 44.7},
+    (1024, 1024, 1024, 2, False): {C(2, 64, 0, 1): 4.6, C(1, 128, 0, 1): 4.7, C(2, 64): 4.9},
+    (2999, 4608, 3584, 2, False): {
+        C(3, 192, 0, 1): 126.3,
+        C(2, 224): 134.0,
+        C(2, 256, shares=3): 137.3,
+        C(2, 96, 0, 1): 172.0,
+    },
+    (256, 6144, 4096, 2, False): {
+        C(2, 96, 0, 1): 21.3,
+        C(2, 128, 0, 1): 23.7,
+        C(2, 192, 0, 1, shares=2): 27.5,
+    },
+    (333, 37888, 3584, 2, False): {
+        C(3, 192): 136.1,
+        C(2, 224, 0, 1): 143.7,
+        C(2, 192, 0, 1, shares=2): 150.0,
+        C(3, 128, 0, 1, shares=2): 156.3,
+    },
+    (512, 512, 16384, 2, False): {
+        C(2, 128, 0, 1, slices=8): 17.9,
+        C(2, 64, 0, 1, slices=4): 20.2,
+        C(2, 64, 0, 1, 2, 8, 2, shares=4): 21.6,
+    },
+    (8, 4096, 14336, 2, False): {
+        swapped(1, 8, split=2, step=128): 28.2,
+        swapped(2, 8, slices=4, step=128): 28.8,
+        C(1, 128, 0, 1, slices=4): 31.6,
+        C(1, 256, 0, 1, slices=8): 31.8,
+    },
+    (8, 57344, 8192, 2, False): {
+        swapped(1, 8, step=128): 212.6,
+        swapped(2, 8, step=128): 216.0,
+        C(1, 256, 0, 1): 238.0,
+    },
+    (1000, 1000, 1000, 2, True): {
+        C(2, 64, 0, 1, 2, 8, 2): 6.8,
+        C(2, 64): 7.5,
+        C(1, 128, 0, 1): 8.4,
+        C(2, 96, 0, 1): 9.9,
+        C(1, 192, 0, 1): 11.4,
+    },
+    (3000, 5000, 7000, 2, True): {
+        C(2, 256, shares=3): 295.4,
+        C(3, 128, 0, 1, 2, 8, 2): 297.4,
+        C(2, 256, 0, 1, 2, 8, 2, shares=3): 342.1,
+        C(2, 256, 0, 1, shares=3): 395.6,
+        C(3, 128, 0, 1): 418.9,
+    },
+    (512, 4608, 3584, 1, False): {
+        fp8(2, 160, 4, 1): 14.8,
+        fp8(2, 192, 4, 1): 16.2,
+        fp8(3, 128, 4, 1): 16.9,
+        fp8(2, 224, 4, 1): 18.4,
+    },
 }
-# the same with slices as the last number, in CUDA graphs, weights from memory
-MEASURED_SLICES = {
-    (512, 512, 16384): {(2, 128, 1, 1, 1, 8): 18.7, (2, 256, 1, 1, 1, 16): 21.3,
-                        (2, 128, 1, 1, 2, 4): 25.9, (2, 128, 1, 1, 4, 2): 33.8},
-    (256, 1024, 8192): {(2, 128, 1, 1, 1, 8): 13.1, (2, 256, 1, 1, 1, 16): 15.8,
-                        (2, 128, 1, 1, 2, 4): 17.3},
-    (1024, 512, 8192): {(2, 128, 1, 1, 1, 4): 17.1, (2, 256, 1, 1, 1, 8): 19.9,
-                        (2, 128, 1, 1, 2, 2): 23.9},
-    (8, 4096, 14336): {(1, 128, 1, 1, 1, 4): 32.6, (1, 64, 1, 1, 1, 2): 39.8,
-                       (1, 256, 1, 1, 4, 1): 42.1, (1, 32, 1, 1, 1, 1): 66.2},
-    (4, 4608, 3584): {(1, 256, 1, 1, 1, 7): 12.8, (1, 128, 1, 1, 2, 1): 15.6,
-                      (1, 64, 1, 1, 1, 1): 19.2},
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("slices, shape", [(False, s) for s in MEASURED]
-                         + [(True, s) for s in MEASURED_SLICES], ids=str)  # fmt: skip
-def test_estimate_against_measurements(slices, shape):
-    """The estimate puts the fastest first and is within a quarter of the time (at 1.755 GHz)."""
-    estimates = []
-    measured = (MEASURED_SLICES if slices else MEASURED)[shape]
-    for (consumers, tile_n, cluster, cluster_n, split, *parts), us in measured.items():
-        cfg = C(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split)
-        cfg = cfg._replace(slices=parts[0]) if parts else cfg
-        estimates.append(cycles(*shape, cfg, 132))
-        assert abs(estimates[-1] / 1755 / us - 1) < 0.25, (cfg, estimates[-1] / 1755)
-    assert min(estimates) == estimates[0]
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_estimate_against_measurements(shape):
+    """What the estimate puts first takes at most 5 % longer than the fastest one; times are within
+    a third (at 1.755 GHz)."""
+    *extents, in_bytes, crooked = shape
+    measured = MEASURED[shape]
+    found = {c: cycles(*extents, c, 132, in_bytes, crooked=(crooked, crooked)) for c in measured}
+    for config, us in measured.items():
+        assert 0.75 < found[config] / 1755 / us < 1.33, (config, found[config] / 1755, us)
+    assert measured[min(found, key=found.get)] <= 1.05 * min(measured.values())
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -258,7 +362,7 @@ def test_out_and_spellings(rng):
         (
             dict(a=np.zeros((4, 4), f32)),
             TypeError,
-            "float16, bfloat16, float32 .* got float32 and float16",
+            "float16, bfloat16, float32, .* got float32 and float16",
         ),
         (dict(a=np.zeros((4, 4), bf16)), TypeError, "got bfloat16 and float16"),
         (dict(a=np.zeros(4, f16)), ValueError, "two dims"),
@@ -272,13 +376,13 @@ def test_out_and_spellings(rng):
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
-        (dict(config=C(slices=0)), ValueError, "slices from 1"),
+        (dict(config=C(slices=0)), ValueError, "slices and shares from 1"),
         (dict(config=F(split=9)), ValueError, "split 1 to 8"),
         (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
         (dict(config=C(4)), ValueError, "1 to 3 consumers"),
         (dict(config=C(tile_n=64, split=16)), ValueError, "leaves a multiple of 8 columns"),
         (dict(config=C(1, 64, cluster=4, split=4)), ValueError, "up to 8 blocks a cluster"),
-        (dict(config=C(2, 256, cluster=1, split=2, step=128)), ValueError, "0 slots, .* needs 2"),
+        (dict(config=C(3, 192, cluster=1, split=2)), ValueError, "0 slots, .* needs 2"),
     ],
 )
 def test_errors(change, exception, match):

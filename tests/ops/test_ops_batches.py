@@ -165,8 +165,8 @@ def test_the_order_of_a_product_is_that_of_k(rng):
         for n, k in ((64, 64), (512, 8192), (4096, 4096), (200, 33)):
             for in_bytes, blocks in ((2, False), (1, False), (1, True)):
                 cfg = choose_invariant(m, n, k, 132, in_bytes, blocks)
-                assert cfg.split == cfg.slices == 1 and not cfg.serpentine
-                assert cfg.step == 128 // in_bytes
+                assert cfg.split == cfg.slices == cfg.shares == 1 and not cfg.serpentine
+                assert cfg.step * in_bytes in (128, 256)  # both in the steps of an instruction
                 assert Plan(m, n, k, 2, cfg, 132, in_bytes).stages > 1
                 seen.add(cfg[:2])
     assert len(seen) > 3

@@ -930,7 +930,7 @@ breaks(
     ),
     blocks_divide_k_in_batches=(
         "choose_invariant",
-        "for cfg in found if cfg.split == cfg.slices == 1]",
+        "for cfg in found if cfg.split == cfg.slices == cfg.shares == 1]",
         "for cfg in found]",
     ),
 )
