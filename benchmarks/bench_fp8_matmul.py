@@ -21,7 +21,7 @@ import torch
 from timing import all_ways
 
 from pallas_mgpu.ops import MatmulConfig, matmul
-from pallas_mgpu.ops._matmul_choice import candidates, choose_fp8, cycles
+from pallas_mgpu.ops._matmul_choice import candidates, choose_k_major, cycles
 from pallas_mgpu.ops._scaled import transposing
 
 SIZES = (
@@ -199,7 +199,8 @@ def bench(text, args):
         "fp8", problem.title, times, work=2 * m * n * k, errors=problem.errors, m=m, n=n, k=k
     )
     print(f"\n### {problem.title}\n")
-    print(f"chosen: {tuple(choose_fp8(m, n, k))}, blocks {tuple(choose_fp8(m, n, k, blocks=True))}")
+    of_blocks = choose_k_major(m, n, k, blocks=True)
+    print(f"chosen: {tuple(choose_k_major(m, n, k))}, blocks {tuple(of_blocks)}")
     print("\n| contestant | error | " + " | ".join(f"{w}, us | TFLOP/s" for w in WAYS) + " |")
     print("|---|---:|" + "---:|---:|" * len(WAYS))
     row = {}

@@ -11,9 +11,9 @@ ratio is torch's time divided by ours: the median of the rounds and its 95 % con
 8-bit products have one scale for each operand; torch sums them as the tensor cores do.
 
 --budget: no product is begun after so many seconds; what was left out is named. --configs times
-configurations of ops.matmul on a few products, those the chooser looks at and others, and asks the
-driver how many clusters of each size run at the same time: what a model of the machine is fitted
-to."""
+configurations of ops.matmul on a few products, the best one of each family by the estimate, and
+asks the driver how many clusters of each size run at the same time: what a model of the machine is
+fitted to."""
 
 import argparse
 import concurrent.futures
@@ -29,7 +29,13 @@ from gemm_suite import parse, suite
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import MatmulConfig, matmul
-from pallas_mgpu.ops._matmul_choice import candidates, choose, choose_fp8
+from pallas_mgpu.ops._matmul_choice import (
+    candidates,
+    choose,
+    choose_k_major,
+    crooked_rows,
+    cycles,
+)
 
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4, "float8_e4m3fn": 4e-3}  # error, relative in the norm
 COLD = 512  # rows up to which the weights come from memory
@@ -45,8 +51,7 @@ CONFIG_SIZES = (
     "16x14336x4096:bfloat16:nt",
     "4x14336x4096:bfloat16:nt",
 )
-# blocks below each other, side by side, along K, that the chooser does not look at
-MORE_CLUSTERS = ((2, 1, 2), (2, 1, 4), (1, 2, 2), (1, 2, 4), (2, 2, 1), (4, 1, 1))
+FAMILIES = 12  # of configurations that --configs times
 
 
 # ---- compilation ---------------------------------------------------------------------------------
@@ -158,7 +163,7 @@ FOUND = None  # results.Results
 
 def chosen(gemm):
     if gemm.dtype.startswith("float8"):
-        return choose_fp8(gemm.m, gemm.n, gemm.k)
+        return choose_k_major(gemm.m, gemm.n, gemm.k)
     return choose(gemm.m, gemm.n, gemm.k, transpose_b=gemm.nt)
 
 
@@ -261,20 +266,22 @@ def print_configs(row):
         print(f"  {us:8.2f} us {row['ratio'][name][0]:.3f} {name}")
 
 
+def family(config):
+    """What configurations differ in that are not only more or less of the same."""
+    divided = config.slices > 1, config.shares > 1
+    return config[:2], config.cluster, config.cluster_n, config.split, config.step, divided
+
+
 def configs_of(gemm):
-    """Those the chooser looks at, and clusters that both share operands and divide K."""
-    itemsize = 1 if gemm.dtype.startswith("float8") else 2
-    found = candidates(gemm.m, gemm.n, gemm.k, in_bytes=itemsize)
-    for cfg in list(found):
-        if (cfg.cluster, cfg.cluster_n, cfg.split) != (1, 1, 1):
-            continue
-        for cluster, cluster_n, split in MORE_CLUSTERS:
-            fits = cfg.tile_n % (8 * split) == 0
-            fits &= gemm.m > (cluster - 1) * 64 * cfg.consumers
-            fits &= gemm.n > (cluster_n - 1) * cfg.tile_n
-            if fits:
-                found.append(cfg._replace(cluster=cluster, cluster_n=cluster_n, split=split))
-    return [None, *dict.fromkeys(found)]
+    """Of those the chooser looks at, the best one of each family by the estimate, best first."""
+    in_bytes = 1 if gemm.dtype.startswith("float8") else 2
+    crooked = crooked_rows((gemm.k, gemm.k if gemm.nt else gemm.n), in_bytes)
+    found = candidates(gemm.m, gemm.n, gemm.k, in_bytes=in_bytes, tb=gemm.nt, swaps=True)
+    found.sort(key=lambda c: cycles(gemm.m, gemm.n, gemm.k, c, 132, in_bytes, crooked=crooked))
+    best = {}
+    for cfg in found:
+        best.setdefault(family(cfg), cfg)
+    return [None, *list(best.values())[:FAMILIES]]
 
 
 def main():

@@ -19,6 +19,7 @@ from pallas_mgpu.ops import distributed
 
 GAPS = pathlib.Path(plgpu.__file__).parent / "gaps.md"
 F16, F32, BF16 = (np.dtype(t) for t in (np.float16, np.float32, ml_dtypes.bfloat16))
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 NIE = NotImplementedError
 OLDER = ("sm_80", "sm_86", "sm_89", "sm_120a")
 # rows that need packages or GPUs: where their tests are
@@ -457,6 +458,30 @@ CASES = {
         lambda: ops.quantize_by_scale(
             zeros(8), zeros(1, dtype=F32), out=(zeros(8), zeros(1, dtype=F32))
         )
+    ],
+    "`ops.matmul` of int8 operands": [
+        *on_older(ops.matmul, *[zeros(8, 8, dtype=np.int8)] * 2),
+        lambda: on("sm_100a", ops.matmul, *[zeros(8, 8, dtype=np.int8)] * 2),
+        lambda: on("sm_100a", ops.matmul, *[zeros(8, 8, dtype=F32)] * 2, precision="tf32"),
+        lambda: ops.matmul(
+            zeros(8, 256, dtype=np.int8),
+            zeros(8, 256, dtype=np.int8),
+            transpose_b=True,
+            scale_a=zeros(8, 2, dtype=F32),
+            scale_b=zeros(1, 2, dtype=F32),
+        ),
+    ],
+    "`ops.ragged_dot` of 8-bit floats": [
+        lambda: ops.ragged_dot(zeros(8, 64, dtype=E4M3), zeros(1, 64, 64, dtype=E4M3), sizes[:1]),
+        lambda: on(
+            "sm_100a",
+            ops.ragged_dot,
+            zeros(8, 64, dtype=E4M3),
+            zeros(1, 64, 64, dtype=E4M3),
+            sizes[:1],
+            transpose_rhs=True,
+        ),
+        lambda: on("sm_100a", ops.ragged_dot, zeros(1, 8, 64), zeros(1, 64, 64), sizes[:1]),
     ],
     "pickling a kernel": [(TypeError, lambda: pickle.dumps(unnamed()))],
     "mutable arrays (`new_ref`)": [mutable_twice],
