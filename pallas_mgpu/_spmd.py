@@ -2,15 +2,17 @@
 
 One process may drive all devices of a mesh, or one process each device. In one process, `_core`
 opens the devices' memory to each other and launches on all of them. With a process group of
-`torch.distributed`, each process launches on its own device, and PyTorch's symmetric memory says
-where the others' arrays are. Kernels see no difference: they get one table of addresses. On the
-interpreter, a mesh has as many devices as it says, and no GPU is needed."""
+`torch.distributed`, each process launches on its own device, and PyTorch's symmetric memory or
+NVSHMEM (_symmetric.py) says where the others' arrays are. Kernels see no difference: they get one
+table of addresses. On the interpreter, a mesh has as many devices as it says, and no GPU is needed.
+
+Equal meshes share a watch (_watch.py), which is also what is closed. Closing refuses new calls,
+waits for kernels in flight, and lets the processes meet before and after each gives up the memory
+of the others, so that nobody frees memory that a peer has mapped."""
 
 import copy
 import functools
-import importlib
 import math
-import weakref
 
 import numpy as np
 
@@ -19,12 +21,9 @@ from ._frameworks import check_recorded
 from ._kernel import RefKernel
 from ._mutable import MutableArray
 from ._names import show
+from ._symmetric import MEMORIES, _torch, bootstrap, new_tensor, peers_of, release
 from ._types import ShapeDtypeStruct, _Frozen, _shape, ints
 from ._watch import watch_of
-
-
-def _torch(name=""):
-    return importlib.import_module(f"torch{name}")
 
 
 class PartitionSpec(tuple):
@@ -45,12 +44,15 @@ class PartitionSpec(tuple):
 MESHES: dict = {}  # the last mesh of each name
 
 
-def _name_of(shape, axis_names, devices, group):
+def _name_of(shape, axis_names, devices, group, memory):
     """What graphs of PyTorch call a mesh by: the same in every process that makes it."""
     text = ",".join(f"{a}={n}" for a, n in zip(axis_names, shape))
     if devices is not None:
         text += f" of {','.join(map(str, devices))}"
-    return text if group is None else f"{text} of group {getattr(group, 'group_name', group)}"
+    if group is None:
+        return text
+    text = f"{text} of group {getattr(group, 'group_name', group)}"
+    return text if memory == MEMORIES[0] else f"{text} by {memory}"
 
 
 class DeviceMesh(_Frozen):
@@ -62,18 +64,26 @@ class DeviceMesh(_Frozen):
         and group, the mesh is for the interpreter.
     group: a process group of ``torch.distributed`` with a process for each device, in the order of
         their ranks; each process uses its current CUDA device. ``True`` is the default group.
+    memory: with ``group``, what `symm_empty` allocates: ``"torch"``, PyTorch's symmetric memory, or
+        ``"nvshmem"``, the symmetric heap of nvshmem4py. ``nvshmem.core`` is initialised over the
+        group, which must have all processing elements, unless the program did so before. None:
+        ``"torch"``.
     timeout: seconds after which a wait of a kernel for another device ends, 0: never; None:
         PALLAS_MGPU_MESH_SECONDS. When waits have ended, or a process of the group has, or a launch
         failed, every later call on the mesh is a DeadlockError that names the waits.
 
     ``name``: the name of the mesh in operators of PyTorch, made of its axes, devices and group.
 
-    ValueError where the numbers do not fit, or devices cannot access each other's memory.
+    In a ``with`` statement, the mesh is closed at the end, see :meth:`close`. If an exception
+    leaves the statement, the waits of this process' kernels for other devices end first.
+
+    ValueError where the numbers do not fit, or devices cannot access each other's memory;
+    ImportError without nvshmem4py.
     """
 
-    __slots__ = ("axis_names", "devices", "group", "name", "shape", "_watch")
+    __slots__ = ("axis_names", "devices", "group", "memory", "name", "shape", "_watch")
 
-    def __init__(self, shape, axis_names, *, devices=None, group=None, timeout=None):
+    def __init__(self, shape, axis_names, *, devices=None, group=None, memory=None, timeout=None):
         what = "DeviceMesh"
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         shape = ints(shape, f"{what}: shape")
@@ -85,19 +95,26 @@ class DeviceMesh(_Frozen):
             raise ValueError(f"{what}: axis names must be different strings, got {names}")
         if devices is not None and group is not None:
             raise ValueError(f"{what}: give devices, of one process, or group, of several")
+        if memory is not None and (group is None or memory not in MEMORIES):
+            raise ValueError(
+                f"{what}: memory must be one of {MEMORIES}, with group, got {show(memory)}"
+                + ("" if group is not None else " without group")
+            )
         n = math.prod(shape)
         if group is not None:
-            group = _group(group, n)
+            group, memory = _group(group, n), memory or MEMORIES[0]
         if devices is not None:
             devices = ints(devices, f"{what}: devices")
             if len(devices) != n:
                 raise ValueError(f"{what}: {n} devices are needed, got {devices}")
             if n > 1:
                 _core.mesh_connect(devices)
-        watch = watch_of((shape, names, devices, group), n, group, timeout)
-        name = _name_of(shape, names, devices, group)
+        name = _name_of(shape, names, devices, group, memory)
+        watch = watch_of((shape, names, devices, group, memory), name, timeout)
+        if memory == "nvshmem":
+            bootstrap(watch, n)
         self._set(shape=shape, axis_names=names, devices=devices, group=group, name=name)
-        self._set(_watch=watch)
+        self._set(memory=memory, _watch=watch)
         MESHES[name] = self
 
     def __repr__(self):
@@ -105,6 +122,49 @@ class DeviceMesh(_Frozen):
             f"DeviceMesh(shape={self.shape}, axis_names={self.axis_names}, devices={self.devices},"
             f" group={self.group})"
         )
+
+    @property
+    def closed(self):
+        """Was this mesh, or one equal to it, closed?"""
+        return self._watch.closed
+
+    def close(self):
+        """Gives up what the mesh holds; a second call has no effect.
+
+        Later calls of kernels and of `symm_empty` on this mesh, and on meshes equal to it, are a
+        RuntimeError; a new DeviceMesh of the same devices begins anew. It waits for kernels on the
+        devices, as long as their waits may last (``timeout``). With a process group, all ranks must
+        call it, as a collective; it returns when none accesses the memory of another any more.
+        Memory of NVSHMEM from `symm_empty` is freed, and its tensors must not be used any more;
+        other arrays stay. If another rank has ended or does not call it before the timeout, the
+        memory stays until the process ends.
+
+        A mesh that is not closed lasts as long as the process. When the interpreter exits, kernels
+        that still run after 5 seconds no longer wait for other devices.
+        """
+        watch = self._watch
+        if watch.closed:
+            return
+        watch.closed = True
+        if MESHES.get(self.name) == self:
+            del MESHES[self.name]
+        try:
+            if watch.number and self.devices is not None:
+                _core.mesh_drain(self.devices)
+            if self.group is not None:
+                _torch().cuda.synchronize()
+        finally:
+            release(watch)
+            watch.forget()
+
+    def __enter__(self):
+        self._watch.check()
+        return self
+
+    def __exit__(self, error, *unused):
+        if error is not None:
+            self._watch.end(f"{error.__name__} left the with statement of the mesh")
+        self.close()
 
     @property
     def size(self):
@@ -123,7 +183,7 @@ class DeviceMesh(_Frozen):
     def __reduce__(self):
         if self.group is not None:
             raise TypeError("DeviceMesh: a mesh with a process group cannot be pickled")
-        after = self._watch and self._watch.timeout
+        after = self._watch.timeout
         make = functools.partial(DeviceMesh, devices=self.devices, timeout=after)
         return make, (self.shape, self.axis_names)
 
@@ -148,8 +208,6 @@ def _group(group, n):
 
 # ---- memory -------------------------------------------------------------------------------------
 
-_symmetric: dict = {}  # address: (weak reference to the tensor, handle of PyTorch, bytes)
-
 
 def symm_empty(shape, dtype, mesh, *, multicast=False):
     """Memory with the same shape on every device of the mesh, which all devices can access.
@@ -159,13 +217,16 @@ def symm_empty(shape, dtype, mesh, *, multicast=False):
     must call it in the same order. The contents are zero. ``multicast``: also give the
     arrays an address through which NVLink stores to all of them, for ``multimem_store`` and
     similar operations.
-    NotImplementedError for multicast on GPUs in one process; ValueError where the system has none.
+    NotImplementedError for multicast on GPUs in one process; ValueError where the system has none,
+    or where NVSHMEM has no address for the memory of another rank; RuntimeError if the mesh is
+    closed.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"symm_empty: mesh must be a plgpu.DeviceMesh, got {show(mesh)}")
     spec = ShapeDtypeStruct(_shape(shape, "symm_empty"), dtype)
+    mesh._watch.check()
     if mesh.group is not None:
-        return _symmetric_tensor(spec, mesh, multicast)
+        return new_tensor(spec, mesh, multicast)[0]
     host = [np.zeros(spec.shape, spec.dtype) for _ in range(mesh.size)]
     if mesh.devices is None:
         return host
@@ -177,40 +238,9 @@ def symm_empty(shape, dtype, mesh, *, multicast=False):
     return [_core.device_put(x, d) for x, d in zip(host, mesh.devices)]
 
 
-def _symmetric_tensor(spec, mesh, multicast):
-    """The ranks meet on the CPU: a barrier of the handle has no timeout, and it would signal in
-    memory that PyTorch clears on a stream of each rank."""
-    torch, symm_mem = _torch(), _torch(".distributed._symmetric_memory")
-    dtype = getattr(torch, spec.dtype.name)
-    x = symm_mem.empty(spec.shape, dtype=dtype, device=torch.device("cuda"))
-    handle = symm_mem.rendezvous(x, mesh.group)
-    if multicast and not handle.multicast_ptr:
-        raise ValueError("symm_empty: this system has no NVLink multicast, or it is switched off")
-    x.zero_()
-    torch.cuda.current_stream().synchronize()
-    mesh._watch.meet()
-    at = x.data_ptr()
-    gone = weakref.ref(x.untyped_storage(), lambda _: _symmetric.pop(at, None))
-    _symmetric[at] = (gone, handle, x.numel() * x.element_size())
-    return x
-
-
-def _peers_of(x):
-    """(addresses on all ranks, multicast address) of a tensor in symmetric memory, or None."""
-    at = x.data_ptr()
-    for base, (_, handle, size) in _symmetric.items():
-        if base <= at < base + size:
-            offset = at - base
-            own = handle.buffer_ptrs[handle.rank]
-            shift = base - own + offset
-            all_at = handle.multicast_ptr + shift if handle.multicast_ptr else 0
-            return [p + shift for p in handle.buffer_ptrs], all_at
-    return None
-
-
 def is_symmetric(x):
     """Is a tensor in memory that the other processes of its group reach?"""
-    return _peers_of(x) is not None
+    return peers_of(x) is not None
 
 
 # ---- splitting ----------------------------------------------------------------------------------
@@ -276,6 +306,10 @@ def _empty(spec, like, number, mesh):
     raise TypeError(f"spmd: fresh outputs for {show(like)}; give arrays as out=")
 
 
+def _is_mutable(x):
+    return isinstance(x, MutableArray)
+
+
 class SpmdKernel:
     """What :func:`spmd` returns."""
 
@@ -297,10 +331,13 @@ class SpmdKernel:
         definition.devices, definition.batched = mesh.axes, {}
         if definition.levels:
             raise NotImplementedError(f"{what}: a kernel under vmap; give the kernel one more axis")
+        mesh._watch.check()
         self.mesh, self.ordered, self.definition = mesh, ordered, definition
+        self.n = mesh.size
         self.in_specs, self.out_specs = in_specs, out_specs
         self.kernel = definition.make()
         self.checked = set()
+        self.specs = {}
         self.counters = {}
         functools.update_wrapper(self, kernel, assigned=("__name__", "__doc__"), updated=())
 
@@ -308,6 +345,12 @@ class SpmdKernel:
         return f"<spmd of {self.definition.name} over {dict(self.mesh.axes)}>"
 
     def _specs(self, given, n, what):
+        """Those of n arrays, which are checked once."""
+        if (what, n) not in self.specs:
+            self.specs[what, n] = self._checked_specs(given, n, what)
+        return self.specs[what, n]
+
+    def _checked_specs(self, given, n, what):
         one = given is None or isinstance(given, PartitionSpec)
         specs = (given,) * n if one else tuple(given)
         if len(specs) != n:
@@ -316,17 +359,17 @@ class SpmdKernel:
 
     def _split(self, args):
         """A tuple of arguments for each device, and whether all were whole arrays."""
-        n, whole, columns = self.mesh.size, bool(args), []
+        n, whole, columns = self.n, bool(args), []
         specs = self._specs(self.in_specs, len(args), "in_specs")
         for k, (x, spec) in enumerate(zip(args, specs)):
             what = f"{self.definition.name}: argument {k}"
             if isinstance(x, (list, tuple)):
                 if len(x) != n:
                     raise ValueError(f"{what} is a list of {len(x)} arrays, for {n} devices")
-                if any(isinstance(p, MutableArray) for p in x):
+                if any(map(_is_mutable, x)):
                     raise NotImplementedError(f"{what}: mutable arrays on a mesh; use out=")
                 whole = False
-                columns.append(list(x))
+                columns.append(x)
                 continue
             if isinstance(x, MutableArray):
                 raise NotImplementedError(f"{what}: mutable arrays on a mesh; use out=")
@@ -345,7 +388,7 @@ class SpmdKernel:
             if self._on_gpus():
                 parts = [_core.device_put(p, d) for p, d in zip(parts, self.mesh.devices)]
             columns.append(parts)
-        return [tuple(c[d] for c in columns) for d in range(n)], whole
+        return list(zip(*columns)) if columns else [()] * n, whole
 
     def _on_gpus(self):
         return self.mesh.devices is not None and not self.definition.interpret
@@ -354,7 +397,8 @@ class SpmdKernel:
         check_recorded(self, args, out)
         if self.mesh.group is not None:
             return self._call_rank(args, out)
-        n = self.mesh.size
+        n, watch = self.n, self.mesh._watch
+        number = watch.open(self.mesh.devices[0]) if n > 1 and self._on_gpus() else watch.check()
         rows, whole = self._split(args)
         outs = [None] * n
         if out is not None:
@@ -364,9 +408,10 @@ class SpmdKernel:
                     raise ValueError(
                         f"{self.definition.name}: out[{k}] must be a list of {n} arrays"
                     )
-            outs = [tuple(c[d] for c in columns) for d in range(n)]
-        watch = self.mesh._watch.open(self.mesh.devices[0]) if self._on_gpus() and n > 1 else 0
-        results = _core.mesh_call(self.kernel, rows, outs, self.mesh.devices, self.ordered, watch)
+            outs = list(zip(*columns)) if columns else [()] * n
+        results = _core.mesh_call(
+            self.kernel, rows, outs, self.mesh.devices, self.ordered, number or 0
+        )
         return self._collect(results, whole and out is None)
 
     def _outs(self, out, rows):
@@ -425,7 +470,7 @@ class SpmdKernel:
         if signature not in self.checked:
             self._agree(signature)
             self.checked.add(signature)
-        tables = [_peers_of(x) for x in arrays]
+        tables = [peers_of(x) for x in arrays]
         stream = torch.cuda.current_stream().cuda_stream
         rank = dist.get_rank(self.mesh.group)
         _core.mesh_launch(
@@ -463,8 +508,9 @@ class SpmdKernel:
         """Called before a launch, with the words of the kernel's counters: where they are on all
         ranks, and for all at once. It orders the launch after what all ranks did before."""
         if words not in self.counters:
-            x = symm_empty((max(words, 1),), np.int32, self.mesh)
-            self.counters[words] = x, _peers_of(x), _symmetric[x.data_ptr()][1]
+            spec = ShapeDtypeStruct((max(words, 1),), np.int32)
+            x, handle = new_tensor(spec, self.mesh, False)
+            self.counters[words] = x, peers_of(x), handle
         _, (addresses, everywhere), handle = self.counters[words]
         if self.ordered:
             handle.barrier()

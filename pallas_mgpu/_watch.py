@@ -12,7 +12,9 @@ of those on the same host, by file descriptors of the processes."""
 import atexit
 import contextlib
 import datetime
+import functools
 import importlib
+import math
 import os
 import select
 import socket
@@ -27,19 +29,24 @@ _control: dict = {}  # (group, timeout): a group of the same processes that meet
 
 
 class Watch:
-    """That of one mesh. The number of `_core.mesh_watch` is made for the first launch."""
+    """That of one mesh. The number of `_core.mesh_watch` is made for the first launch.
 
-    def __init__(self, devices, timeout, control=None):
-        self.devices, self.timeout, self.control = devices, timeout, control
-        self.number, self.why = 0, None
+    _symmetric.py keeps here, in the order of allocation: ``tensors``, their addresses and storage;
+    ``buffers`` of NVSHMEM, and its processing ``elements`` by ranks."""
+
+    def __init__(self, name, devices, timeout, control=None):
+        self.name, self.devices, self.timeout, self.control = name, devices, timeout, control
+        self.number, self.why, self.closed = 0, None, False
+        self.tensors, self.buffers, self.elements = [], [], None
+        self._key = self._wake = None
 
     def __repr__(self):
         return f"<watch of {self.devices} devices>"
 
     def open(self, device):
-        """The number for launches; DeadlockError if waits were ended before."""
-        self.check()
-        if not self.number:
+        """The number for launches, which check whether waits were ended before."""
+        if not self.number or self.closed:
+            self.check()
             after = -1 if self.timeout is None else int(self.timeout * 1000)
             self.number = _core.mesh_watch(device, self.devices, after)
             if self.why:  # meanwhile
@@ -53,6 +60,8 @@ class Watch:
             _core.mesh_end(self.number, self.why)
 
     def check(self):
+        if self.closed:
+            raise RuntimeError(f"the mesh {self.name} was closed; make a new DeviceMesh")
         if self.number:
             _core.mesh_check(self.number)
         elif self.why:
@@ -61,10 +70,13 @@ class Watch:
                 " new DeviceMesh, and arrays for it"
             )
 
-    def meet(self):
-        """Wait for all processes of the group, on the CPU. RuntimeError after the timeout."""
+    def gather(self, mine):
+        """What each process of the group gives, by ranks; on the CPU. RuntimeError after the
+        timeout."""
         dist = importlib.import_module("torch.distributed")
-        dist.all_gather_object([None] * self.devices, 0, group=self.control)
+        everyone = [None] * self.devices
+        dist.all_gather_object(everyone, mine, group=self.control)
+        return everyone
 
     def is_over(self):
         try:
@@ -73,27 +85,41 @@ class Watch:
             return True
         return False
 
+    def forget(self):
+        """Equal meshes that are made from now on get another watch."""
+        if _known.get(self._key) is self:
+            del _known[self._key]
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
 
-def watch_of(what, n, group, timeout):
-    """The watch of a mesh, which equal meshes share; None: it has no GPUs. group: all of its
-    processes call this."""
+
+@functools.cache
+def _leave_at_exit():
+    atexit.register(_core.mesh_leave, _LEAVE)
+
+
+def watch_of(what, name, timeout):
+    """The watch of a mesh, which equal meshes share. what: its shape, axes, devices, group and
+    memory. With a group, all of its processes call this."""
     bad = isinstance(timeout, bool) or not isinstance(timeout, (int, float, type(None)))
     if bad or (timeout is not None and not 0 <= timeout < 4_000_000):
         raise ValueError(
             f"DeviceMesh: timeout must be seconds below 4,000,000, 0 for none, got {show(timeout)}"
         )
-    *_, devices, _ = what
+    shape, _, devices, group, memory = what
     if devices is None and group is None:
-        return None
-    if not _known:
-        atexit.register(_core.mesh_leave, _LEAVE)
+        timeout = None
+    else:
+        _leave_at_exit()
     key = (*what, timeout)
     found = _known.get(key)
     usable = found is not None and not found.is_over()
-    control, processes = _meet(group, timeout, usable) if group is not None else (None, [])
+    control, processes = _meet(group, timeout, usable, memory) if group is not None else (None, [])
     if usable and all(p["usable"] for p in processes):
         return found
-    made = _known[key] = Watch(n, timeout, control)
+    n = math.prod(shape)
+    made = _known[key] = Watch(name, n, timeout, control)
+    made._key = key
     if n > 1:
         _follow(made, processes)
     return made
@@ -111,21 +137,29 @@ def _control_of(group, timeout):
     return _control[group, timeout]
 
 
-def _meet(group, timeout, usable):
-    """That group, a new one if the old one is broken, and what its processes say."""
+def _meet(group, timeout, usable, memory):
+    """That group, a new one if the old one is broken, and what its processes say. ValueError if
+    they ask for different memory."""
     try:
         control = _control_of(group, timeout)
-        return control, _processes(control, usable)
+        found = _processes(control, usable, memory)
     except RuntimeError:
         del _control[group, timeout]
         control = _control_of(group, timeout)
-        return control, _processes(control, False)
+        found = _processes(control, False, memory)
+    for p in found:
+        if p["memory"] != found[0]["memory"]:
+            raise ValueError(
+                f"DeviceMesh: memory is {found[0]['memory']!r} on rank 0 and {p['memory']!r} on"
+                f" rank {p['rank']}"
+            )
+    return control, found
 
 
-def _processes(group, usable):
+def _processes(group, usable, memory):
     """What each process of a group says of itself."""
     dist = importlib.import_module("torch.distributed")
-    own = {"usable": usable, "pid": os.getpid(), "host": socket.gethostname()}
+    own = {"usable": usable, "memory": memory, "pid": os.getpid(), "host": socket.gethostname()}
     with contextlib.suppress(OSError):  # processes of other containers have numbers of their own
         own["space"] = os.readlink("/proc/self/ns/pid")
     everyone = [None] * dist.get_world_size(group)
@@ -157,11 +191,15 @@ def _follow(watch, processes):
         poll.register(fd, select.POLLIN)
     if not ends:
         return
+    wake = watch._wake = os.eventfd(0)
+    poll.register(wake, select.POLLIN)
 
     def run():
         for fd, _ in poll.poll():
-            watch.end(ends[fd])
-        for fd in ends:
+            if fd in ends:
+                watch.end(ends[fd])
+        watch._wake = None
+        for fd in (wake, *ends):
             os.close(fd)
 
     threading.Thread(target=run, name="pallas_mgpu mesh", daemon=True).start()

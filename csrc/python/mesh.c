@@ -294,14 +294,31 @@ static PyObject *mesh_launch(PyObject *module, PyObject *args) {
   return NULL;
 }
 
-static PyObject *connect(PyObject *module, PyObject *ordinals) {
-  int devices[MOST];
+static int read_devices(PyObject *ordinals, int *devices) {
   int64_t list[MOST];
   const int n = pmpy_ints(ordinals, "DeviceMesh: devices", list, MOST);
+  for (int i = 0; i < n; i++) devices[i] = (int)list[i];
+  return n;
+}
+
+static PyObject *drain(PyObject *module, PyObject *ordinals) {
+  int devices[MOST];
+  const int n = read_devices(ordinals, devices);
+  pm_code code;
   PMPY_ERR(err);
   (void)module;
   if (n < 0) return NULL;
-  for (int i = 0; i < n; i++) devices[i] = (int)list[i];
+  Py_BEGIN_ALLOW_THREADS code = pm_group_drain(devices, (uint32_t)n, &err);
+  Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *connect(PyObject *module, PyObject *ordinals) {
+  int devices[MOST];
+  const int n = read_devices(ordinals, devices);
+  PMPY_ERR(err);
+  (void)module;
+  if (n < 0) return NULL;
   if (pm_group_connect(devices, (uint32_t)n, &err)) return pmpy_raise(&err);
   Py_RETURN_NONE;
 }
@@ -367,6 +384,8 @@ static PyMethodDef functions[] = {
      "mesh_leave(milliseconds): wait so long for kernels of meshes, then end their waits."},
     {"mesh_connect", connect, METH_O,
      "mesh_connect(devices): let each of these GPUs access the memory of all others."},
+    {"mesh_drain", drain, METH_O,
+     "mesh_drain(devices): wait for everything that runs on these GPUs."},
     {NULL, NULL, 0, NULL}};
 
 int pmpy_init_mesh(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -78,6 +78,18 @@ pm_code pm_group_connect(const int *devices, uint32_t n, pm_err *err) {
   return code;
 }
 
+pm_code pm_group_drain(const int *devices, uint32_t n, pm_err *err) {
+  for (uint32_t i = 0; i < n; i++) {
+    const pm_device *d;
+    bool pushed;
+    if (pm_device_need(devices[i], &d, err) || pm_enter(d, &pushed, err)) return err->code;
+    const cu_result r = pm_cu.cuCtxSynchronize();
+    pm_leave(pushed);
+    if (r) return pm_cu_fail(err, PM_E_DRIVER, r, "kernels of a mesh failed on GPU %d", devices[i]);
+  }
+  return PM_OK;
+}
+
 /* ---- launches ----------------------------------------------------------------------------- */
 
 /* Can other devices access the memory at this address of device d? Else why not. */

@@ -146,6 +146,8 @@ typedef struct pm_member {
 /* Let each device reach the memory of all others: PM_E_VALUE names two that cannot. Once for each
  * pair. */
 pm_code pm_group_connect(const int *devices, uint32_t n, pm_err *err);
+/* Wait for everything that runs on these devices, in all streams. */
+pm_code pm_group_drain(const int *devices, uint32_t n, pm_err *err);
 /* Launch on all devices of a mesh, a number of pm_watch_new. ordered: no launch begins before what
  * is in the streams of all. Nothing is allocated, loaded or awaited between the launches. */
 pm_code pm_group_launch(const pm_member *members, uint32_t n, bool ordered, uint32_t mesh,

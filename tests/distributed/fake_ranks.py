@@ -2,8 +2,8 @@
 (runtime/fake_cuda.c) first in LD_LIBRARY_PATH; test_groups.py does that.
 
 Processes meet by gloo. Device memory is one piece of memory that both share at one address, and
-stands for PyTorch's symmetric memory; tensors are stand-ins, too. Launches call Python functions
-that do what the kernels would."""
+stands for PyTorch's symmetric memory and for NVSHMEM's heap; tensors are stand-ins, too. Launches
+call Python functions that do what the kernels would."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _spmd, lax
+from pallas_mgpu import _spmd, _symmetric, lax
 from pallas_mgpu.ops import distributed
 
 N, HALF = 2, 1 << 20
@@ -73,6 +73,21 @@ class Tensor:
         self.host[...] = other.host
         return self
 
+    def view(self, how):
+        """Of another dtype, or another shape."""
+        x = Tensor.__new__(Tensor)
+        x.__dict__.update(self.__dict__)
+        if isinstance(how, tuple):
+            x.shape = how
+        else:
+            x.dtype = how
+            x.shape = (self.numel() * self.element_size() // x.element_size(),)
+        return x
+
+    def __getitem__(self, part):
+        assert part.start is None and part.step is None and len(self.shape) == 1
+        return self.view((min(part.stop, self.numel()),))
+
     def zero_(self):
         self.host[...] = 0
         return self
@@ -101,14 +116,93 @@ class Handle:
         meet()
 
 
+class Nvshmem(types.ModuleType):
+    """nvshmem.core, whose processing elements are the ranks in reverse order if the program has
+    initialised it."""
+
+    InitStatus = types.SimpleNamespace(STATUS_IS_INITIALIZED=2)
+    Teams = types.SimpleNamespace(TEAM_WORLD=0)
+    NvshmemError = type("NvshmemError", (Exception,), {})
+    NvshmemInvalid = type("NvshmemInvalid", (Exception,), {})
+    NvshmemStream = staticmethod(lambda stream: ("stream", stream))
+
+    def __init__(self, rank):
+        super().__init__("nvshmem.core")
+        self.rank, self.pe, self.elements, self.kept = rank, None, N, []
+        self.unreachable = False
+
+    def init_status(self):
+        return 0 if self.pe is None else 2
+
+    def get_unique_id(self, empty=False):
+        data = np.zeros(1, [("version", np.int32), ("internal", np.int8, 124)])
+        if not empty:
+            data["internal"] = 7
+        return types.SimpleNamespace(_data=data)
+
+    def init(self, *, device, uid, rank, nranks, initializer_method):
+        assert (rank, nranks, initializer_method) == (self.rank, N, "uid")
+        assert (uid._data["internal"] == 7).all() and device.current
+        assert os.environ["NVSHMEM_DISABLE_NVLS"]
+        self.pe = rank
+
+    def my_pe(self):
+        return self.pe
+
+    def n_pes(self):
+        return self.elements
+
+    def buffer(self, size):
+        x = Tensor((size,), torch.int8, self.rank)
+
+        def tensor():
+            made = x.view(x.dtype)
+            made.storage = Storage()
+            return made
+
+        everyone = [None] * N
+        dist.all_gather_object(everyone, (self.pe, size, x.at))
+        assert {s for _, s, _ in everyone} == {size}
+        made = types.SimpleNamespace(
+            handle=x.at, tensor=tensor, everywhere={p: at for p, _, at in everyone}
+        )
+        self.kept.append(made)
+        return made
+
+    def get_peer_buffer(self, buffer, pe):
+        assert pe != self.pe
+        if self.unreachable:
+            raise self.NvshmemError("no peer")
+        return types.SimpleNamespace(handle=buffer.everywhere[pe])
+
+    def get_multicast_buffer(self, team, buffer):
+        raise self.NvshmemError("no multicast")
+
+    def barrier_all(self, stream):
+        assert stream[0] == "stream"
+        meet()
+
+    def free(self, buffer):
+        assert buffer is self.kept.pop(0)
+        meet()
+
+
+def a_device(ordinal):
+    made = types.SimpleNamespace(current=False)
+    made.set_current = lambda: setattr(made, "current", True)
+    return made
+
+
 def stand_ins(rank):
     """What `_spmd` takes for torch and torch.distributed._symmetric_memory."""
     stream = types.SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     cuda = types.SimpleNamespace(current_stream=lambda: stream, current_device=lambda: 0)
+    cuda.synchronize = stream.synchronize
     new = lambda shape, dtype, device: Tensor(shape, dtype, rank)  # noqa: E731
     main = types.SimpleNamespace(
         Tensor=Tensor, cuda=cuda, empty=new, device=str, float32=torch.float32, int32=torch.int32
     )
+    main.from_dlpack = lambda buffer: buffer.tensor()
     memory = types.SimpleNamespace(empty=new, rendezvous=lambda x, group: Handle(x, rank))
     modules = {"": main, ".distributed": dist, ".distributed._symmetric_memory": memory}
     return lambda name="": modules[name]
@@ -141,11 +235,13 @@ def word(params, k):
 def on_rank(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=N)
     fake = ctypes.CDLL("libcuda.so.1")
-    _spmd._torch = stand_ins(rank)
+    _spmd._torch = _symmetric._torch = stand_ins(rank)
     mesh = plgpu.DeviceMesh((N,), "d", group=True, timeout=2)
     assert plgpu.DeviceMesh((N,), "d", group=True, timeout=2) == mesh
     a_kernel(fake, mesh, rank)
     a_collective(fake, mesh, rank)
+    a_closed_mesh(fake, mesh, rank)
+    nvshmem(fake, rank)
     a_late_rank(fake, rank)
     meet()
     refused(TypeError, "process group cannot be pickled", mesh.__reduce__)
@@ -187,9 +283,69 @@ def a_kernel(fake, mesh, rank):
     refused(ValueError, "ranks 0 and 1 call with other arrays", f, small, out=out)
     refused(TypeError, "CUDA tensors of this process", f, np.zeros(8, np.float32))
     gone = weakref.ref(whole.storage)
-    before = len(_spmd._symmetric)
+    before = len(_symmetric._symmetric)
     del whole
-    assert gone() is None and len(_spmd._symmetric) == before - 1
+    assert gone() is None and len(_symmetric._symmetric) == before - 1
+
+
+def a_closed_mesh(fake, mesh, rank):
+    """Its memory is forgotten; a second close does not wait for the other rank."""
+    launches(fake, lambda params: None)
+    kernel = plgpu.kernel(
+        lambda x, o: o.__setitem__(0, 1.0), out_type=plgpu.ShapeDtypeStruct((8,), np.float32)
+    )
+    f, x = plgpu.spmd(kernel, mesh), plgpu.symm_empty((8,), np.float32, mesh)
+    f(x)
+    assert _symmetric.peers_of(x) and not mesh.closed
+    mesh.close()
+    assert mesh.closed and _symmetric.peers_of(x) is None
+    if rank:
+        mesh.close()
+    refused(RuntimeError, f"the mesh {mesh.name} was closed", f, x)
+    refused(RuntimeError, "was closed", plgpu.symm_empty, (8,), np.float32, mesh)
+    refused(RuntimeError, "was closed", plgpu.spmd, kernel, mesh)
+    again = plgpu.DeviceMesh((N,), "d", group=True, timeout=2)
+    assert again != mesh and not again.closed
+    plgpu.spmd(kernel, again)(x)
+
+
+def nvshmem(fake, rank):
+    """The same with memory of NVSHMEM, which all ranks free when they close the mesh."""
+    core = Nvshmem(rank)
+    make = lambda **options: plgpu.DeviceMesh(  # noqa: E731
+        (N,), "d", group=True, timeout=2, **{"memory": "nvshmem", **options}
+    )
+    sys.modules["nvshmem.core"] = None
+    refused(ImportError, "pip install nvshmem4py", make)
+    sys.modules["nvshmem.core"] = core
+    sys.modules["cuda.core"] = types.SimpleNamespace(Device=a_device)
+    memory = ("torch", "nvshmem")[rank]
+    refused(ValueError, "memory is 'torch' on rank 0 and 'nvshmem' on rank 1", make, memory=memory)
+    refused(ValueError, "memory must be one of", make, memory="mpi")
+    mesh = make()
+    assert core.pe == rank and mesh != make(memory=None) and mesh == make()
+    a_kernel(fake, mesh, rank)
+    a_collective(fake, mesh, rank)
+    refused(
+        ValueError, "no NVLink multicast", lambda: plgpu.symm_empty(8, "f4", mesh, multicast=True)
+    )
+    core.unreachable = True
+    refused(
+        ValueError, f"no address for the memory of rank {1 - rank}", plgpu.symm_empty, 8, "f4", mesh
+    )
+    core.unreachable = False
+    assert len(core.kept) > 5
+    mesh.close()
+    assert not core.kept
+
+    core.pe, core.elements = 1 - rank, 4  # the program has initialised it
+    refused(ValueError, "4 processing elements, and the group 2 processes", make)
+    core.elements = N
+    with make() as mesh:
+        a_kernel(fake, mesh, rank)
+    assert not core.kept and mesh.closed
+    core.pe = (None, 1)[rank]
+    refused(RuntimeError, "is initialised on rank 1 and not on rank 0", make)
 
 
 def a_late_rank(fake, rank):

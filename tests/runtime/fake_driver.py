@@ -4,6 +4,7 @@
 test_runtime.py does that. Kernels are compiled for real and launched in name only: `emulate` does
 in Python what the kernel under test would have done."""
 
+import atexit
 import copy
 import ctypes
 import gc
@@ -1084,6 +1085,68 @@ def case_mesh_watch():
     refused(plgpu.LaunchError, "failed", g, xs)
     g(xs)
     refused(ValueError, "timeout must be seconds", plgpu.DeviceMesh, 2, "d", timeout=-1)
+
+
+def case_mesh_close():
+    """Closing waits for kernels on all devices; a new mesh begins anew; an exception ends waits."""
+    at = lambda: plgpu.DeviceMesh((2,), ("d",), devices=(0, 1), timeout=1.5)  # noqa: E731
+    xs, words = [plgpu.device_put(x, d) for d in range(2)], []
+
+    def run(params, record):
+        w = ctypes.cast(params[3], ctypes.POINTER(Watched))[0]
+        words.append((w.mesh, w.words))
+
+    fake.fake_set_kernel(keep := Callback(run))
+    mesh = at()
+    f = waiting(mesh)
+    mesh.close()  # nothing has run
+    mesh = at()
+    refused(RuntimeError, "the mesh d=2 of 0,1 was closed", f, xs)
+    f = waiting(mesh)
+    y = f(xs)
+    before = fake.fake_synchronized()
+    mesh.close()
+    mesh.close()
+    assert fake.fake_synchronized() == before + 2 and keep
+    refused(RuntimeError, "was closed", f, xs)
+    refused(RuntimeError, "was closed", f, xs, out=y)
+    refused(RuntimeError, "was closed", plgpu.symm_empty, (N,), np.float32, mesh)
+    assert y[0].numpy().shape == x.shape and not words[-1][1][0]
+
+    again = at()
+    assert again != mesh
+    waiting(again)(xs)
+    assert words[-1][0] != words[0][0]
+    try:
+        with again:
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert words[-1][1][0] == 2  # asked to end
+    refused(RuntimeError, "was closed", again.__enter__)
+
+    mesh = at()
+    waiting(mesh)(xs)
+    fake.fake_fail(b"cuCtxSynchronize", 801, 1)
+    refused(plgpu.DriverError, "kernels of a mesh failed on GPU 1", mesh.close)
+    assert mesh.closed and fake.fake_context_depth() == 0
+    waiting(at())(xs)
+
+
+def case_mesh_exit():
+    """At exit, kernels of meshes end before anything else; a mesh that was closed does no harm."""
+    before = None
+
+    def check():  # after the function of the mesh, which was registered later
+        os._exit(0 if fake.fake_synchronized() > before else 1)
+
+    atexit.register(check)
+    fake.fake_set_kernel(0)
+    for timeout in (2, 3):
+        mesh = plgpu.DeviceMesh((2,), ("d",), devices=(0, 1), timeout=timeout)
+        waiting(mesh)([plgpu.device_put(x, d) for d in range(2)])
+        if timeout == 2:
+            mesh.close()
+    before = fake.fake_synchronized()
 
 
 def case_fork():

@@ -1,0 +1,98 @@
+"""Closing of meshes on the interpreter: what is refused afterwards, what begins anew. With GPUs:
+case_mesh_close of runtime/fake_driver.py; with a process group: fake_ranks.py."""
+
+import pickle
+
+import numpy as np
+import pytest
+from distributed.meshes import struct
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu.ops import distributed
+
+
+def make(n=2):
+    return plgpu.DeviceMesh((n,), ("closes",))
+
+
+def to_the_other(x, o):
+    plgpu.remote_ref(o, 1 - lax.axis_index("closes"))[...] = x[...]
+
+
+KERNEL = plgpu.kernel(to_the_other, out_type=struct((8,)), interpret=True)
+
+
+@pytest.fixture
+def xs(rng):
+    return [rng.standard_normal(8, np.float32) for _ in range(2)]
+
+
+def test_calls_after_close(xs):
+    mesh = make()
+    f = plgpu.spmd(KERNEL, mesh)
+    y = f(xs)
+    np.testing.assert_array_equal(y[0], xs[1])
+    distributed.all_gather(xs, mesh)
+    assert not mesh.closed
+    mesh.close()
+    mesh.close()
+    assert mesh.closed
+    named = r"the mesh closes=2 was closed; make a new DeviceMesh"
+    for call in (
+        lambda: f(xs),
+        lambda: f(xs, out=y),
+        lambda: plgpu.spmd(KERNEL, mesh),
+        lambda: plgpu.symm_empty((8,), np.float32, mesh),
+        lambda: distributed.all_gather(xs, mesh),
+        lambda: distributed.all_reduce(xs, mesh),
+        mesh.__enter__,
+    ):
+        with pytest.raises(RuntimeError, match=named):
+            call()
+    np.testing.assert_array_equal(y[1], xs[0])  # results stay
+
+
+def test_equal_meshes_close_together_and_new_ones_begin_anew(xs):
+    a, b, other = make(), make(), make(3)
+    assert a == b
+    a.close()
+    assert b.closed and a == b and not other.closed
+    c = make()
+    assert c != a and not c.closed
+    np.testing.assert_array_equal(plgpu.spmd(KERNEL, c)(xs)[1], xs[0])
+    assert pickle.loads(pickle.dumps(a)) == c
+    b.close()
+    assert not c.closed
+
+
+def test_with_statement(xs):
+    with make() as mesh:
+        plgpu.spmd(KERNEL, mesh)(xs)
+    assert mesh.closed
+    with pytest.raises(ZeroDivisionError), make() as mesh:
+        plgpu.spmd(KERNEL, mesh)(xs)
+        raise ZeroDivisionError
+    assert mesh.closed and not make().closed
+
+
+def test_after_a_deadlock(xs):
+    """A kernel that failed leaves nothing that close waits for."""
+
+    def waits(x, o, arrived):
+        pl.semaphore_wait(arrived)
+        o[...] = x[...]
+
+    scratch = [plgpu.SemaphoreType.REGULAR]
+    kernel = plgpu.kernel(waits, out_type=struct((8,)), scratch_types=scratch, interpret=True)
+    with make() as mesh:
+        with pytest.raises(plgpu.DeadlockError):
+            plgpu.spmd(kernel, mesh)(xs)
+        plgpu.spmd(KERNEL, mesh)(xs)
+    assert mesh.closed
+
+
+@pytest.mark.parametrize("options", [{}, {"devices": (0,)}])
+def test_memory_needs_a_group(options):
+    with pytest.raises(ValueError, match="memory must be one of .*'nvshmem'.* without group"):
+        plgpu.DeviceMesh((1,), "d", memory="nvshmem", **options)
