@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import (
     ClassVar,
     Final,
@@ -1113,6 +1114,7 @@ class DeviceMesh:
     axis_names: tuple[str, ...]
     devices: tuple[int, ...] | None
     group: object
+    memory: str | None
     name: str
     shape: tuple[int, ...]
     def __init__(
@@ -1122,7 +1124,18 @@ class DeviceMesh:
         *,
         devices: Sequence[int] | None = None,
         group: object = None,
+        memory: str | None = None,
         timeout: float | None = None,
+    ) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def __enter__(self) -> DeviceMesh: ...
+    def __exit__(
+        self,
+        error: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None: ...
     @property
     def size(self) -> int: ...

@@ -161,7 +161,7 @@ class DeviceMesh(_Frozen):
         self._watch.check()
         return self
 
-    def __exit__(self, error, *unused):
+    def __exit__(self, error, value, traceback):
         if error is not None:
             self._watch.end(f"{error.__name__} left the with statement of the mesh")
         self.close()
@@ -186,6 +186,12 @@ class DeviceMesh(_Frozen):
         after = self._watch.timeout
         make = functools.partial(DeviceMesh, devices=self.devices, timeout=after)
         return make, (self.shape, self.axis_names)
+
+    def __eq__(self, other):
+        return type(other) is DeviceMesh and self._watch is other._watch
+
+    def __hash__(self):
+        return hash(self._watch)
 
     def __copy__(self):
         return self

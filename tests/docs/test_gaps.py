@@ -490,6 +490,9 @@ CASES = {
         lambda: on_mesh(plgpu.new_ref(zeros(16))),
         (TypeError, lambda: on_mesh([{"x": zeros(8)}] * 2)),
     ],
+    'memory="nvshmem"': [
+        (ValueError, lambda: plgpu.DeviceMesh((2,), ("d",), memory="nvshmem")),
+    ],
     "`ops.distributed`": [
         lambda: distributed.all_gather([zeros(8)] * 4, two_axes, axis_name="a", multicast=True),
         lambda: distributed.all_gather([zeros(8, 8)] * 2, two, axis=1, multicast=True),
