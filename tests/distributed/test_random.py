@@ -8,8 +8,8 @@ from the other device. The device that is to get the array waits for a signal an
 its result. Buffers are used again two rounds later, after an answer of all devices that read them,
 so signals depend on each other across devices.
 
-`PYTHONPATH=tests python tests/distributed/test_random.py 1000` runs the programs 0 to 999 both ways and prints how
-many there were of each kind and whether the verdicts agree."""
+`PYTHONPATH=tests python tests/distributed/test_random.py 1000` runs the programs 0 to 999 both ways
+and prints how many there were of each kind and whether the verdicts agree."""
 
 import collections
 import sys
