@@ -151,7 +151,7 @@ class DeviceMesh(_Frozen):
         try:
             if watch.number and self.devices is not None:
                 _core.mesh_drain(self.devices)
-            if self.group is not None:
+            if (watch.number or watch.tensors) and self.group is not None:
                 _torch().cuda.synchronize()
         finally:
             release(watch)

@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 import types
 import weakref
 
@@ -288,6 +289,11 @@ def a_kernel(fake, mesh, rank):
     assert gone() is None and len(_symmetric._symmetric) == before - 1
 
 
+def followers():
+    """The threads that wait for the end of the other process."""
+    return [t for t in threading.enumerate() if t.name == "pallas_mgpu mesh"]
+
+
 def a_closed_mesh(fake, mesh, rank):
     """Its memory is forgotten; a second close does not wait for the other rank."""
     launches(fake, lambda params: None)
@@ -297,7 +303,11 @@ def a_closed_mesh(fake, mesh, rank):
     f, x = plgpu.spmd(kernel, mesh), plgpu.symm_empty((8,), np.float32, mesh)
     f(x)
     assert _symmetric.peers_of(x) and not mesh.closed
+    before = followers()
     mesh.close()
+    for t in before:
+        t.join(0.1)
+    assert len(followers()) == len(before) - (hasattr(os, "pidfd_open"))
     assert mesh.closed and _symmetric.peers_of(x) is None
     if rank:
         mesh.close()

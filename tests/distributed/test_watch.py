@@ -131,6 +131,11 @@ while time.time() - start < 30:
         f()
     except plgpu.DeadlockError as e:
         print(f"rank {rank} raised: {e}", flush=True)
+        mesh.close()
+        try:
+            f()
+        except RuntimeError as e:
+            print(f"then: {e}", flush=True)
         break
     except Exception:  # there is no GPU
         pass
@@ -156,6 +161,7 @@ def test_a_killed_process():
             text = ranks[r].communicate(timeout=60)[0]
             assert f"rank {r} raised: the mesh of 3 devices cannot be used any more" in text
             assert f"the process of rank 1 ({pid}) has ended" in text
+            assert re.search("then: the mesh x=3 of group .* was closed", text)
         assert time.time() - start < 10
     finally:
         for p in ranks:
