@@ -19,10 +19,10 @@ from pallas_mgpu.ops import (
 rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def start(timeout=20):
+def start(timeout=20, **options):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    return plgpu.DeviceMesh((n,), "x", group=True, timeout=timeout)
+    return plgpu.DeviceMesh((n,), "x", group=True, timeout=timeout, **options)
 
 
 def data(*shape, dtype=torch.bfloat16, of=None, seed=0):
@@ -36,7 +36,40 @@ def symmetric(mesh, x):
 
 
 def case_collectives():
+    collectives(start())
+
+
+def case_nvshmem():
+    """Memory of NVSHMEM, which the mesh frees when it is closed."""
+    import nvshmem.core
+
+    mesh = start(memory="nvshmem")
+    assert nvshmem.core.n_pes() == n
+    collectives(mesh)
+    mesh.close()
+    nvshmem.core.finalize()
+
+
+def case_closing():
+    """With kernels in flight, and then again."""
     mesh = start()
+    for _ in range(3):
+        x = symmetric(mesh, data(5000, dtype=torch.float32))
+        want = sum(data(5000, dtype=torch.float32, of=r) for r in range(n))
+        for _ in range(200):
+            total = distributed.all_reduce(x, mesh)
+        mesh.close()
+        assert torch.equal(total, want)
+        try:
+            distributed.all_reduce(x, mesh)
+        except RuntimeError as e:
+            assert "was closed" in str(e)
+        else:
+            raise AssertionError("a closed mesh was used")
+        mesh = plgpu.DeviceMesh((n,), "x", group=True, timeout=20)
+
+
+def collectives(mesh):
     for shape in [(n,), (3 * n, 5), (2 * n, 5000)]:
         all_x = [data(*shape, of=r) for r in range(n)]
         total = sum(x.float() for x in all_x).to(torch.bfloat16)

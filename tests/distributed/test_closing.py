@@ -1,11 +1,13 @@
 """Closing of meshes on the interpreter: what is refused afterwards, what begins anew. With GPUs:
 case_mesh_close of runtime/fake_driver.py; with a process group: fake_ranks.py."""
 
+import contextlib
 import pickle
+import time
 
 import numpy as np
 import pytest
-from distributed.meshes import struct
+from distributed.meshes import GPUS, gpus, struct
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -90,6 +92,41 @@ def test_after_a_deadlock(xs):
             plgpu.spmd(kernel, mesh)(xs)
         plgpu.spmd(KERNEL, mesh)(xs)
     assert mesh.closed
+
+
+def waits_for_ever(x, o, arrived):
+    @pl.when(lax.axis_index("closes") == 0)
+    def _():
+        pl.semaphore_wait(arrived)
+
+    o[...] = x[...]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("raises", [False, True])
+def test_kernels_in_flight(xs, raises):
+    """Closing waits until the timeout has ended them; an exception ends them at once."""
+    timeout = 60 if raises else 2
+    mesh = plgpu.DeviceMesh((2,), ("closes",), devices=gpus(2), timeout=timeout)
+    on = [plgpu.device_put(x, d) for x, d in zip(xs, mesh.devices)]
+    scratch = [plgpu.SemaphoreType.REGULAR]
+    kernel = plgpu.kernel(waits_for_ever, out_type=struct((8,)), scratch_types=scratch)
+    f = plgpu.spmd(kernel, mesh)
+    expected = pytest.raises(KeyError) if raises else contextlib.nullcontext()
+    start = time.time()
+    with expected, mesh:
+        y = f(on)
+        if raises:
+            raise KeyError
+    assert time.time() - start < 20 and (raises or time.time() - start > 1.5)
+    with pytest.raises(RuntimeError, match="was closed"):
+        f(on)
+    with pytest.raises(plgpu.DeadlockError, match="KeyError" if raises else "timeout of the mesh"):
+        y[0].numpy()
+    again = plgpu.DeviceMesh((2,), ("closes",), devices=gpus(2), timeout=timeout)
+    kernel = plgpu.kernel(to_the_other, out_type=struct((8,)))
+    np.testing.assert_array_equal(plgpu.spmd(kernel, again)(on)[0].numpy(), xs[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": (0,)}])

@@ -48,8 +48,12 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.gpu
 @needs_torch
 @two_gpus
-@pytest.mark.parametrize("case", ["collectives", "products", "graphs", "late"])
+@pytest.mark.parametrize(
+    "case", ["collectives", "products", "graphs", "late", "closing", "nvshmem"]
+)
 def test_torchrun(case):
+    if case == "nvshmem":
+        pytest.importorskip("nvshmem.core")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", GPUS, "--standalone"]
     run(*torchrun, HERE / "gpu_ranks.py", case)
 
