@@ -107,6 +107,5 @@ def sm_count(device=None):
     """The number of SMs of a CUDA device. None means the device on which kernels on host arrays
     run; without a GPU, the result is the number of SMs of a typical GPU of the target, 132 for an
     H100 or H200."""
-    found = _core.system_info()
-    ordinal = found["device"] if device is None else device
-    return found["devices"][ordinal]["sm_count"] if ordinal >= 0 else _core.target()["sms"]
+    found = _core.sm_count(device)
+    return _core.target()["sms"] if found is None else found

@@ -134,6 +134,18 @@ static PyObject *device_dict(int ordinal) {
                        "memory_bytes", (long long)d.memory_bytes, "driver", d.driver_version);
 }
 
+/* Of the device that kernels on host arrays run on for None; None: it is -1. */
+static PyObject *sm_count(PyObject *Py_UNUSED(self), PyObject *device) {
+  char why[512];
+  pm_device_info d;
+  pm_err err = {0};
+  const long ordinal =
+      device == Py_None ? pmpy_fitting_device(why, sizeof why) : PyLong_AsLong(device);
+  if (ordinal < 0) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+  if (pm_device_get((int)pm_min(ordinal, INT_MAX), &d, &err)) return pmpy_raise(&err);
+  return PyLong_FromLong(d.sm_count);
+}
+
 static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
   char why[512] = "";
   int n = pm_device_count(why, sizeof why);
@@ -224,6 +236,8 @@ static PyMethodDef functions[] = {
      "target(which=None): figures of a target, by its name or of a device; None: of what kernels "
      "on "
      "host arrays are lowered for."},
+    {"sm_count", sm_count, METH_O,
+     "sm_count(device): multiprocessors of a device; None: of that of host arrays, or None."},
     {"system_info", system_info, METH_NOARGS,
      "Devices, NVRTC, cache directory and backend, as a dict."},
     {NULL, NULL, 0, NULL},

@@ -696,6 +696,7 @@ def case_family():
     refused(TypeError, "argument 0 and argument 1 are in different memories", family, d, y=x)
     sms = _core.system_info()["devices"][0]["sm_count"]
     assert plgpu.sm_count() == plgpu.sm_count(0) == sms
+    refused(ValueError, "there is no CUDA device 7", plgpu.sm_count, 7)
 
 
 def case_interpret_on_device():
