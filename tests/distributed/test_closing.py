@@ -18,11 +18,15 @@ def make(n=2):
     return plgpu.DeviceMesh((n,), ("closes",))
 
 
-def to_the_other(x, o):
-    plgpu.remote_ref(o, 1 - lax.axis_index("closes"))[...] = x[...]
+def to_the_other(x, o, arrived):
+    other = 1 - lax.axis_index("closes")
+    plgpu.remote_ref(o, other)[...] = x[...]
+    pl.semaphore_signal(arrived, device_id=other)
+    pl.semaphore_wait(arrived)
 
 
-KERNEL = plgpu.kernel(to_the_other, out_type=struct((8,)), interpret=True)
+SCRATCH = [plgpu.SemaphoreType.REGULAR]
+KERNEL = plgpu.kernel(to_the_other, out_type=struct((8,)), scratch_types=SCRATCH, interpret=True)
 
 
 @pytest.fixture
@@ -85,8 +89,7 @@ def test_after_a_deadlock(xs):
         pl.semaphore_wait(arrived)
         o[...] = x[...]
 
-    scratch = [plgpu.SemaphoreType.REGULAR]
-    kernel = plgpu.kernel(waits, out_type=struct((8,)), scratch_types=scratch, interpret=True)
+    kernel = plgpu.kernel(waits, out_type=struct((8,)), scratch_types=SCRATCH, interpret=True)
     with make() as mesh:
         with pytest.raises(plgpu.DeadlockError):
             plgpu.spmd(kernel, mesh)(xs)
@@ -110,8 +113,7 @@ def test_kernels_in_flight(xs, raises):
     timeout = 60 if raises else 2
     mesh = plgpu.DeviceMesh((2,), ("closes",), devices=gpus(2), timeout=timeout)
     on = [plgpu.device_put(x, d) for x, d in zip(xs, mesh.devices)]
-    scratch = [plgpu.SemaphoreType.REGULAR]
-    kernel = plgpu.kernel(waits_for_ever, out_type=struct((8,)), scratch_types=scratch)
+    kernel = plgpu.kernel(waits_for_ever, out_type=struct((8,)), scratch_types=SCRATCH)
     f = plgpu.spmd(kernel, mesh)
     expected = pytest.raises(KeyError) if raises else contextlib.nullcontext()
     start = time.time()
@@ -125,7 +127,7 @@ def test_kernels_in_flight(xs, raises):
     with pytest.raises(plgpu.DeadlockError, match="KeyError" if raises else "timeout of the mesh"):
         y[0].numpy()
     again = plgpu.DeviceMesh((2,), ("closes",), devices=gpus(2), timeout=timeout)
-    kernel = plgpu.kernel(to_the_other, out_type=struct((8,)))
+    kernel = plgpu.kernel(to_the_other, out_type=struct((8,)), scratch_types=SCRATCH)
     np.testing.assert_array_equal(plgpu.spmd(kernel, again)(on)[0].numpy(), xs[1])
 
 
