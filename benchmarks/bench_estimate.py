@@ -11,6 +11,7 @@ of cases that were used to choose the constants of the model and of the others."
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 
@@ -83,6 +84,9 @@ def main():
         if args.only and not any(word in title for word in args.only):
             continue
         kernel, operands = case.make()
+        if not isinstance(kernel, plgpu.Kernel):
+            print(f"{title}: several kernels", file=sys.stderr)
+            continue
         lowered = kernel.lower(*operands)
         e = plgpu.estimate(lowered, gpu=args.gpu, cold=case.cold, values=case.values)
         if args.table:

@@ -52,6 +52,16 @@ def unaligned(start):
     return start + lax.optimization_barrier(jnp.int32(0))
 
 
+class SeveralKernels:
+    """What calls kernels one after the other: no program of it alone can be lowered."""
+
+    def lower(self, *args, **options):
+        raise NotImplementedError(
+            "lower: the choice for these operands consists of several kernels; give config= one"
+            " that needs a single kernel, as MatmulConfig(slices=1), or lower them one by one"
+        )
+
+
 class WarpSpecialized:
     """A block of a warp-specialised kernel, while its body is traced.
 

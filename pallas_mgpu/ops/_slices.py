@@ -13,7 +13,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import SeveralKernels, overlap_launches
 from ._scaled import UNSCALED
 
 _WIDTH = 512  # elements of the result that a block adds up
@@ -95,7 +95,7 @@ def _sum_kernel(x, slices, interpret):
     )
 
 
-class Sliced:
+class Sliced(SeveralKernels):
     """The product by both kernels. slicing: the first one, for partial(x)."""
 
     def __init__(self, slicing, x, slices, interpret):

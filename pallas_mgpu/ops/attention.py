@@ -44,6 +44,7 @@ from ._common import (
     SMEM_BYTES,
     CountedTiles,
     Ring,
+    SeveralKernels,
     StaticTiles,
     WarpSpecialized,
     overlap_launches,
@@ -696,7 +697,7 @@ def _parts(x, cfg, cores):
     return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
-class _Divided:
+class _Divided(SeveralKernels):
     """Attention to parts of the keys, then the sum of the results."""
 
     def __init__(self, x, parts, kernel, interpret):
@@ -706,7 +707,7 @@ class _Divided:
         return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
 
 
-class _Packed:
+class _Packed(SeveralKernels):
     """The kernels of packed sequences: ranges of the rows, then attention."""
 
     def __init__(self, x, kernel, interpret, **how):
@@ -729,7 +730,7 @@ def _divided(*how):
     return _Divided(*how)
 
 
-class _Masked:
+class _Masked(SeveralKernels):
     """The kernels of masks without a block mask: it, then attention."""
 
     def __init__(self, x, kernel, interpret):
@@ -840,6 +841,32 @@ def _open(x, *how):
     return x, found["N"].most
 
 
+def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
+    """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
+    blocks share the keys?"""
+    cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
+    queries, causal, scores = problem.queries, problem.causal, problem.scores
+    if config is None:
+        if divides:
+            parts = _parts(problem, choose(queries, width, causal, scores), cores)
+        problem, queries = _open(problem, parts, device, interpret)
+    if mask:
+        config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
+        if width > 128:
+            raise NotImplementedError(
+                f"attention: mask= with a head_dim of up to 128, got {problem.dim} and, of v,"
+                f" {problem.value_dim}; use bias="
+            )
+    config = config or choose(queries, width, causal, scores)
+    _check_config(config)
+    kernel = _kernel(problem, config, cores, parts, interpret)
+    if mask and block_mask is None:
+        return _Masked(problem, kernel, interpret)
+    if parts > 1:
+        return _divided(problem, parts, kernel, interpret)
+    return _Packed(problem, kernel, interpret) if scores.sequences else kernel
+
+
 @plgpu.specialize(in_place=False)
 def attention(
     q,
@@ -930,34 +957,14 @@ def attention(
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
     if isinstance(config, MmaAttentionConfig):
-        target = _core.target(q.device)["name"]
         kernel = _attention_warp_mma.kernel(problem, config, target, interpret)
         return _Packed(problem, kernel, interpret) if scores.sequences else kernel
     if of_blackwell:
         _attention_tensor_memory.check(config)
-        target = _core.target(q.device)["name"]
         config = _attention_tensor_memory.chosen(config, target)
         kernel = _attention_tensor_memory.kernel(problem, config, interpret)
         if scores.sequences:
             return _Packed(problem, kernel, interpret, multiple=_attention_tensor_memory.MULTIPLE)
         return kernel
-    cores, parts = plgpu.sm_count(q.device), 1
-    if config is None:
-        if not (invariant or scores.sequences or mask):
-            parts = _parts(problem, choose(queries, max(widths), bool(causal), scores), cores)
-        problem, queries = _open(problem, parts, q.device, interpret)
-    if mask:
-        config = choose(queries, max(widths), False)._replace(consumers=ROWS // 64, block=KEYS)
-        if max(widths) > 128:
-            raise NotImplementedError(
-                f"attention: mask= with a head_dim of up to 128, got {dim} and, of v, {v.shape[3]};"
-                " use bias="
-            )
-    config = config or choose(queries, max(widths), bool(causal), scores)
-    _check_config(config)
-    kernel = _kernel(problem, config, cores, parts, interpret)
-    if mask and block_mask is None:
-        return _Masked(problem, kernel, interpret)
-    if parts > 1:
-        return _divided(problem, parts, kernel, interpret)
-    return _Packed(problem, kernel, interpret) if scores.sequences else kernel
+    divides = not (invariant or scores.sequences or mask)
+    return _of_wgmma(problem, config, widths, divides, block_mask, q.device, interpret)

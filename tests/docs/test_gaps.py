@@ -454,6 +454,11 @@ CASES = {
             config=ops.MatmulConfig(1, 64, cluster=1, slices=2),
         ),
     ],
+    "`.lower` of what an op chooses for given operands": [
+        lambda: ops.matmul.kernel(
+            *[zeros(8, 512)] * 2, transpose_b=True, config=ops.MatmulConfig(1, 64, 0, 1, slices=2)
+        ).lower(*[zeros(8, 512)] * 2)
+    ],
     "`ops.quantize_by_scale(out=)`": [
         lambda: ops.quantize_by_scale(
             zeros(8), zeros(1, dtype=F32), out=(zeros(8), zeros(1, dtype=F32))
