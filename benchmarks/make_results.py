@@ -5,7 +5,8 @@
 Reads benchmarks/results/*.json (benchmarks/results.py has their format) and writes
 benchmarks/RESULTS.md, benchmarks/plots/*.svg, and the pictures between two marks of README.md. No
 figure in RESULTS.md is typed by hand: a file NAME.md beside NAME.json is what is said above its
-tables. Plots need matplotlib (pip install -e '.[bench]').
+tables. NAME is that of the benchmark, or it and a word after an underscore. Plots need matplotlib
+(pip install -e '.[bench]').
 
 A table has a row for each case and a column for each contestant: the median, in the unit of its
 work a second or in microseconds, with how many times as long as the fastest of this package's
@@ -185,9 +186,9 @@ def beside_peers(rows):
     )
 
 
-def section(data, note=""):
-    """The text about one file."""
-    title = SECTIONS.get(data["benchmark"], data["benchmark"])
+def section(data, note="", part=""):
+    """The text about one file. part: which one, where a benchmark has several."""
+    title = SECTIONS.get(data["benchmark"], data["benchmark"]) + (part and f": {part}")
     lines = [f"## {title}", "", f"`{data['command']}`", "", f"{facts(data)}."]
     if note:
         lines += ["", note.strip()]
@@ -334,7 +335,8 @@ def page(files, pictures):
     sections = []
     for path, data in known:
         note = path.with_suffix(".md")
-        sections.append(section(data, note.read_text() if note.exists() else ""))
+        part = path.stem.removeprefix(data["benchmark"]).strip("_")
+        sections.append(section(data, note.read_text() if note.exists() else "", part))
     return "\n\n".join([HEAD, *pictures, *sections]) + "\n"
 
 

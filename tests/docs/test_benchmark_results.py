@@ -92,6 +92,15 @@ def test_every_benchmark_has_a_section(modules):
     assert set(modules[1].SECTIONS) == names
 
 
+def test_the_page_is_what_the_files_make(modules):
+    """No figure of it was typed by hand."""
+    results, make = modules
+    files = {path: results.read(path) for path in sorted(make.KEPT.glob("*.json"))}
+    text = make.RESULTS.read_text()
+    pictures = [x for x in text.split("\n\n") if x.startswith("![")]
+    assert text == make.page(files, pictures)
+
+
 def test_a_text_keeps_what_is_not_between_the_marks(modules, tmp_path):
     make = modules[1]
     path = tmp_path / "R.md"
