@@ -644,7 +644,6 @@ EQUIVALENT = {
     r"^tcgen05, mixed: earlier barrier_arrive at _common.py": COMMITTED,
     r"generated, no proxy_fence": "a barrier stands between the loads and the copy over them",
     r"semaphore_(wait|signal) at distributed.py: plgpu.semaphore_(wait|signal_parallel)\(": BEGIN,
-    r"^(all_gather_matmul|matmul_reduce_scatter): .*wait_smem_to_gmem.*True\) #[23]": END,
     r"^matmul_(all_reduce|reduce_scatter): .*wait_smem_to_gmem\(pending": ONE_TILE,
     r"drop barrier_wait at distributed_matmul.py: .*self.added, phase=k": UNSEEN,
     r"earlier barrier_arrive at distributed_matmul.py: .*self.added": "each tile has its summands",
