@@ -347,8 +347,8 @@ WGMMA = {
 WGMMA_ERRORS = {
     "commit": "no proxy fence|not ordered|never written",
     "fence": "no wgmma.fence",
-    "group": "in flight|not ordered after its read",
-    "wait": "in flight|not ordered after its read",
+    "group": "in flight|is used while|not ordered after its read",
+    "wait": "in flight|is used while|not ordered after its read",
 }
 
 
