@@ -27,11 +27,11 @@ def test_interpreted(first):
     assert agree(range(first, first + 40), "interpret") == set(ops.MAKERS)
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + 200, 100))
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 280, 140))
 @pytest.mark.parametrize("way", ["interpret", pytest.param("races", marks=pytest.mark.long)])
 def test_training(first, way):
     """Gradients and what training calls besides."""
-    called = agree(range(first, first + 100), way, ops_training.MAKERS)
+    called = agree(range(first, first + 140), way, ops_training.MAKERS)
     assert called == set(ops_training.MAKERS)
 
 
