@@ -1,7 +1,7 @@
 """plgpu.estimate beside measured times.
 
     python benchmarks/bench_estimate.py [--only WORD ...] [--rounds N] [--json FILE]
-    python benchmarks/bench_estimate.py --table    # without a GPU: beside figures of RESULTS.md
+    python benchmarks/bench_estimate.py --table    # without a GPU: beside times that are kept
 
 Each kernel of estimate_cases.py runs on random operands; its results must have no NaN (whether they
 are right is the matter of the other benchmarks). Times are of calls in CUDA graphs after a wait
@@ -73,7 +73,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], help="kinds or parts of names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpu", default="H200", choices=("H200", "H100"))
-    parser.add_argument("--table", action="store_true", help="no GPU: figures of RESULTS.md")
+    parser.add_argument("--table", action="store_true", help="no GPU: times of estimate_cases.py")
     results.argument(parser)
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -60,12 +60,14 @@ CLASSES = {
 
 
 class Checkout:
-    """A process that imports pallas_mgpu from a directory."""
+    """A process that imports pallas_mgpu from a directory, and answers questions. command: what
+    Python runs: it reads a line of JSON for each question, a list, and prints one."""
 
-    def __init__(self, root):
-        env = dict(os.environ, PYTHONPATH=str(root), PALLAS_MGPU_NVRTC_OPTIONS="--no-cache")
+    def __init__(self, root, *command):
+        env = dict(os.environ, PYTHONPATH=str(root), PALLAS_MGPU_NO_CACHE="1")
+        env["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(HERE)],
+            [sys.executable, *map(str, command)],
             env=env,
             cwd="/",
             text=True,
@@ -73,11 +75,11 @@ class Checkout:
             stdout=subprocess.PIPE,
         )
 
-    def ask(self, what, name):
-        print(json.dumps([what, name]), file=self.process.stdin, flush=True)
+    def ask(self, *question):
+        print(json.dumps(question), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"the process for {name} ended")
+            sys.exit(f"the process that was asked for {question} ended")
         return json.loads(line)
 
 
@@ -134,7 +136,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", help="kernels whose names contain this")
     args = parser.parse_args()
-    old, new = Checkout(Path(args.other).resolve()), Checkout(HERE.parent)
+    roots = Path(args.other).resolve(), HERE.parent
+    old, new = (Checkout(root, "-c", WORKER, HERE) for root in roots)
     compare_code(old, new, [n for n in MACHINE_CODE if args.only in n])
     print()
     compare_times(old, new, [n for n in TIMED if args.only in n], args.rounds)

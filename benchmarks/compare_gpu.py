@@ -11,14 +11,13 @@ each round (above 1: this checkout is faster) and the spread of those ratios."""
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+from compare_checkouts import Checkout
+
 HERE = Path(__file__).resolve().parent
-UNCACHED = {"PALLAS_MGPU_NO_CACHE": "1", "PALLAS_MGPU_NVRTC_OPTIONS": "--no-cache"}
 
 
 def _products():
@@ -208,26 +207,9 @@ def work():
     worker = Worker()
     for line in sys.stdin:
         try:
-            print(json.dumps(worker.answer(json.loads(line))), flush=True)
+            print(json.dumps(worker.answer(*json.loads(line))), flush=True)
         except Exception as e:  # noqa: BLE001
             print(json.dumps(f"{type(e).__name__}: {e}"[:300]), flush=True)
-
-
-class Checkout:
-    def __init__(self, root):
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "compare_gpu.py"), "--work"],
-            env=dict(os.environ, PYTHONPATH=str(root), **UNCACHED),
-            cwd="/",
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    def ask(self, name):
-        print(json.dumps(name), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else "the process ended"
 
 
 def main():
@@ -239,7 +221,8 @@ def main():
     args = parser.parse_args()
     if args.work:
         return work()
-    both = [Checkout(Path(args.other).resolve()), Checkout(HERE.parent)]
+    roots = Path(args.other).resolve(), HERE.parent
+    both = [Checkout(root, HERE / "compare_gpu.py", "--work") for root in roots]
     print(
         "| case | other, us | here, us | other / here | of each round |\n|---|---:|---:|---:|---|"
     )

@@ -1,8 +1,8 @@
-"""Kernels whose times `plgpu.estimate` is compared with, and what RESULTS.md says of them.
+"""Kernels whose times `plgpu.estimate` is compared with, and what they once took.
 
-`cases()` lists them. `us` is a time on an H200 from RESULTS.md (queued where a call takes less than
-50 us, else bursts), None where it has none. Every other case of a kind was used to choose the
-constants of `pallas_mgpu/_estimate_machine.py` (`fitted`); the others test them."""
+`cases()` lists them. `us` is a time on an H200 by the benchmark of its kind (queued where a call
+takes less than 50 us, else bursts), None where it has none. Every other case of a kind was used to
+choose the constants of `pallas_mgpu/_estimate_machine.py` (`fitted`); the others test them."""
 
 import dataclasses
 import functools

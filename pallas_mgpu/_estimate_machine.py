@@ -22,7 +22,7 @@ class Facts:
     """A GPU. Bytes and operations per cycle of the clock, latencies in cycles.
 
     What ends in "fitted" was chosen so that times of every other kernel of
-    benchmarks/estimate_cases.py come near those in benchmarks/RESULTS.md (H200), by steps in one
+    benchmarks/estimate_cases.py come near those that are kept there (H200), by steps in one
     constant after another; `wgmma_least` and `launch` were changed by hand after that. So they
     stand for more than their names say: `wgmma_latency`, for one, is all that happens between the
     end of a product and what its thread does next. The others are those of the instruction set, of

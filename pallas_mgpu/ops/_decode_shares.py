@@ -11,8 +11,10 @@ lane are merged among themselves."""
 
 import numpy as np
 
+import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from ._common import WarpSpecialized
 
@@ -121,6 +123,18 @@ class WithParts:
             out = (*outs, *self.memory(operands[0], stream=stream))
         found = self.kernel(*operands, out=out, stream=stream)
         return (found[0], found[1]) if self.return_lse else found[0]
+
+
+@cached
+def memory_of(name, parts, interpret):
+    """A function of q that makes such parts, for calls with out=, which must give all results."""
+
+    def body(q, *outs):
+        for out in outs:  # a kernel warns of results that it leaves as they are
+            out[(0,) * out.ndim] = jnp.zeros((), out.dtype)
+
+    name = f"{name}_memory"
+    return plgpu.kernel(body, out_type=parts, interpret=interpret, kernel_name=name)
 
 
 def check_array(op, name, x, shape, dtype):

@@ -37,7 +37,7 @@ from ._common import (
     swizzled,
     warp_specialized,
 )
-from ._decode_shares import Shares, WithParts, check_array, check_pages
+from ._decode_shares import Shares, WithParts, check_array, check_pages, memory_of
 from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
@@ -488,22 +488,6 @@ def _kernel(x, cfg, programs, interpret):
     )
 
 
-@cached
-def _memory(x, cfg, programs, interpret):
-    """Makes what _parts() says, for calls with out=, which must give all results of a kernel."""
-
-    def body(q, *parts):
-        for part in parts:  # a kernel warns of results that it leaves as they are
-            part[(0,) * part.ndim] = jnp.zeros((), part.dtype)
-
-    return plgpu.kernel(
-        body,
-        out_type=_parts(_Plan(x, cfg, programs)),
-        interpret=interpret,
-        kernel_name="attention_decode_memory",
-    )
-
-
 def _check(q, k, v):
     for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
@@ -668,4 +652,5 @@ def attention_decode(
             programs = min(sms // lanes, x.kv_heads // lanes * pl.cdiv(most, _KEYS)) * lanes
             x = x._replace(keys=found)
     how = x, cfg, programs, interpret
-    return WithParts("attention_decode", _kernel(*how), _memory(*how), x.return_lse)
+    memory = memory_of("attention_decode", _parts(_Plan(*how[:3])), interpret)
+    return WithParts("attention_decode", _kernel(*how), memory, x.return_lse)

@@ -26,7 +26,7 @@ from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores
 from ._common import SMEM_BYTES, Ring, overlap_launches, swizzled, warp_specialized
-from ._decode_shares import Shares, WithParts, check_array, check_pages
+from ._decode_shares import Shares, WithParts, check_array, check_pages, memory_of
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -393,22 +393,6 @@ def _kernel(x, cfg, sms, interpret):
     )
 
 
-@cached
-def _memory(x, cfg, sms, interpret):
-    """Makes what _parts() says, for calls with out=, which must give all results of a kernel."""
-
-    def body(q, *parts):
-        for part in parts:  # a kernel warns of results that it leaves as they are
-            part[(0,) * part.ndim] = jnp.zeros((), part.dtype)
-
-    return plgpu.kernel(
-        body,
-        out_type=_parts(_Plan(x, cfg, sms)),
-        interpret=interpret,
-        kernel_name="mla_decode_memory",
-    )
-
-
 def _check(q, cache, value_dim):
     for what, x, rank in (("q", q, 4), ("cache", cache, 3)):
         if x.ndim != rank or 0 in x.shape:
@@ -488,4 +472,5 @@ def mla_decode(
     shape = batch, queries, heads, dim, value_dim, keys
     x = _Problem(*shape, q.dtype, scale, bool(return_lse), *given)
     how = x, config, plgpu.sm_count(q.device), interpret
-    return WithParts("mla_decode", _kernel(*how), _memory(*how), x.return_lse)
+    memory = memory_of("mla_decode", _parts(_Plan(*how[:3])), interpret)
+    return WithParts("mla_decode", _kernel(*how), memory, x.return_lse)

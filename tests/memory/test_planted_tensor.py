@@ -146,7 +146,7 @@ def converted_in_place(wrong, x, b, o, *, a_smem, b_smem, acc, full, ready, empt
     **threads(3),
 )
 def writers_that_take_turns(wrong, x, b, o, *, a_smem, b_smem, acc, ready, empty, there, done):
-    """Two threads store tiles in turns, so that a slot has another writer each time."""
+    """Two threads alternate in storing tiles, so that a slot has another writer each time."""
 
     def writer(me):
         @pl.loop(me, 5, step=2)

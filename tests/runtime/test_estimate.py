@@ -197,7 +197,7 @@ def test_occupancy():
 
 @pytest.mark.long
 def test_measured_times(monkeypatch):
-    """On figures of RESULTS.md that were not used to choose constants."""
+    """On times of estimate_cases.py that were not used to choose constants."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from pallas_mgpu.ops import _open_rows
 
