@@ -38,8 +38,8 @@ Every file of `benchmarks/results` is one run of a benchmark; `python benchmarks
 makes this page of them. The input is random, new for each size, and each contestant's result is
 checked in the same run, on a poisoned output. Figures are medians; contestants alternate. Ways of
 timing: *burst*, 4 ms of each; *queued*, calls that wait in the stream, so the time of the GPU
-alone; *cool*, one to three calls after an idle gap; *sustained*, 0.15 s of each; *call*, one call on
-the host or in a graph. In parentheses stands how many times as long as the fastest of ours a
+alone; *cool*, one to three calls after an idle gap; *sustained*, 0.15 s of each; *call*, one call
+on the host or in a graph. In parentheses stands how many times as long as the fastest of ours a
 contestant takes. Absolute figures vary from GPU to GPU and from minute to minute, so compare the
 ratios.
 [NOTEBOOK.md](NOTEBOOK.md) records what was tried on the way."""
