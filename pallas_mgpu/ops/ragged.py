@@ -94,8 +94,9 @@ class _Plan:
         slot = (self.wide + cfg.tile) * step * x.dtype.itemsize + cfg.tile * 4 * x.scaled
         most = min((SMEM_BYTES - used) // slot - edge, 1024 // (step * x.dtype.itemsize))
         self.stages = min(cfg.stages or most, most)
-        # more accumulators than an even share of the registers has room for
-        self.registers = REGISTERS.get(cfg.consumers) if cfg.tile > 128 else None
+        # more accumulators than an even share of the registers has room for; with scales, the
+        # product of a step has one beside the sums
+        self.registers = REGISTERS.get(cfg.consumers) if cfg.tile << x.scaled > 128 else None
         self.axes = {"c": cfg.cluster} if cfg.cluster > 1 else {}
         self.share = "c" if self.axes else None  # along this blocks share an operand
         rows = x.groups * x.k if edge else x.m

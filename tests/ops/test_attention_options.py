@@ -209,11 +209,15 @@ def test_no_spills():
     for options in ({"window": (200, 0)}, {"softcap": 9.0}, {"bias": bias}, {"seed": seed}):
         given = {"dropout": 0.1, **options} if "seed" in options else options
         more = [a for a in options.values() if isinstance(a, S)]
-        kernels = [(ops.attention.kernel(x, x, x, **given), (x, x, x))]
+        forward = ops.attention.kernel(x, x, x, **given)
+        kernels = [(getattr(forward, "parts", forward), (x, x, x, *more))]
         backward = ops.attention_backward.kernel(x, x, x, x, x, lse, **given)
-        kernels += [(backward.by_keys, rows), (backward.by_queries, rows)]
+        kernels += [(backward.by_keys, (*rows, *more)), (backward.by_queries, (*rows, *more))]
+        if hasattr(forward, "merge"):
+            partial = forward.parts.lower(x, x, x, *more, target="sm_90a").outputs
+            kernels.append((forward.merge, [S(*o) for o in partial]))
         for kernel, arrays in kernels:
-            used = kernel.lower(*arrays, *more, target="sm_90a").resources()
+            used = kernel.lower(*arrays, target="sm_90a").resources()
             assert (used["spill_bytes"], used["remarks"]) == (0, ""), (options, used)
 
 
