@@ -105,15 +105,17 @@ PROGRAMS = {
     "control": by_launch_control,
 }
 
+BEFORE_ARRIVAL = r"(// barrier_arrive[^\n]*\n\s*)tcgen05_fence_before\(\);()"
+
 # program, what is replaced (the first match of a regular expression), by what
 MUTANTS = {
     "fence": [
         ("pair", r"(mbarrier_wait\(ready[^;]*;\s*)tcgen05_fence_after\(\);", r"\1"),
         ("pair", r"(mbarrier_wait_cluster\(taken[^;]*;\s*)tcgen05_fence_after\(\);", r"\1"),
-        ("pair", r"tcgen05_fence_before\(\);", ""),
-        ("one", r"tcgen05_fence_before\(\);", "if (tid == 0) tcgen05_fence_before();"),
-        ("one", r"tcgen05_fence_before\(\);(\s*)warpgroup_sync\(wg\);",
-         r"warpgroup_sync(wg);\1tcgen05_fence_before();"),
+        ("pair", BEFORE_ARRIVAL, r"\1\2"),
+        ("one", BEFORE_ARRIVAL, r"\1if (tid == 0) tcgen05_fence_before();\2"),
+        ("one", BEFORE_ARRIVAL + r"(\s*)warpgroup_sync\(wg\);",
+         r"\1\2warpgroup_sync(wg);\3tcgen05_fence_before();"),
         ("one", r"(mbarrier_wait\(ready[^;]*;\s*)tcgen05_fence_after\(\);", r"\1"),
         # that of commit_tmem and that before the arrival: one of them is enough
         ("registers", r"tcgen05_fence_before\(\);((?:(?!mma).)*?)tcgen05_fence_before\(\);", r"\1"),

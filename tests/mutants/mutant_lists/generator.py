@@ -566,7 +566,11 @@ breaks(
         '"for (i32 %s = %s; %s < %s; %s++) {"',
         '"for (i32 %s = %s; %s <= %s; %s++) {"',
     ),
-    threads_enter_scopes_alone=("enter_together", 'pm_line(e, "block_sync();");', "(void)op;"),
+    threads_enter_scopes_alone=(
+        "enter_together",
+        'else pm_line(e, "block_sync();");',
+        "else (void)op;",
+    ),
     while_tests_the_opposite=("pm_cuda_WHILE", '"if (!(%s)) break;"', '"if (%s) break;"'),
 )
 breaks(
