@@ -1,14 +1,20 @@
 """Which tests a run of pytest has, and how many processes share them. conftest.py calls this.
 
-Only a run with `--exhaustive` has the tests marked `exhaustive`, for which CI has no time; `--long`
-is all others. Without either a run leaves out the tests marked `long` too, and of the products of
-parameters marked `covering(t)` it takes a covering array of strength t: cases among which each
-combination of values of any t parameters occurs. So `covering(1)` has each value of each parameter,
-`covering(2)` each pair of values of two. Each way of `run` has an array of its own, of other cases
-where it can; with `covering(t, share=True)` the ways without a GPU share one. Of other products of
-parameters with the fixture `run`, every third case runs on the emulated machine and the others on
-the interpreter, for which NVRTC compiles every third program. Tests named on the command line,
-file::test, run whole."""
+Only a run with `--exhaustive` has everything; CI has time for one with `--long`, which takes fewer
+cases of products of parameters, and one without either fewer still:
+
+- Tests marked `exhaustive` run with `--exhaustive` alone, those marked `long` not without `--long`.
+- Of the products of parameters marked `covering(t)` a run takes a covering array of strength t,
+  with `--long` t + 1, or `long=` if the mark has it: cases among which each combination of values
+  of any t parameters occurs. So strength 1 has each value of each parameter, strength 2 each pair
+  of values of two. Each way of `run` has an array of its own, of other cases where it can; with
+  `covering(t, share=True)` the ways without a GPU share one.
+- Of other products of parameters with the fixture `run`, every third case runs on the emulated
+  machine and the others on the interpreter; with `--long` the interpreter has all cases and the
+  emulated machine every second one.
+- NVRTC compiles every third program of a test that the interpreter runs.
+
+Tests named on the command line, file::test, run whole."""
 
 import itertools
 import os
@@ -85,23 +91,18 @@ def covering_array(cases, strength, used):
     return taken
 
 
-def exhaustive_ones(items):
-    """Those that only an exhaustive run has."""
-    return [item for item in items if item.get_closest_marker("exhaustive")]
-
-
-def only_long(cases, *kept, rare=()):
-    """Parameters of which a run without --long has those that are named, and only an exhaustive one
-    those that are rare."""
+def only_long(cases, *kept, rare=(), every=1):
+    """Parameters of which a run without --long has those that are named, one with --long every nth
+    of the others too, and only an exhaustive one the rest and those that are rare."""
     missing = {*kept, *rare} - set(cases)
     assert not missing, missing
-    late = lambda x: pytest.mark.exhaustive if x in rare else pytest.mark.long  # noqa: E731
+    long = [x for x in cases if x not in kept and x not in rare][::every]
+    late = lambda x: pytest.mark.long if x in long else pytest.mark.exhaustive  # noqa: E731
     return [x if x in kept else pytest.param(x, marks=late(x)) for x in cases]
 
 
-def other_ways(items):
-    """Each case runs in one way: the first of three on the emulated machine, two on the
-    interpreter."""
+def other_ways(items, long):
+    """What is left out where a product has each case in each way."""
     functions = {}  # -> way -> its cases, in the order of the parameters
     for item in items:
         marked = any(map(item.get_closest_marker, ("long", "exhaustive", "covering")))
@@ -112,26 +113,26 @@ def other_ways(items):
     for ways in functions.values():
         host, interpreted = ways.get("host", ()), ways.get("interpret", ())
         if len(host) == len(interpreted) > 1:
-            yield from (item for k, item in enumerate(host) if k % 3)
-            yield from interpreted[::3]
+            yield from (item for k, item in enumerate(host) if k % (2 if long else 3))
+            yield from () if long else interpreted[::3]
 
 
-def long_ones(items):
-    """Those that a run without --long leaves out."""
-    yield from other_ways(items)
+def beyond_arrays(items, long):
+    """What is left out of the products that have a covering array."""
     functions = {}  # and strength -> way -> [(item, case)]
     for item in items:
         mark = item.get_closest_marker("covering")
-        if item.get_closest_marker("long") or item.get_closest_marker("exhaustive"):
-            yield item
-        elif mark and hasattr(item, "callspec"):
+        if mark and hasattr(item, "callspec"):
             way = item.callspec.params.get("run")
             case = {name: id(value) for name, value in item.callspec.params.items()}
             if way == "cuda" or not mark.kwargs.get("share"):
                 case.pop("run", None)
             else:
                 way = "shared"
-            function = functions.setdefault((item.nodeid.partition("[")[0], *mark.args), {})
+            strength = mark.args[0]
+            if long:
+                strength = mark.kwargs.get("long", strength + 1)
+            function = functions.setdefault((item.nodeid.partition("[")[0], strength), {})
             function.setdefault(way, []).append((item, case))
     for (_, strength), ways in functions.items():
         used = Counter()
@@ -140,14 +141,27 @@ def long_ones(items):
             yield from (item for k, (item, _) in enumerate(pairs) if k not in taken)
 
 
+def left_out(items, long):
+    """Those that a run without --exhaustive leaves out, and without --long if it is not long."""
+    late = ("exhaustive",) if long else ("long", "exhaustive")
+    rest = []
+    for item in items:
+        if any(map(item.get_closest_marker, late)):
+            yield item
+        else:
+            rest.append(item)
+    yield from other_ways(rest, long)
+    yield from beyond_arrays(rest, long)
+
+
 def compile_some(config, items):
-    """The cases of which NVRTC compiles the program: with --long all of them."""
-    whole = config.option.long or config.option.exhaustive
+    """The cases of which NVRTC compiles the program: with --exhaustive all of them."""
+    every = 1 if config.option.exhaustive else COMPILED
     is_named, seen = named(config), Counter()
     for item in items:
         if getattr(item, "callspec", None) and item.callspec.params.get("run") == "interpret":
             function = item.nodeid.partition("[")[0]
-            if whole or is_named(item) or seen[function] % COMPILED == 0:
+            if is_named(item) or seen[function] % every == 0:
                 item.stash[COMPILES] = True
             seen[function] += 1
 
@@ -156,8 +170,7 @@ def leave_out(config, items):
     if config.option.exhaustive:
         return
     is_named = named(config)
-    left_out = exhaustive_ones if config.option.long else long_ones
-    out = {id(item) for item in left_out(items) if not is_named(item)}
+    out = {id(item) for item in left_out(items, config.option.long) if not is_named(item)}
     if out:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in out])
         items[:] = [item for item in items if id(item) not in out]

@@ -160,12 +160,12 @@ def cases(count, long, many):
     return [*range(count), *(pytest.param(s, marks=late(s)) for s in range(count, many))]
 
 
-@pytest.mark.parametrize("seed", cases(24, 400, 1000))
+@pytest.mark.parametrize("seed", cases(24, 120, 1000))
 def test_on_the_interpreter(seed):
     run(seed, "interpret", (seed,) if mistake_of(seed) else (seed, seed + 1))
 
 
-@pytest.mark.parametrize("seed", cases(9, 180, 1000))
+@pytest.mark.parametrize("seed", cases(9, 60, 1000))
 def test_on_the_emulated_machine(seed):
     run(seed, "host", (seed,))
 

@@ -16,7 +16,7 @@ QUICK = [
     17,  # the same, A in tensor memory
     6,
 ]  # fmt: skip
-LATER = {k: pytest.mark.long if k < 32 else pytest.mark.exhaustive for k in range(300)}
+LATER = {k: pytest.mark.long if k < 16 else pytest.mark.exhaustive for k in range(300)}
 SEEDS = [pytest.param(k, marks=[] if k in QUICK else mark) for k, mark in LATER.items()]
 
 

@@ -6,8 +6,8 @@ from fuzz import planted
 
 SEEDS = [
     10,
-    *(pytest.param(k, marks=pytest.mark.long) for k in range(15, 50, 5)),
-    *(pytest.param(k, marks=pytest.mark.exhaustive) for k in range(50, 200, 5)),
+    *(pytest.param(k, marks=pytest.mark.long) for k in range(15, 30, 5)),
+    *(pytest.param(k, marks=pytest.mark.exhaustive) for k in range(30, 200, 5)),
 ]
 
 

@@ -72,13 +72,15 @@ def check(rng, shape, dtype, **more):
     return bits
 
 
-@pytest.mark.parametrize("name", only_long(CASES, "odd", "causal", "head_dim 72"))
+@pytest.mark.parametrize("name", only_long(CASES, "odd", "causal", "head_dim 72", every=2))
 def test_gradients(name, rng):
     shape, dtype, config = CASES[name]
     check(rng, shape, dtype, config=config)
 
 
-@pytest.mark.parametrize("name", only_long(SEVEN, "128, causal", "192, keys that nobody sees"))
+@pytest.mark.parametrize(
+    "name", only_long(SEVEN, "128, causal", "192, keys that nobody sees", every=3)
+)
 def test_seven_products(name, rng):
     """Results repeat bit for bit, whatever the order of the blocks."""
     shape, dtype, deterministic = SEVEN[name]
@@ -111,7 +113,7 @@ DEFAULT = "packed, window", "all", "bias; deterministic", "packed, causal; deter
 
 
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
-@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT))
+@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT, every=5))
 def test_options_of_scores(case, rng):
     name, _, deterministic = case.partition("; ")
     deterministic = bool(deterministic)

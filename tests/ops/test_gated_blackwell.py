@@ -23,7 +23,7 @@ CASES = {  # M, K, N; dtype, one array of weights, transposed, return_products, 
 
 
 @pytest.mark.parametrize(
-    "name", only_long(CASES, "one array, products", "up begins anywhere", "pair")
+    "name", only_long(CASES, "one array, products", "up begins anywhere", "pair", every=2)
 )
 def test_products(name, rng, monkeypatch, some):
     (m, k, n), dtype, packed, transposed, products, cfg = CASES[name]

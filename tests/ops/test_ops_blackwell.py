@@ -59,7 +59,7 @@ DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
+@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT, every=2))
 def test_products(name, rng, monkeypatch, some):
     (m, n, k), config, sms, (ta_, tb_), options = CASES[name]
     options = dict(options)

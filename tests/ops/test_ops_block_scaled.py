@@ -44,7 +44,7 @@ def scaled(rng, shape, dtype, kind):
 DEFAULT = ["mxfp8, pairs", "narrow", "mxf4", "dealt out"]
 
 
-@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
+@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT, every=2))
 def test_products(name, rng, monkeypatch, some):
     (m, n, k), config, sms, (of_a, of_b), kind, options = CASES[name]
     options = {"out_dtype": f32} | options

@@ -29,7 +29,7 @@ CASES = {  # rows, columns, K, sizes of groups, dtype, configuration, options
 DEFAULT = ["rest", "nothing"]
 
 
-@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT))
+@pytest.mark.parametrize("name", only_long(CASES, *DEFAULT, every=2))
 def test_products(name, rng, monkeypatch, some):
     m, n, k, sizes, dtype, cfg, options = CASES[name]
     transposed, out = options.get("transpose_rhs"), options.get("out_dtype", dtype)
