@@ -173,7 +173,9 @@ def held(text, used):
 
 
 @pytest.mark.skipif(not sass.nvdisasm(), reason="needs nvdisasm")
-@pytest.mark.parametrize("target", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "target", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("name", only_long(KERNELS, *QUICK, every=2))
 def test_instructions(name, target, monkeypatch):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 64)
