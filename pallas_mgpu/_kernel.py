@@ -315,14 +315,15 @@ class Definition:
             e.rounds = Rounds(e)
             if self.params.profile_space:
                 t.output(_profile.shape(self, batch.sizes), np.int32, "traces")
-            scratch, n_scratch = self._gmem_scratch(t, batch.sizes, grid)
+            names = tuple(names)
+            scratch, n_scratch = self._gmem_scratch(t, batch.sizes, grid, names)
             refs = batch.views(refs, batch.in_axes)
             outs = batch.views(outs, batch.out_axes)
             for i, o in self.aliases.items():
                 refs[i] = outs[o]  # the same memory
             args = refs if structure is None else tree.unflatten(structure, refs)
             out_args = tree.unflatten(self.out_structure, outs)
-            self._run_body([*args, *out_args], tuple(names), scratch)
+            self._run_body([*args, *out_args], names, scratch)
             graph = t.finish()
             done = True
         except Exception as e:
@@ -353,13 +354,13 @@ class Definition:
             t.grid_sizes(table.numbers_of(self.mesh.grid))
         return table
 
-    def _gmem_scratch(self, t, batch, grid):
+    def _gmem_scratch(self, t, batch, grid, names):
         """The scratch types, with refs in place of those in GMEM, and the number of these. Each is
         an additional output whose first dimension counts the blocks, or the elements of a batch if
-        blocks share it; a block sees its own part."""
+        blocks share it; a block sees its own part. Positional ones have ``names``."""
         sizes, count, shared = (*batch, *grid, *self.mesh.cluster), 0, set()
 
-        def replaced(x):
+        def replaced(name, x):
             nonlocal count
             if not (isinstance(x, MemoryRef) and x.memory_space is GMEM):
                 return x
@@ -370,14 +371,21 @@ class Definition:
             what = f"{self.who} {self.name}: {x} for each of {shape[0]} blocks"
             _checked(ShapeDtypeStruct(shape, x.dtype), what)
             count += 1
-            ref = t.output(shape, x.dtype, f"scratch{count}")
+            ref = t.output(shape, x.dtype, name or f"scratch{count}")
             if is_shared:
                 shared.add(id(ref))
             return ref
 
         kinds = (MemoryRef, RefUnion)
         is_leaf = lambda x: isinstance(x, kinds) or hasattr(x, "memory_space")  # noqa: E731
-        scratch = tree.map(replaced, self.scratch, is_leaf=is_leaf)
+        is_named = isinstance(self.scratch, Mapping)
+        keys = self.scratch if is_named else [*names, *[None] * len(self.scratch)]
+        entries = self.scratch.values() if is_named else self.scratch
+        scratch = [
+            tree.map(functools.partial(replaced, name), x, is_leaf=is_leaf)
+            for name, x in zip(keys, entries)
+        ]
+        scratch = dict(zip(keys, scratch)) if is_named else scratch
         if not count:
             return self.scratch, 0
         block = _trace.block_number((*batch, *grid), self.mesh.cluster)
