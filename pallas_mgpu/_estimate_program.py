@@ -659,6 +659,8 @@ class _Compiler:
         self.flush()
         self.put("t += sm.facts.issue")
 
+    do_discard = do_async_prefetch
+
     # -- synchronisation
 
     def do_barrier_arrive(self, op):

@@ -323,6 +323,21 @@ def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
     _core.effect(what, (ref,))
 
 
+def discard(ref):
+    """Discard the contents of the GMEM view ``ref`` (PTX ``discard.L2``). They are undefined
+    afterwards, and the L2 cache need not write the 128-byte lines inside ``ref`` back to memory.
+    Use it on scratch memory after its last read.
+
+    It counts as a write by the lanes of the thread, so other threads must have finished with
+    ``ref``. ValueError if ``ref`` is not in GMEM, or is another device's. NotImplementedError if
+    ``ref`` is a block that may overhang its array, or one of its dimensions is a `plgpu.dim`."""
+    if isinstance(ref, ClippedRef):
+        raise NotImplementedError(
+            "discard: ref is a block that may overhang its array; discard a slice of the array"
+        )
+    _core.effect("discard", (_ref(ref, "discard", "ref", GMEM),))
+
+
 def async_store_smem(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True, atomic=None):
     """Store the array ``src`` in the SMEM view ``ref`` of another block of the cluster (Hopper).
 

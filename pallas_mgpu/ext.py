@@ -7,6 +7,7 @@ from . import _core
 from ._control import ordered_section, warp_where
 from ._devices import as_semaphores
 from ._names import finder
+from ._ops import discard
 from ._schedule import TileScheduler
 from ._semaphores import SharedScratch
 from ._tmem import format_tcgen05_scales
@@ -17,6 +18,7 @@ __all__ = [
     "SharedScratch",
     "TileScheduler",
     "as_semaphores",
+    "discard",
     "format_tcgen05_scales",
     "named_barrier_arrive",
     "named_barrier_sync",

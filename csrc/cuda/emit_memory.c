@@ -130,6 +130,36 @@ pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* The lanes share the lines of a contiguous view; else each warp has rows of its own. */
+pm_code pm_cuda_DISCARD(pm_gen *e, pm_opid op) {
+  int64_t run = 1;
+  pm_sum rows = {.total = 1};
+  pm_view v;
+  PM_TRY(view_of(e, op, &v));
+  for (int d = v.rank - 1; d >= 0; d--) {
+    const pm_view_dim *x = &v.dim[d];
+    if (x->size == 1) continue;
+    if (rows.n == 0 && x->inner == run) {
+      run *= x->size;
+    } else {
+      rows.at[rows.n++] = (pm_piece){rows.total, x->size, x->inner};
+      rows.total *= x->size;
+    }
+  }
+  const char *at = pm_view_address(e, &v);
+  const long long bytes = run * pm_dtypes[v.dtype].bits / 8;
+  pm_note(e, op, "discard");
+  if (rows.n == 0) {
+    pm_line(e, "discard_lines(%s, %lld, tid, 128);", at, bytes);
+    return PM_OK;
+  }
+  pm_begin(e, "for (u32 row = warp; row < %lld; row += 4) {", (long long)rows.total);
+  pm_line(e, "discard_lines(%s + (%s), %lld, lane, 32);", at, pm_sum_text(e, &rows, "(u64)row", 1),
+          bytes);
+  pm_end(e);
+  return PM_OK;
+}
+
 /* One element, or a splat where all operands are. The ref has one view. */
 static bool all_scalar(pm_gen *e, pm_opid op) {
   for (uint32_t k = 1; k < pm_get(e->g, op)->n_in; k++) {

@@ -16,7 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "vm.h"
+#include "races.h"
 
 enum { FRESH = 255, OUTSIDE = PM_POISON_OUTSIDE, MOST_ORIGINS = 250, MOST_STORES = 16 };
 
@@ -778,3 +778,32 @@ void pm_poison_end(pm_machine *m) {
   pm_free(p);
   m->poison = NULL;
 }
+
+/* ---- discard ------------------------------------------------------------------------------ */
+
+static step rule_discard(pm_machine *m, thread *t, const instr *i) {
+  const size_t bytes = (size_t)i->mem->n * i->mem->bytes;
+  located s, p;
+  if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside || !beside(m, t, &s, &p)) return STEP_NEXT;
+  flag *fresh = scratch(m, bytes);
+  if (!fresh) return STEP_FAIL;
+  pm_vm_scatter(&p, memset(fresh, FRESH, bytes));
+  return STEP_NEXT;
+}
+
+static step exec_discard(pm_machine *m, thread *t, const instr *i) {
+  located s;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "discard");
+  if (m->races && pm_race_plain(m, t, i, &s, WRITE, THREAD) == STEP_FAIL) return STEP_FAIL;
+  char *lost = pm_malloc((size_t)i->mem->n * i->mem->bytes + 1);
+  if (!lost) return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for a discard");
+  pm_interp_fill(i->mem->dtype, false, lost, i->mem->n);
+  pm_vm_scatter(&s, lost);
+  pm_free(lost);
+  return m->races && pm_race_stored(m) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+}
+
+const handler pm_vm_DISCARD = {pm_vm_encode_plain, exec_discard, {.poison = rule_discard}};

@@ -852,6 +852,23 @@ static pm_code pm_type_prefetch(const pm_typing *t, pm_type *out) {
   return pm_one_device(t, 0, "the ref");
 }
 
+static pm_code pm_type_discard(const pm_typing *t, pm_type *out) {
+  pm_view v;
+  (void)out;
+  if (pm_view_device(t->g, t->in[0])) {
+    FAIL(VALUE, "discard: the memory is another device's; discard it there");
+  }
+  if (pm_view_of(t->g, t->in[0], false, &v, t->err)) return t->err->code;
+  for (int k = 0; k < v.rank; k++) {
+    if (!v.dim[k].extent) continue;
+    FAIL(NOT_IMPLEMENTED,
+         "discard: dimension %d has a size that is known when the kernel is called; "
+         "discard slices of sizes that are ints",
+         k);
+  }
+  return PM_OK;
+}
+
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
   (void)out;
   return pm_single_barrier(t, 0);

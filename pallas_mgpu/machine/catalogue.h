@@ -628,6 +628,13 @@ FN void st_global(T *p, const T *s, LINE) {
   pack<T, N>(v.w, s);
   host_store_global(p, v.w, N * sizeof(T), line);
 }
+/* what is there then is nothing that a program may use */
+FN void discard_lines(const void *p, u64 bytes, u32 first, u32 step, LINE) {
+  const u32 lost[4] = {0xffdeadffu, 0xffdeadffu, 0xffdeadffu, 0xffdeadffu};
+  const u64 end = (u64)p + bytes;
+  for (u64 a = ((u64)p + 127) / 128 * 128 + first * 128; a + 128 <= end; a += step * 128)
+    for (u64 k = 0; k < 128; k += 16) host_store_global((void *)(a + k), lost, 16, line);
+}
 template <typename T>
 FN void ldmatrix_x4(T *d, u32 a, LINE) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");

@@ -130,6 +130,7 @@ INSTRUCTIONS = {
     },
     "bulk_prefetch((void*)8192, 512);": ["cp.async.bulk.prefetch.L2.global [8192], 512"],
     "prefetch_global((void*)8192);": ["prefetch.global.L2 [8192]"],
+    "discard_lines((void*)8200, 248, 0, 1);": ["discard.global.L2 [8320], 128"],
     "semaphore_signal<true>((u32*)8192, 3);": ["red.release.sys.global.add.u32 [8192], 3"],
     "semaphore_signal<false>((u32*)8192, 3);": ["red.release.gpu.global.add.u32 [8192], 3"],
     "out[0] = semaphore_read<true>((u32*)8192);": [

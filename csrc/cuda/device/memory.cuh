@@ -54,6 +54,14 @@ template <typename T, int N> FN void unpack(T* d, const u32* w) {
   }
 }
 
+//! discard_lines
+// the contents of the lines of 128 bytes in [p, p + bytes) are lost: line first, first + step ...
+FN void discard_lines(const void* p, u64 bytes, u32 first, u32 step) {
+  const u64 end = (u64)p + bytes;
+  for (u64 a = ((u64)p + 127) / 128 * 128 + first * 128; a + 128 <= end; a += step * 128)
+    asm volatile("discard.global.L2 [%0], 128;" :: "l"(a) : "memory");
+}
+
 //! pin_pairs
 // the compiler moves no access to these registers (two elements each) across
 template <typename T, int N> FN void pin_pairs(T* d) {
