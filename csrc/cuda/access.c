@@ -109,16 +109,14 @@ static const char *coord_name(pm_gen *e, const char *stem, int dim) {
   return pm_str(e, "%s_d%d", stem, dim);
 }
 
-static void coord_lines(pm_gen *e, const pm_layout *l, const char *stem, bool all) {
-  for (int d = 0; d < n_coords(l); d++) {
-    if (all || is_padded(l, d))
-      pm_line(e, "const i32 %s = %s;", coord_name(e, stem, d), pm_coord_base(e, l, d));
-  }
+static void coord_line(pm_gen *e, const pm_layout *l, const char *stem, int d, bool always) {
+  if (!always && !is_padded(l, d)) return;
+  pm_line(e, "const i32 %s = %s;", coord_name(e, stem, d), pm_coord_base(e, l, d));
 }
 
 const char *pm_coord_lines(pm_gen *e, const pm_layout *l) {
   const char *stem = pm_unique(e, "index");
-  coord_lines(e, l, stem, false);
+  for (int d = 0; d < n_coords(l); d++) coord_line(e, l, stem, d, false);
   return stem;
 }
 
@@ -605,6 +603,9 @@ static void begin_linear(access *a) {
   }
 }
 
+/* Is an element where it is whatever its index? */
+static bool is_fixed(const pm_view_dim *d) { return d->size == 1 || (!d->inner && !d->outer); }
+
 /* Coordinates of vector i as c0, c1 ..., then at(dim, c) of all dims. */
 static void begin_coords(access *a) {
   pm_gen *e = a->e;
@@ -620,7 +621,7 @@ static void begin_coords(access *a) {
     const pm_view_dim *vd = &a->v->dim[d];
     const int from = l->kind == PM_FLAT ? 0 : d;
     pm_sum s;
-    if (vd->size == 1 || (!vd->inner && !vd->outer)) {
+    if (is_fixed(vd)) {
       below *= vd->size;
       continue;
     }
@@ -640,10 +641,18 @@ static void begin_coords(access *a) {
   if (a->v->swizzle) a->address = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, a->address);
 }
 
+/* Does the address of an element depend on the coordinate? */
+static bool reads_coord(const access *a, int from) {
+  for (int d = 0; !a->linear && d < a->v->rank; d++) {
+    if ((a->l->kind == PM_FLAT || d == from) && !is_fixed(&a->v->dim[d])) return true;
+  }
+  return false;
+}
+
 static void begin_access(access *a) {
   pm_begin(a->e, "{");
   a->stem = pm_unique(a->e, "index");
-  coord_lines(a->e, a->l, a->stem, !a->linear);
+  for (int d = 0; d < n_coords(a->l); d++) coord_line(a->e, a->l, a->stem, d, reads_coord(a, d));
   const char *peer = pm_view_peer(a->e, a->v);
   if (a->linear) {
     begin_linear(a);
@@ -1007,7 +1016,7 @@ void pm_store_masked(pm_gen *e, const pm_layout *l, const pm_view *v, pm_val val
   const bool splat = !pm_is_array(e, value);
   bool parts;
   plan(&a);
-  pm_begin(e, "%s{", first ? pm_str(e, "if (%s) ", first) : "");
+  if (first || splat) pm_begin(e, "%s{", first ? pm_str(e, "if (%s) ", first) : "");
   if (splat) {
     pm_line(e, "%s x[%lld];", type, (long long)a.vec);
     pm_line(e, "for (int k = 0; k < %lld; k++) x[k] = %s;", (long long)a.vec, pm_at(e, value, "0"));
@@ -1015,7 +1024,8 @@ void pm_store_masked(pm_gen *e, const pm_layout *l, const pm_view *v, pm_val val
   begin_access(&a);
   const char *whole = begin_masked(&a, mask, &parts);
   const char *from = splat ? "x" : element(&a, e->slot[value].text);
-  pm_line(e, "if (%s) st_%s<%s, %lld>(%s, %s);", whole, pm_space_of(v), type, (long long)a.vec,
+  const char *condition = strcmp(whole, "true") ? pm_str(e, "if (%s) ", whole) : "";
+  pm_line(e, "%sst_%s<%s, %lld>(%s, %s);", condition, pm_space_of(v), type, (long long)a.vec,
           a.address, from);
   if (parts) {
     pm_begin(e, "else {");
@@ -1027,7 +1037,7 @@ void pm_store_masked(pm_gen *e, const pm_layout *l, const pm_view *v, pm_val val
     pm_end(e);
   }
   end_access(&a);
-  pm_end(e);
+  if (first || splat) pm_end(e);
 }
 
 void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *fn, pm_opid op,

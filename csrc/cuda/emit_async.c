@@ -73,17 +73,28 @@ static const char *wait_function(const pm_gen *e, const barrier *b) {
   return far ? "mbarrier_wait_cluster" : "mbarrier_wait";
 }
 
+static const char *parity_of(pm_gen *e, pm_val phase) {
+  pm_scalar x;
+  if (pm_constant(e->g, phase, &x)) return x.i & 1 ? "1" : "0";
+  return pm_str(e, "%s & 1", pm_scalar_of(e, phase));
+}
+
+/* Of a word of phase bits, one for each barrier of an allocation. */
+static const char *shifted(pm_gen *e, const char *text, const char *sign, const char *index) {
+  return strcmp(index, "0") ? pm_str(e, "%s %s %s", text, sign, pm_atom(e, index)) : text;
+}
+
 pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
   const char *wait = wait_function(e, &b);
   pm_note(e, op, "barrier_wait");
   if (!b.phase) {
-    pm_print_wait(e, op, wait,
-                  pm_str(e, "%s, %s & 1", b.address, pm_scalar_of(e, pm_in(e->g, op, 1))));
+    pm_print_wait(e, op, wait, pm_str(e, "%s, %s", b.address, parity_of(e, pm_in(e->g, op, 1))));
   } else if (b.index) {
-    pm_print_wait(e, op, wait, pm_str(e, "%s, %s >> (%s) & 1", b.address, b.phase, b.index));
-    pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);
+    const char *bit = shifted(e, b.phase, ">>", b.index);
+    pm_print_wait(e, op, wait, pm_str(e, "%s, %s & 1", b.address, bit));
+    pm_line(e, "%s ^= %s;", b.phase, shifted(e, "1u", "<<", b.index));
   } else {
     pm_print_wait(e, op, wait, pm_str(e, "%s, %s", b.address, b.phase));
     pm_line(e, "%s ^= 1;", b.phase);
@@ -100,13 +111,14 @@ pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
   pm_note(e, op, "barrier_test");
   const char *x = pm_declare(e, out, out), *index = b.index ? b.index : "0";
-  const char *parity = b.index ? pm_str(e, "%s >> (%s) & 1", b.phase, index) : b.phase;
+  const char *bit = shifted(e, b.phase, ">>", index);
+  const char *parity = b.index ? pm_str(e, "%s & 1", bit) : b.phase;
   const char *test = pm_str(e, "mbarrier_test(%s, %s)", b.address, parity);
   if (!e->lane) test = pm_str(e, e->warps ? "warp_any(%s)" : "lanes_any(wg, %s)", test);
   pm_line(e, "%s = %s;", x, test);
   pm_begin(e, "if (%s) {", x);
   pm_line(e, "%s(%s, %s);", wait_function(e, &b), b.address, parity);
-  pm_line(e, "%s ^= 1u << (%s);", b.phase, index);
+  pm_line(e, "%s ^= %s;", b.phase, shifted(e, "1u", "<<", index));
   if (b.tensor_core) pm_line(e, "tcgen05_fence_after();");
   pm_end(e);
   return PM_OK;
@@ -670,10 +682,20 @@ pm_code pm_cuda_NEXT_TILE(pm_gen *e, pm_opid op) {
 
 const char *pm_taker(pm_gen *e, bool first_block) {
   const pm_graph *g = e->g;
-  const char *thread = g->n_threads > 1 ? pm_str(e, "wg == %u && ", g->n_threads - 1) : "";
-  const char *rank = first_block && pm_blocks(g) > 1 ? "cluster_rank() == 0 && " : "";
-  const char *lane = e->lane ? "true" : "warp == 0 && elect_one()";
-  return pm_str(e, "if (%s%s%s)", rank, thread, lane);
+  const char *of[3];
+  uint32_t n = 0;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  if (first_block && pm_blocks(g) > 1) of[n++] = "cluster_rank() == 0";
+  if (g->n_threads > 1) of[n++] = pm_str(e, "wg == %u", g->n_threads - 1);
+  if (!e->lane) of[n++] = "warp == 0 && elect_one()";
+  for (uint32_t k = 0; k < n; k++) pm_putf(&t, "%s%s", k ? " && " : "if (", of[k]);
+  return n ? pm_str(e, "%s)", t.at) : "";
+}
+
+static void begin_taker(pm_gen *e, bool first_block) {
+  const char *condition = pm_taker(e, first_block);
+  pm_begin(e, "%s%s{", condition, *condition ? " " : "");
 }
 
 /* Clusters of the launch have tiles by their number; what the counter says comes afterwards. */
@@ -700,7 +722,7 @@ pm_code pm_cuda_FETCH_TILE(pm_gen *e, pm_opid op) {
     return PM_OK;
   }
   const char *x = pm_declare(e, out, out);
-  pm_begin(e, "%s {", pm_taker(e, true));
+  begin_taker(e, true);
   if (e->program->pdl) pm_line(e, "griddepcontrol_wait();");
   pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
   pm_end(e);
@@ -717,7 +739,7 @@ pm_code pm_cuda_BROADCAST_TILE(pm_gen *e, pm_opid op) {
     return e->err->code;
   }
   pm_note(e, op, "broadcast_tile");
-  pm_begin(e, "%s {", pm_taker(e, false));
+  begin_taker(e, false);
   if (blocks > 1) {
     pm_line(e, "mbarrier_arrive_expect_tx(%s, 4);", b.address);
     pm_line(e, "for (u32 k = 0; k < %u && cluster_rank() == 0; k++)", blocks);
@@ -748,29 +770,29 @@ pm_code pm_cuda_SHUFFLE_TILE(pm_gen *e, pm_opid op) {
 }
 
 /* Named barriers: 0 is block_sync, then one for each thread's warpgroup_sync, then those of the
- * turns, then those that the kernel numbers itself. */
+ * ordered section, then those that the kernel numbers itself. */
 pm_code pm_cuda_ENTER_SECTION(pm_gen *e, pm_opid op) {
   pm_note(e, op, "enter_section");
-  pm_print_meeting(e, op, "", "turn_take", pm_str(e, "%u + wg", e->g->n_threads + 1), "");
+  pm_print_meeting(e, op, "", "section_enter", pm_str(e, "%u + wg", e->g->n_threads + 1), "");
   return PM_OK;
 }
 
 pm_code pm_cuda_LEAVE_SECTION(pm_gen *e, pm_opid op) {
   const unsigned first = e->g->n_threads + 1;
   pm_note(e, op, "leave_section");
-  pm_print_arrival(e, "", "turn_pass",
-                   pm_str(e, "wg + 1 < %u ? %u + wg : %u", e->n_turns, first + 1, first), "");
+  pm_print_arrival(e, "", "section_leave",
+                   pm_str(e, "wg + 1 < %u ? %u + wg : %u", e->n_section, first + 1, first), "");
   return PM_OK;
 }
 
 static pm_code named(pm_gen *e, pm_opid op, const char *fn, bool waits) {
   const pm_val which = pm_in(e->g, op, 0);
-  const unsigned first = e->g->n_threads + 1 + e->n_turns;
+  const unsigned first = e->g->n_threads + 1 + e->n_section;
   pm_scalar number;
   pm_note(e, op, fn);
   const char *id = pm_constant(e->g, which, &number)
                        ? pm_str(e, "%lld", (long long)(first + number.i))
-                       : pm_str(e, "%u + (u32)(%s)", first, pm_scalar_of(e, which));
+                       : pm_str(e, "%u + (u32)%s", first, pm_atom(e, pm_scalar_of(e, which)));
   const char *lanes = pm_str(e, "%lld", (long long)*pm_attr(e->g, op, PM_ATTR_N));
   if (waits) pm_print_meeting(e, op, "", fn, id, lanes);
   else pm_print_arrival(e, "", fn, id, lanes);

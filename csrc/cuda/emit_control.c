@@ -108,8 +108,7 @@ static const char **declare_carries(pm_gen *e, pm_opid op, uint32_t skip, pm_val
       pm_pack(e, words[k], o->out + k, init);
       continue;
     }
-    pm_declare(e, o->out + k, named(e, o->out + k, args ? args + k : 0));
-    pm_assign(e, o->out + k, init);
+    pm_declare_as(e, o->out + k, named(e, o->out + k, args ? args + k : 0), init);
   }
   return words;
 }
@@ -176,7 +175,8 @@ pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
     if (words[k]) pm_alias(e, cond_args + k, body_args + k);
   }
   PM_TRY(pm_gen_block(e, cond));
-  pm_line(e, "if (!(%s)) break;", pm_scalar_of(e, pm_in(e->g, pm_terminator(e->g, cond), 0)));
+  const pm_val goes_on = pm_in(e->g, pm_terminator(e->g, cond), 0);
+  pm_line(e, "if (!%s) break;", pm_atom(e, pm_unwrapped(e, pm_scalar_of(e, goes_on))));
   PM_TRY(pm_gen_block(e, body));
   pm_end_iteration(e, body);
   emit_yield(e, body, pm_get(e->g, op)->out, words);
@@ -220,7 +220,7 @@ pm_code pm_cuda_IF(pm_gen *e, pm_opid op) {
   const pm_blk other = pm_region(e->g, op, 1);
   pm_note(e, op, "if");
   const char **words = declare_results(e, op);
-  pm_begin(e, "if (%s) {", pm_condition(e, pm_in(e->g, op, 0)));
+  pm_begin(e, "if (%s) {", pm_unwrapped(e, pm_scalar_of(e, pm_in(e->g, op, 0))));
   PM_TRY(emit_branch(e, op, 0, words));
   if (e->g->blocks.at[other].ops.n > 1 || pm_get(e->g, op)->n_out) {
     e->indent--;

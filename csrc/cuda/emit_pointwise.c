@@ -19,20 +19,26 @@ static pm_code leave(pm_gen *e, const char *expr) {
   return PM_OK;
 }
 
+/* operand k as an argument of a function */
+static const char *argument(pm_gen *e, pm_opid op, uint32_t k) {
+  return pm_unwrapped(e, arg(e, op, k));
+}
+
 /* operand k in f32, and an f32 result in the dtype of the op */
 static const char *arg_f32(pm_gen *e, pm_opid op, uint32_t k) {
-  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "cvt_f32(%s)", arg(e, op, k))
+  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "cvt_f32(%s)", argument(e, op, k))
                                              : arg(e, op, k);
 }
 static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
   const pm_dtype t = in_dtype(e, op);
-  return leave(e, pm_is_narrow_float(t) ? pm_str(e, "cvt_%s(%s)", pm_cpp_type(t), x) : x);
+  return leave(
+      e, pm_is_narrow_float(t) ? pm_str(e, "cvt_%s(%s)", pm_cpp_type(t), pm_unwrapped(e, x)) : x);
 }
 
 /* ---- one operand ------------------------------------------------------------------------- */
 
 static pm_code call_f32(pm_gen *e, pm_opid op, const char *fn) {
-  return leave_f32(e, op, pm_str(e, "%s(%s)", fn, arg_f32(e, op, 0)));
+  return leave_f32(e, op, pm_str(e, "%s(%s)", fn, pm_unwrapped(e, arg_f32(e, op, 0))));
 }
 
 #define FLOAT_FUNCTION(id, exact) \
@@ -80,44 +86,45 @@ pm_code pm_cuda_RCP_APPROX(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_NEG(pm_gen *e, pm_opid op) {
   const pm_dtype t = in_dtype(e, op);
   if (pm_is_small_float(t)) return call_f32(e, op, "-");
-  return leave(e, pm_str(e, pm_is_float(t) ? "-(%s)" : "wrap_neg(%s)", arg(e, op, 0)));
+  return leave(e, pm_str(e, pm_is_float(t) ? "-(%s)" : "wrap_neg(%s)", argument(e, op, 0)));
 }
 
 pm_code pm_cuda_ABS(pm_gen *e, pm_opid op) {
   const pm_dtype t = in_dtype(e, op);
   if (pm_is_float(t)) return call_f32(e, op, "fabsf");
   if (pm_dtypes[t].class != PM_CLASS_INT) return leave(e, arg(e, op, 0));
-  return leave(e, pm_str(e, "abs_int(%s)", arg(e, op, 0)));
+  return leave(e, pm_str(e, "abs_int(%s)", argument(e, op, 0)));
 }
 
 pm_code pm_cuda_SIGN(pm_gen *e, pm_opid op) {
   if (pm_is_float(in_dtype(e, op))) return call_f32(e, op, "sign_f32");
-  return leave(e, pm_str(e, "sign_int(%s)", arg(e, op, 0)));
+  return leave(e, pm_str(e, "sign_int(%s)", argument(e, op, 0)));
 }
 
 pm_code pm_cuda_CLZ(pm_gen *e, pm_opid op) {
-  return leave(e, pm_str(e, "leading_zeros(%s)", arg(e, op, 0)));
+  return leave(e, pm_str(e, "leading_zeros(%s)", argument(e, op, 0)));
 }
 
 pm_code pm_cuda_POPCOUNT(pm_gen *e, pm_opid op) {
-  return leave(e, pm_str(e, "bit_count(%s)", arg(e, op, 0)));
+  return leave(e, pm_str(e, "bit_count(%s)", argument(e, op, 0)));
 }
 
 pm_code pm_cuda_NOT(pm_gen *e, pm_opid op) {
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return leave(e, pm_str(e, "!%s", arg(e, op, 0)));
-  if (t == PM_I32) return leave(e, pm_str(e, "complement(%s)", arg(e, op, 0)));
+  if (t == PM_I32) return leave(e, pm_str(e, "complement(%s)", argument(e, op, 0)));
   return leave(e, pm_str(e, "(%s)~%s", pm_cpp_type(t), arg(e, op, 0)));
 }
 
 pm_code pm_cuda_OPT_BARRIER(pm_gen *e, pm_opid op) {
-  return leave(e, pm_str(e, "opaque(%s)", arg(e, op, 0)));
+  return leave(e, pm_str(e, "opaque(%s)", argument(e, op, 0)));
 }
 
 /* ---- two operands ------------------------------------------------------------------------ */
 
 static pm_code infix(pm_gen *e, pm_opid op, const char *sign) {
-  return leave(e, pm_str(e, "%s %s %s", arg(e, op, 0), sign, arg(e, op, 1)));
+  return leave(e, pm_str(e, "%s %s %s", pm_infix_operand(e, arg(e, op, 0), sign, false), sign,
+                         pm_infix_operand(e, arg(e, op, 1), sign, true)));
 }
 
 static pm_code infix_cast(pm_gen *e, pm_opid op, const char *sign) {
@@ -127,15 +134,19 @@ static pm_code infix_cast(pm_gen *e, pm_opid op, const char *sign) {
 }
 
 static pm_code infix_f32(pm_gen *e, pm_opid op, const char *sign) {
-  return leave_f32(e, op, pm_str(e, "%s %s %s", arg_f32(e, op, 0), sign, arg_f32(e, op, 1)));
+  return leave_f32(e, op,
+                   pm_str(e, "%s %s %s", pm_infix_operand(e, arg_f32(e, op, 0), sign, false), sign,
+                          pm_infix_operand(e, arg_f32(e, op, 1), sign, true)));
 }
 
 static pm_code call(pm_gen *e, pm_opid op, const char *fn) {
-  return leave(e, pm_str(e, "%s(%s, %s)", fn, arg(e, op, 0), arg(e, op, 1)));
+  return leave(e, pm_str(e, "%s(%s, %s)", fn, argument(e, op, 0), argument(e, op, 1)));
 }
 
 static pm_code call2_f32(pm_gen *e, pm_opid op, const char *fn) {
-  return leave_f32(e, op, pm_str(e, "%s(%s, %s)", fn, arg_f32(e, op, 0), arg_f32(e, op, 1)));
+  return leave_f32(e, op,
+                   pm_str(e, "%s(%s, %s)", fn, pm_unwrapped(e, arg_f32(e, op, 0)),
+                          pm_unwrapped(e, arg_f32(e, op, 1))));
 }
 
 static bool fits_i32(pm_gen *e, pm_opid op) {
@@ -165,7 +176,7 @@ static bool is_i32(pm_gen *e, pm_opid op, uint32_t n, int64_t x) {
 }
 
 static pm_code negative(pm_gen *e, pm_opid op, uint32_t n) {
-  return leave(e, pm_str(e, "wrap_neg(%s)", arg(e, op, n)));
+  return leave(e, pm_str(e, "wrap_neg(%s)", argument(e, op, n)));
 }
 
 pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) {
@@ -232,7 +243,8 @@ pm_code pm_cuda_SHL(pm_gen *e, pm_opid op) { return call(e, op, "shift_left"); }
 pm_code pm_cuda_SHR(pm_gen *e, pm_opid op) { return infix_cast(e, op, ">>"); }
 
 static pm_code compare(pm_gen *e, pm_opid op, const char *sign) {
-  return leave(e, pm_str(e, "%s %s %s", arg_f32(e, op, 0), sign, arg_f32(e, op, 1)));
+  return leave(e, pm_str(e, "%s %s %s", pm_infix_operand(e, arg_f32(e, op, 0), sign, false), sign,
+                         pm_infix_operand(e, arg_f32(e, op, 1), sign, true)));
 }
 
 pm_code pm_cuda_EQ(pm_gen *e, pm_opid op) { return compare(e, op, "=="); }
@@ -249,22 +261,22 @@ pm_code pm_cuda_SELECT(pm_gen *e, pm_opid op) {
 /* ---- to other types ---------------------------------------------------------------------- */
 
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x) {
-  const char *cpp = pm_cpp_type(to);
+  const char *cpp = pm_cpp_type(to), *inner = pm_unwrapped(e, x);
   if (from == to) return x;
   if (pm_is_small_int(to)) {
-    if (pm_is_narrow_float(from)) x = pm_str(e, "cvt_f32(%s)", x);
+    if (pm_is_narrow_float(from)) x = pm_str(e, "cvt_f32(%s)", inner);
     return pm_str(e, pm_is_float(from) ? "cvt_%s(%s)" : "wrap_%s((u32)(%s))",
                   pm_dtypes[to].short_name, x);
   }
   if (pm_is_float(from)) {
-    const char *f = pm_is_narrow_float(from) ? pm_str(e, "cvt_f32(%s)", x) : x;
+    const char *f = pm_is_narrow_float(from) ? pm_str(e, "cvt_f32(%s)", inner) : x;
     if (to == PM_F32) return f;
     if (to == PM_BOOL) return pm_str(e, "%s != 0.0f", f);
     return pm_str(e, pm_is_narrow_float(to) ? "cvt_%s(%s)" : "cvt_int<%s>(%s)", cpp, f);
   }
   if (to == PM_BOOL) return pm_str(e, "%s != 0", x);
   if (to == PM_BF16 && (from == PM_I32 || from == PM_U32))
-    return pm_str(e, "cvt_int_to_bf16(%s)", x);
+    return pm_str(e, "cvt_int_to_bf16(%s)", inner);
   if (pm_is_narrow_float(to)) return pm_str(e, "cvt_%s((f32)%s)", cpp, x);
   return pm_str(e, "(%s)%s", cpp, x);
 }
@@ -276,7 +288,7 @@ pm_code pm_cuda_CONVERT(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_BITCAST(pm_gen *e, pm_opid op) {
   const char *to = pm_cpp_type(pm_typeof(e->g, pm_get(e->g, op)->out)->dtype);
-  return leave(e, pm_str(e, "bitcast<%s>(%s)", to, arg(e, op, 0)));
+  return leave(e, pm_str(e, "bitcast<%s>(%s)", to, argument(e, op, 0)));
 }
 
 /* ---- from nothing ------------------------------------------------------------------------ */
@@ -329,7 +341,7 @@ const char *pm_grid_index(pm_gen *e, uint32_t d) {
 pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
   const uint32_t d = (uint32_t)*pm_attr(e->g, op, PM_ATTR_DIM);
   switch (*pm_attr(e->g, op, PM_ATTR_AXIS)) {
-    case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)(%s)", pm_grid_index(e, d)));
+    case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)%s", pm_atom(e, pm_grid_index(e, d))));
     case PM_AXIS_CLUSTER: return leave(e, pm_cluster_index(e, d));
     case PM_AXIS_DEVICE: return leave(e, pm_device_index(e, d));
     case PM_AXIS_WARP: return leave(e, "(i32)warp");
@@ -347,7 +359,7 @@ pm_code pm_cuda_FIRST_TILE(pm_gen *e, pm_opid op) {
     return leave(e, cluster > 1 ? pm_str(e, "(i32)(blockIdx.x / %u)", cluster) : "(i32)blockIdx.x");
   pm_text_init(&t, e->arena);
   for (uint32_t d = 0; d < g->n_grid; d++) {
-    pm_putf(&t, "%s(%s) * %s", d ? " + " : "", pm_grid_index(e, d),
+    pm_putf(&t, "%s%s * %s", d ? " + " : "", pm_atom(e, pm_grid_index(e, d)),
             grid_points(e, d + 1, g->n_grid, 1));
   }
   return leave(e, g->n_grid ? pm_str(e, "(i32)(%s)", t.at) : "0");

@@ -263,7 +263,7 @@ static pm_code reduce_splat(pm_gen *e, pm_opid op) {
   if (t == PM_F32) {
     pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);
   } else if (pm_is_float(t)) {
-    pm_line(e, "const %s %s = to_%s(cvt_f32(%s) * %lld.0f);", cpp, name, cpp, x, (long long)n);
+    pm_line(e, "const %s %s = cvt_%s(cvt_f32(%s) * %lld.0f);", cpp, name, cpp, x, (long long)n);
   } else {
     pm_line(e, "const %s %s = wrap_mul(%s, (%s)%lld);", cpp, name, x, cpp, (long long)n);
   }
@@ -398,8 +398,9 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   const char *k = pm_begin_unrolled(e, "k", n, 1);
   const char *at = steps == 1 ? k : n == 1 ? b : pm_str(e, "b + %s", k);
   const char *inside = r->n % n ? pm_str(e, "if (%s < %lld) ", at, (long long)r->n) : "";
-  pm_line(e, "%sst_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", inside, cpp, k,
-          (long long)row, r->name, at);
+  const char *word = strcmp(k, "0") ? pm_str(e, "p + %s * 4", k) : "p";
+  pm_line(e, "%sst_shared<%s, 1>(%s + warp * %lld, &%s[%s]);", inside, cpp, word, (long long)row,
+          r->name, at);
   pm_end_unrolled(e, n, 1);
   pm_line(e, PM_WARPGROUP_SYNC);
   pm_begin_unrolled(e, "k", n, 1);
@@ -408,8 +409,8 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_line(e, "%s = %s;", to, pm_identity(e, r->reduce, r->dtype));
   pm_begin_unrolled(e, "w", n_warps, 1);
   pm_line(e, "%s x;", cpp);
-  pm_line(e, "ld_shared<%s, 1>(&x, p + %s * 4 + %s%s%s);", cpp, k,
-          pm_sum_text(e, &others, "w", row), own.n ? " + " : "", own.n ? mine : "");
+  pm_line(e, "ld_shared<%s, 1>(&x, %s + %s%s%s);", cpp, word, pm_sum_text(e, &others, "w", row),
+          own.n ? " + " : "", own.n ? mine : "");
   pm_line(e, "%s = %s;", to, pm_combine(e, r->reduce, r->dtype, to, "x"));
   pm_end(e);
   pm_end_unrolled(e, n, 1);

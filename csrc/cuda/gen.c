@@ -74,7 +74,9 @@ static const char *escaped(pm_gen *e, const char *s) {
 
 void pm_note(pm_gen *e, pm_opid op, const char *what) {
   const pm_op *o = pm_get(e->g, op);
-  if (o->line && (*what || o->line != e->noted)) {
+  if (op == e->said) {
+    e->said = 0;
+  } else if (o->line && (*what || o->line != e->noted)) {
     pm_line(e, "// %s%s%s:%u", what, *what ? "  " : "",
             escaped(e, base_name(e->g->strings.at[o->file])), o->line);
     e->noted = o->line;
@@ -246,6 +248,17 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
   } else {
     pm_line(e, "%s[0] = %s;", e->slot[to].text, pm_at(e, from, "0"));
   }
+}
+
+void pm_declare_as(pm_gen *e, pm_val v, pm_val named_like, pm_val init) {
+  if (pm_wants_array(e, v) || e->into[v]) {
+    pm_declare(e, v, named_like);
+    pm_assign(e, v, init);
+    return;
+  }
+  const char *name = pm_name_of(e, named_like), *type = pm_cpp_type(pm_typeof(e->g, v)->dtype);
+  pm_line(e, "%s %s = %s;", type, name, pm_at(e, init, "0"));
+  pm_bind(e, v, name, PM_FORM_SCALAR);
 }
 
 /* ---- scratch ----------------------------------------------------------------------------- */

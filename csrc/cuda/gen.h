@@ -48,6 +48,7 @@ struct pm_gen {
   const char *file;      /* what the compiler believes of the next line: #line */
   uint32_t line, placed; /* as a compiler counts from #line on; of the last #line */
   uint32_t noted;        /* the user's line that the last comment named */
+  pm_opid said;          /* its comment stands already: in front of the `if` of one lane */
   pm_slot *slot;         /* per value */
   uint32_t *uses;        /* per value: operands that are it */
   pm_opid *user;         /* per value: the last op of those */
@@ -94,9 +95,9 @@ struct pm_gen {
   bool leaves, left;             /* a check leaves the kernel; from a region of one lane or warp */
   const char *lane_exit, *warp_exit; /* labels at the ends of those regions, NULL: unused */
   uint32_t arrivals;   /* byte in SMEM of the counters in place of named barriers, or 0 */
-  pm_opid turn;        /* an ENTER_SECTION */
+  pm_opid section;     /* an ENTER_SECTION */
   pm_opid masked;      /* the masked access that is printed */
-  uint32_t n_turns;    /* threads that take turns, 0: none do */
+  uint32_t n_section;  /* threads that enter ordered sections, 0: none do */
   uint32_t tmem_slot;  /* byte in SMEM of the address of tensor memory */
   bool tmem_used;      /* an allocation of tensor memory has been printed */
   const char *profile; /* the profiler's variable; NULL: it is off */
@@ -175,6 +176,7 @@ void pm_alias(pm_gen *e, pm_val v, pm_val of);
 /* declare a variable for the value (array or scalar by its type and layout) */
 const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like);
 void pm_assign(pm_gen *e, pm_val to, pm_val from); /* to must be declared */
+void pm_declare_as(pm_gen *e, pm_val v, pm_val named_like, pm_val init);
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x);
 
 /* packed16.c */
@@ -205,13 +207,16 @@ void pm_find_lane_barriers(pm_gen *e);
 bool pm_makes_array(pm_gen *e, pm_opid op, const bool *in_run);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
-const char *pm_condition(pm_gen *e, pm_val v); /* text that stands in parentheses */
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
+/* Does the text of a value without a name stand where its one use is? C++ gives it the op's dtype
+ * without a variable; what the use computes is printed once. */
+bool pm_is_inlined(pm_gen *e, pm_opid op, const char *text);
 const char *pm_grid_index(pm_gen *e, uint32_t d);
 const char *pm_cluster_index(pm_gen *e, uint32_t d);
 const char *pm_scratch(pm_gen *e);                 /* address of this thread's scratch */
 void pm_end_of_one_lane(pm_gen *e, const char *x); /* of PM_ONE_LANE: all get its scalar x */
-const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that hands tiles on */
+const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that hands tiles
+                                                    * on; "" where no other comes */
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_WARPGROUP_SYNC "warpgroup_sync(wg);"
 #define PM_ONE_LANE "if (warp == 0 && elect_one())"
@@ -229,6 +234,13 @@ static inline const char *pm_store_lanes(const pm_gen *e) {
 static inline const char *pm_first_lane(const pm_gen *e) {
   return e->warps ? "lane == 0" : "tid == 0";
 }
+
+/* ---- parentheses (operators.c) ------------------------------------------------------------ */
+
+const char *pm_atom(pm_gen *e, const char *x);      /* in parentheses, if it has operators */
+const char *pm_unwrapped(pm_gen *e, const char *x); /* without those around all of it */
+/* an operand of `sign` without those that C++ does not need; right: it stands after the sign */
+const char *pm_infix_operand(pm_gen *e, const char *x, const char *sign, bool right);
 
 /* ---- registers and combinations (emit_registers.c) --------------------------------------- */
 

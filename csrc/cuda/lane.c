@@ -310,6 +310,7 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   while (is_pure(e, b->ops.at[named]) || pm_get(e->g, b->ops.at[named])->code == PM_OP_SYNC)
     named++;
   pm_note(e, b->ops.at[named], pm_ops[pm_get(e->g, b->ops.at[named])->code].text);
+  e->said = b->ops.at[named];
   pm_begin(e, "%s {", pm_elected(e));
   e->lane = true;
   for (uint32_t k = first; k < end; k++) {

@@ -2,10 +2,11 @@
  *
  * While the program is printed, each variable has a unique name, a stem and a number: "slot_21".
  * Values have the numbers of the graph's text form; variables of the emitters have the numbers that
- * follow. When the text is complete, a name loses its number if nothing else in it has that stem:
- * no other numbered name, no word of the text (a local variable of an emitter, a word of
+ * follow. When the text is complete, a name loses its number if nothing else in its scope has that
+ * stem: no other numbered name, no word of the text (a local variable of an emitter, a word of
  * inline_cuda source), no keyword. A value may have a name that occurs only in the device
- * functions.
+ * functions. A scope is what C++ makes of the braces of the text; what is named in PTX has all of
+ * it.
  *
  * A word of the program may also be a name with a suffix: accumulator acc_39 has the registers
  * acc_39_0 ... and the function acc_39_zero. Comments, #line directives and strings are left
@@ -20,6 +21,10 @@ typedef struct word {
   bool local;    /* an issued one: that of a value; another: only the catalogue has it */
   bool longer;   /* it also occurs with a suffix */
   uint32_t stem; /* characters, of an issued one */
+  /* of an issued one: where it is declared and mentioned last, and where its scope ends; NULL: it
+   * has all of the text */
+  const char *begin, *last, *end;
+  uint32_t next; /* another one in the same scope, later of the same stem, plus 1 */
 } word;
 
 typedef struct occurrence {
@@ -154,6 +159,88 @@ static void note_words(words *t, const char *s, size_t size, bool ptx, bool cata
   }
 }
 
+/* ---- scopes ---------------------------------------------------------------------------------- */
+
+typedef struct scope {
+  char closing;
+  uint32_t first; /* of the words that are declared in it, plus 1 */
+} scope;
+typedef PM_VEC(scope) scopes;
+
+static void close_scope(words *t, const scope *s, const char *end) {
+  for (uint32_t k = s->first; k; k = t->all.at[k - 1].next) t->all.at[k - 1].end = end;
+}
+
+static void move_words(words *t, const scope *from, scope *to) {
+  for (uint32_t k = from->first, next; k; k = next) {
+    next = t->all.at[k - 1].next;
+    t->all.at[k - 1].next = to->first;
+    to->first = k;
+  }
+}
+
+/* A variable that is declared in parentheses, of a function or of a `for`, has the block that
+ * follows them. False: braces do not match. */
+static bool find_scopes(words *t, const char *s, size_t size, const occurrences *issued) {
+  scopes open = {0};
+  scope block = {0}; /* the words of parentheses that closed right before */
+  uint32_t k = 0;
+  pm_vec_push(t->arena, &open, ((scope){0}));
+  for (const char *end = s + size; s < end;) {
+    scope *inner = &open.at[open.n - 1];
+    const char *next = kinds[(uint8_t)*s] & SKIPPED ? skip(s, end, false) : s;
+    if (next > s) {
+      s = next;
+      continue;
+    }
+    if (*s == '(' || *s == '{') {
+      const scope opened = {*s == '(' ? ')' : '}', *s == '{' ? block.first : 0};
+      if (opened.first) block.first = 0;
+      pm_vec_push(t->arena, &open, opened);
+    } else if (*s == ')' || *s == '}') {
+      if (*s != inner->closing) return false;
+      const scope closed = *inner;
+      open.n--;
+      if (*s == '}') close_scope(t, &closed, s);
+      else move_words(t, &closed, &block);
+    } else if (*s != ' ' && *s != '\n' && block.first) { /* no block follows */
+      move_words(t, &block, inner);
+      block.first = 0;
+    }
+    for (; k < issued->n && issued->at[k].at == s; k++) {
+      word *w = &t->all.at[issued->at[k].word];
+      w->last = s;
+      if (w->begin) continue;
+      w->begin = s;
+      w->next = inner->first;
+      inner->first = issued->at[k].word + 1;
+    }
+    if (is_letter(*s)) {
+      while (s < end && is_part(*s)) s++;
+    } else {
+      s++;
+    }
+  }
+  close_scope(t, &open.at[0], s);
+  return open.n == 1;
+}
+
+static void note_scopes(words *t, const pm_text *own, const occurrences *in_own,
+                        const occurrences *in_ptx) {
+  const bool found = find_scopes(t, own->at, own->n, in_own);
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    word *w = &t->all.at[k];
+    if (!found || w->last > w->end) w->end = NULL;
+    w->next = 0;
+  }
+  for (uint32_t k = 0; k < in_ptx->n; k++) t->all.at[in_ptx->at[k].word].end = NULL;
+}
+
+/* Could one of them be taken for the other where both have the same name? */
+static bool meet(const word *a, const word *b) {
+  return !a->end || !b->end || (a->begin <= b->end && b->begin <= a->end);
+}
+
 /* ---- what may lose its number --------------------------------------------------------------- */
 
 static const char *const keywords[] = {
@@ -171,11 +258,15 @@ static const char *const keywords[] = {
     "stderr",   "NULL",      "EOF",
 };
 
-/* Does a word other than its own begin with the stem and '_'? */
+static bool same_stem(const word *a, const word *b) {
+  return a->issued && b->issued && a->stem == b->stem && !memcmp(a->at, b->at, a->stem);
+}
+
+/* Does a word begin with the stem and '_', other than its own and those of the same stem? */
 static bool begins_other(const words *t, const word *w) {
   for (uint32_t k = 0; k < t->all.n; k++) {
     const word *x = &t->all.at[k];
-    if (x->used && x != w && x->n > w->stem && x->at[w->stem] == '_' &&
+    if (x->used && !same_stem(x, w) && x->n > w->stem && x->at[w->stem] == '_' &&
         !memcmp(x->at, w->at, w->stem)) {
       return true;
     }
@@ -192,25 +283,35 @@ static bool keeps_number(const word *w) {
   return *w->at == '_' || (last >= '0' && last <= '9') || unnamed || !small;
 }
 
-/* After this an issued name that keeps its number is its own stem. */
-static void drop_numbers(words *t) {
-  words stems = {.arena = t->arena}; /* used: an issued name that occurs has it; longer: several */
-  for (uint32_t k = 0; k < t->all.n; k++) {
-    const word *w = &t->all.at[k];
-    if (!w->issued || !w->used) continue;
-    word *stem = add_word(&stems, w->at, w->stem);
-    stem->longer = stem->used;
-    stem->used = true;
-  }
+/* `next` of a word becomes the word before it that has the same stem. */
+static void chain_stems(words *t) {
+  words stems = {.arena = t->arena}; /* next: the last word so far, plus 1 */
   for (uint32_t k = 0; k < t->all.n; k++) {
     word *w = &t->all.at[k];
     if (!w->issued || !w->used) continue;
+    word *stem = add_word(&stems, w->at, w->stem);
+    w->next = stem->next;
+    stem->next = k + 1;
+  }
+}
+
+/* After this an issued name that keeps its number is its own stem. */
+static void drop_numbers(words *t) {
+  bool *keeps = PM_NEW(t->arena, bool, t->all.n);
+  chain_stems(t);
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    const word *w = &t->all.at[k];
+    if (!w->issued || !w->used) continue;
     const word *same = find_word(t, w->at, w->stem);
     const bool taken = same && !(w->local && same->local && same->used);
-    if (keeps_number(w) || find_word(&stems, w->at, w->stem)->longer || taken ||
-        (w->longer && begins_other(t, w))) {
-      w->stem = w->n;
+    keeps[k] |= keeps_number(w) || taken || (w->longer && begins_other(t, w));
+    for (uint32_t i = w->next; i && !keeps_number(w); i = t->all.at[i - 1].next) {
+      if (!meet(w, &t->all.at[i - 1])) continue;
+      keeps[k] = keeps[i - 1] = true;
     }
+  }
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    if (keeps[k]) t->all.at[k].stem = t->all.at[k].n;
   }
 }
 
@@ -241,6 +342,7 @@ void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *
   note_words(&t, out->at, out->n, false, true, &in_catalogue);
   note_words(&t, ptx->at, ptx->n, true, false, &in_ptx);
   note_words(&t, own->at, own->n, false, false, &in_own);
+  note_scopes(&t, own, &in_own, &in_ptx);
   drop_numbers(&t);
   rename_words(&t, ptx, &in_ptx, out);
   rename_words(&t, own, &in_own, out);

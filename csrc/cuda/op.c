@@ -19,36 +19,38 @@ bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
 }
 
 /* Does an op print the text of an operand once? */
-static bool prints_once(pm_gen *e, const pm_op *user) {
+static bool prints_once(const pm_op *user) {
   if (user->code == PM_OP_IF || user->code == PM_OP_WAIT) return true;
   if (user->code == PM_OP_YIELD) return user->n_in == 1;
-  return pm_ops[user->code].layout == PM_LAY_POINTWISE && user->code != PM_OP_OPT_BARRIER &&
-         !pm_typeof(e->g, user->out)->rank;
+  return pm_ops[user->code].layout == PM_LAY_POINTWISE && user->code != PM_OP_OPT_BARRIER;
 }
 
-/* Does the text of a scalar without a name stand where its one use is? C++ gives it the op's dtype
- * without a variable; what the use computes is printed once. */
-static bool is_inlined(pm_gen *e, pm_opid op) {
+/* Is the C++ expression of an op on such operands of its own dtype? */
+static bool keeps_type(pm_dtype d) { return d == PM_I32 || d == PM_BOOL || d == PM_F32; }
+
+bool pm_is_inlined(pm_gen *e, pm_opid op, const char *text) {
   enum { LONGEST = 40 };
   const pm_op *o = pm_get(e->g, op);
   const pm_value *v = pm_value_of(e->g, o->out);
-  const bool flag = v->type.dtype == PM_BOOL;
-  if (v->name || v->type.rank || e->uses[o->out] != 1 || strlen(e->expr) > LONGEST) return false;
+  if (v->name || e->uses[o->out] != 1 || strlen(text) > LONGEST) return false;
   const bool pointwise = pm_ops[o->code].layout == PM_LAY_POINTWISE;
   if ((!pointwise && o->code != PM_OP_AXIS) || o->code == PM_OP_OPT_BARRIER) return false;
   const pm_op *user = pm_get(e->g, e->user[o->out]);
-  if (user->parent != o->parent || !prints_once(e, user)) return false;
+  if (user->parent != o->parent || !prints_once(user)) return false;
   if (user->code == PM_OP_IF) return true;
   for (uint32_t k = 0; k < o->n_in; k++) {
-    const pm_dtype d = pm_typeof(e->g, pm_in(e->g, op, k))->dtype;
-    if (d != PM_I32 && d != PM_BOOL) return false;
+    if (!keeps_type(pm_typeof(e->g, pm_in(e->g, op, k))->dtype)) return false;
   }
-  return flag || v->type.dtype == PM_I32;
+  return keeps_type(v->type.dtype);
 }
 
-const char *pm_condition(pm_gen *e, pm_val v) {
-  const char *text = pm_scalar_of(e, v);
-  return *text == '(' ? pm_str(e, "%.*s", (int)strlen(text) - 2, text + 1) : text;
+static bool is_inlined(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  if (!pm_is_inlined(e, op, e->expr)) return false;
+  const pm_op *user = pm_get(e->g, e->user[out]);
+  const bool in_loop =
+      pm_ops[user->code].layout == PM_LAY_POINTWISE && pm_wants_array(e, user->out);
+  return !in_loop;
 }
 
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
@@ -61,7 +63,7 @@ pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
   }
   PM_TRY(pm_emit_op(e, op));
   if (is_inlined(e, op)) {
-    pm_bind(e, o->out, pm_str(e, "(%s)", e->expr), PM_FORM_SCALAR);
+    pm_bind(e, o->out, pm_atom(e, e->expr), PM_FORM_SCALAR);
     return PM_OK;
   }
   const char *name = pm_name_of(e, o->out);

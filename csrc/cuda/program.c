@@ -343,8 +343,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   } else if (code == PM_OP_PDL_WAIT) {
     s->e->program->pdl = true;
   } else if (code == PM_OP_ENTER_SECTION) {
-    s->e->n_turns = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
-    s->e->turn = op;
+    s->e->n_section = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
+    s->e->section = op;
     s->meets_lanes = true;
   } else if (code == PM_OP_NAMED_SYNC || code == PM_OP_NAMED_ARRIVE) {
     s->meets_lanes = true;
@@ -469,13 +469,13 @@ static pm_code print_counters_done(pm_gen *e, bool in_warps) {
 static pm_code print_work(pm_gen *e) {
   const char *first = pm_str(e, "%u", e->g->n_threads + 1);
   const uint32_t begin = e->out.n;
-  if (e->n_turns)
-    pm_print_arrival(e, pm_str(e, "if (wg == %u) ", e->n_turns - 1), "turn_pass", first, "");
+  if (e->n_section)
+    pm_print_arrival(e, pm_str(e, "if (wg == %u) ", e->n_section - 1), "section_leave", first, "");
   pm_find_lane_barriers(e);
   PM_TRY(pm_gen_block(e, 1));
   pm_print_last_wait(e);
   /* the barrier that thread 0 would wait for is left at rest */
-  if (e->n_turns) pm_print_meeting(e, e->turn, "if (wg == 0) ", "turn_take", first, "");
+  if (e->n_section) pm_print_meeting(e, e->section, "if (wg == 0) ", "section_enter", first, "");
   pm_print_leave(e, begin);
   return PM_OK;
 }

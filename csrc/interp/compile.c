@@ -601,8 +601,8 @@ static void alloc_tmem(compiler *c, pm_opid op, pm_val v) {
       (struct tmem_alloc){.name = pm_strdup(&c->m->arena, text, strlen(text)), .op = op, .tmem = m};
 }
 
-void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h) {
-  c->m->n_turns = (uint32_t)*pm_attr(c->g, op, PM_ATTR_N);
+void pm_vm_encode_section(compiler *c, pm_opid op, const handler *h) {
+  c->m->n_section = (uint32_t)*pm_attr(c->g, op, PM_ATTR_N);
   pm_vm_encode_plain(c, op, h);
 }
 

@@ -351,7 +351,7 @@ struct block {
   uint32_t n_entering, n_done;
   const scope *entering;
   uint32_t turn; /* thread that has it */
-  bool turn_taken;
+  bool section_entern;
   named_barrier named[NAMED_BARRIERS];
   uint32_t *n_left;  /* per scope: threads that left it */
   uint32_t *n_parts; /* per collective copy and thread: parts issued */
@@ -473,7 +473,7 @@ struct pm_machine {
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
   uint32_t n_clusters, room; /* that run at once, on all devices; that may on each */
   uint32_t n_semaphores, n_block_semaphores; /* of the launch, of a block */
-  uint32_t n_turns;                          /* threads that take turns */
+  uint32_t n_section;                        /* threads that enter ordered sections */
   uint32_t sms;                              /* of the GPU */
   int64_t profile_words;                     /* of a trace; 0: the profiler is off */
   bool profile_warps;
@@ -911,7 +911,7 @@ void pm_vm_encode_indexed(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h);
-void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_section(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_warp_map(compiler *c, pm_opid op, const handler *h);

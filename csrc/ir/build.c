@@ -7,8 +7,6 @@
 
 #include "rules.h"
 
-/* ---- graph and strings -------------------------------------------------------------------- */
-
 /* ---- values, blocks, operands ------------------------------------------------------------- */
 
 static pm_val new_value(pm_graph *g, const pm_type *type, pm_opid def, pm_blk block,

@@ -1048,7 +1048,7 @@ static pm_code pm_type_groups(const pm_typing *t, pm_type *out) {
   FAIL(VALUE, "%s: n is %" PRId64 "; 0 or more is needed", name(t), n);
 }
 
-static pm_code pm_type_turn(const pm_typing *t, pm_type *out) {
+static pm_code pm_type_section(const pm_typing *t, pm_type *out) {
   const int64_t n = word(t, PM_ATTR_N);
   (void)out;
   if (n >= 2 && n <= t->g->n_threads) return PM_OK;

@@ -20,10 +20,10 @@ enum { NAMED_BARRIERS = 16 };
 typedef struct checker {
   pm_err *err;
   pm_code code;
-  int64_t turns;
-  int64_t named; /* the largest number of a named barrier of the user, -1: none */
-  pm_opid namer; /* where it is used */
-  pm_opid warps; /* the WARP_MAP being checked */
+  int64_t section; /* threads that enter ordered sections, 0: none do */
+  int64_t named;   /* the largest number of a named barrier of the user, -1: none */
+  pm_opid namer;   /* where it is used */
+  pm_opid warps;   /* the WARP_MAP being checked */
 } checker;
 
 static void fail(checker *c, pm_graph *g, pm_opid op, const char *why) {
@@ -32,13 +32,13 @@ static void fail(checker *c, pm_graph *g, pm_opid op, const char *why) {
   pm_err_op(c->err, g, op);
 }
 
-static void check_turn(checker *c, pm_graph *g, pm_opid op) {
+static void check_section(checker *c, pm_graph *g, pm_opid op) {
   const int64_t n = *pm_attr(g, op, PM_ATTR_N);
-  if (c->turns && c->turns != n) {
+  if (c->section && c->section != n) {
     fail(c, g, op,
          pm_printf(g->arena,
                    "ordered_section: %lld threads take turns here, %lld elsewhere in the kernel",
-                   (long long)n, (long long)c->turns));
+                   (long long)n, (long long)c->section));
   }
   if (g->n_threads + 1 + n > NAMED_BARRIERS) {
     fail(
@@ -46,7 +46,7 @@ static void check_turn(checker *c, pm_graph *g, pm_opid op) {
         pm_printf(g->arena, "ordered_section: %lld threads of %u; together at most %d are possible",
                   (long long)n, g->n_threads, NAMED_BARRIERS - 1));
   }
-  c->turns = n;
+  c->section = n;
 }
 
 static void check_named(checker *c, pm_graph *g, pm_opid op) {
@@ -65,13 +65,13 @@ static void check_named(checker *c, pm_graph *g, pm_opid op) {
 
 /* Once all ordered sections are known. */
 static void check_named_count(checker *c, pm_graph *g) {
-  const int64_t most = NAMED_BARRIERS - 1 - g->n_threads - c->turns;
+  const int64_t most = NAMED_BARRIERS - 1 - g->n_threads - c->section;
   if (c->named < most) return;
   fail(c, g, c->namer,
        pm_printf(g->arena,
                  "%s: barrier is %lld; a kernel of %u threads%s has %lld named barriers for itself",
                  pm_ops[pm_get(g, c->namer)->code].text, (long long)c->named, g->n_threads,
-                 c->turns ? ", some of which take turns," : "", (long long)most));
+                 c->section ? ", some of which take turns," : "", (long long)most));
 }
 
 static bool is_local(const pm_graph *g, pm_opid op) {
@@ -172,7 +172,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
     pm_walk(g, pm_region(g, op, 0), check_in_warp, c);
   }
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_ENTER_SECTION || o->code == PM_OP_LEAVE_SECTION) check_turn(c, g, op);
+  if (o->code == PM_OP_ENTER_SECTION || o->code == PM_OP_LEAVE_SECTION) check_section(c, g, op);
   if (o->code == PM_OP_NAMED_SYNC || o->code == PM_OP_NAMED_ARRIVE) check_named(c, g, op);
   for (uint32_t k = 0; k < o->n_in; k++) {
     const pm_opid def = pm_value_of(g, pm_in(g, op, k))->def;

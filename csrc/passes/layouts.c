@@ -1107,4 +1107,3 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
   return p.code;
 }
 
-/* ---- moves in registers --------------------------------------------------------------------- */

@@ -323,7 +323,7 @@ static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, 
 }
 
 /* The memory gets the shape of the stored array; the product reads the transpose. */
-static void turn_alloc(pm_graph *g, const staged *p) {
+static void transpose_alloc(pm_graph *g, const staged *p) {
   const pm_val memory = pm_get(g, p->alloc)->out;
   const pm_type old = *pm_typeof(g, memory);
   const int64_t swap[] = {1, 0};
@@ -382,7 +382,7 @@ static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   move_before(g, p->alloc, s->front);
   belongs(s, p->alloc);
   const pm_val ready = new_barrier(s, p->load), memory = pm_get(g, p->alloc)->out;
-  turn_alloc(g, p);
+  transpose_alloc(g, p);
   PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), memory, ready, s->front, err));
   insert_wait(g, p->store, ready, p->load);
   const pm_blk block = pm_get(g, p->acc_load)->parent;
@@ -418,7 +418,7 @@ static void stage_invariant(stager *s, staged *p) {
   const pm_val x = pm_in(g, p->store, 1);
   move_before(g, p->alloc, s->front);
   belongs(s, p->alloc);
-  turn_alloc(g, p);
+  transpose_alloc(g, p);
   bring(s, pm_get(g, p->alloc)->out, x, p->store);
   drop(g, p->store);
   drop_commit(g, p);
@@ -522,7 +522,7 @@ static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm
   PM_TRY(copy_step(g, &first, from, next, to, ready, load, err));
   for (uint32_t k = 0; k < u->n_a; k++) g->operands.at[pm_get(g, u->a[k])->in + 1] = mine;
   for (uint32_t k = 0; k < u->n_b; k++) {
-    turn_alloc(g, &u->b[k]);
+    transpose_alloc(g, &u->b[k]);
     replace_uses(g, pm_get(g, u->b[k].alloc)->out, mine, 0);
     drop(g, u->b[k].store);
     drop_commit(g, &u->b[k]);

@@ -663,8 +663,8 @@ FN u32 warp_uniform(u32 x, LINE) { return host_shuffle(x, 0, ~0u, line); }
 FN i32 next_index(i32 i) { return i + 1; }
 FN bool elect_one(LINE) { return host_elect(~0u, line); }
 FN bool warp_any(bool x, LINE) { return host_vote_any(~0u, x, line); }
-FN void turn_take(u32 id, LINE) { host_bar_sync(id, 256, line); }
-FN void turn_pass(u32 id, LINE) { host_bar_arrive(id, 256, line); }
+FN void section_enter(u32 id, LINE) { host_bar_sync(id, 256, line); }
+FN void section_leave(u32 id, LINE) { host_bar_arrive(id, 256, line); }
 FN void named_barrier_sync(u32 id, u32 lanes, LINE) { host_bar_sync(id, lanes, line); }
 FN void named_barrier_arrive(u32 id, u32 lanes, LINE) { host_bar_arrive(id, lanes, line); }
 FN void warpgroup_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }

@@ -48,7 +48,7 @@ def test_turns_go_round(run, threads, ring):
     options = dict(scratch_types=[plgpu.SMEM((1,), i32)], num_threads=threads, thread_name="wg")
     np.testing.assert_array_equal(run(body, out, **options), np.arange(5 * ring))
     if run.way != "cuda":
-        assert "turn_take" in text_of(run, body, out, **options)
+        assert "section_enter" in text_of(run, body, out, **options)
 
 
 def test_one_thread_needs_no_turn(run):

@@ -77,12 +77,12 @@ FN bool lanes_all(u32 wg, bool x) {
 // is x true in any lane of the warp?
 FN bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 
-//! turn_take
+//! section_enter
 // waits, with all lanes of a warpgroup, until the previous participant has left the ordered section
-FN void turn_take(u32 id) { asm volatile("bar.sync %0, 256;" :: "r"(id) : "memory"); }
+FN void section_enter(u32 id) { asm volatile("bar.sync %0, 256;" :: "r"(id) : "memory"); }
 
-//! turn_pass
-FN void turn_pass(u32 id) { asm volatile("bar.arrive %0, 256;" :: "r"(id) : "memory"); }
+//! section_leave
+FN void section_leave(u32 id) { asm volatile("bar.arrive %0, 256;" :: "r"(id) : "memory"); }
 
 //! named_barrier_sync
 // with all lanes of a warp: waits until that many lanes of the block have arrived at the barrier

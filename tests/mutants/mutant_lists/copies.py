@@ -225,7 +225,7 @@ breaks(
     ),
     a_test_forgets_the_phase=(
         "pm_cuda_BARRIER_TEST",
-        'pm_line(e, "%s ^= 1u << (%s);", b.phase, index);',
+        'pm_line(e, "%s ^= %s;", b.phase, shifted(e, "1u", "<<", index));',
         "",
     ),
 )

@@ -445,8 +445,8 @@ breaks(
     ),
     phases_of_other_barriers_are_tested=(
         "pm_cuda_WAIT",
-        '"%s, %s >> (%s) & 1", b.address, b.phase, b.index',
-        '"%s, %s >> (%s) != 0", b.address, b.phase, b.index',
+        '"%s, %s & 1", b.address, bit',
+        '"%s, %s != 0", b.address, bit',
     ),
 )
 breaks(
@@ -883,13 +883,13 @@ breaks(
     TURNS,
     a_turn_is_passed_to_oneself=(
         "pm_cuda_LEAVE_SECTION",
-        'e->n_turns, first + 1, first), "");',
-        'e->n_turns, first, first), "");',
+        'e->n_section, first + 1, first), "");',
+        'e->n_section, first, first), "");',
     ),
     the_last_passes_to_the_second=(
         "pm_cuda_LEAVE_SECTION",
-        'e->n_turns, first + 1, first), "");',
-        'e->n_turns, first + 1, first + 1), "");',
+        'e->n_section, first + 1, first), "");',
+        'e->n_section, first + 1, first + 1), "");',
     ),
     turns_are_taken_at_the_barriers_of_lanes=(
         "pm_cuda_ENTER_SECTION",
@@ -898,7 +898,8 @@ breaks(
     ),
     turns_are_not_awaited=(
         "pm_cuda_ENTER_SECTION",
-        'pm_print_meeting(e, op, "", "turn_take", pm_str(e, "%u + wg", e->g->n_threads + 1), "");',
+        'pm_print_meeting(e, op, "", "section_enter",'
+        ' pm_str(e, "%u + wg", e->g->n_threads + 1), "");',
         "",
     ),
 )
@@ -962,15 +963,15 @@ breaks(
     NAMED,
     named_barriers_are_those_of_turns=(
         "named",
-        "first = e->g->n_threads + 1 + e->n_turns;",
+        "first = e->g->n_threads + 1 + e->n_section;",
         "first = e->g->n_threads + 1;",
     ),
     named_barriers_are_those_of_lanes=(
         "named",
-        "first = e->g->n_threads + 1 + e->n_turns;",
-        "first = 1 + e->n_turns;",
+        "first = e->g->n_threads + 1 + e->n_section;",
+        "first = 1 + e->n_section;",
     ),
-    traced_numbers_are_one_off=("named", "first, pm_scalar_of(", "first + 1, pm_scalar_of("),
+    traced_numbers_are_one_off=("named", "first, pm_atom(e", "first + 1, pm_atom(e"),
     who_waits_only_arrives=(
         "pm_cuda_NAMED_SYNC",
         'named(e, op, "named_barrier_sync", true)',
@@ -1003,8 +1004,8 @@ breaks(
     f"{ATTENTION}::test_lengths",
     nobody_has_the_first_turn=(
         "print_work",
-        '"if (wg == %u) ", e->n_turns - 1',
-        '"if (wg == 77 + %u) ", e->n_turns - 1',
+        '"if (wg == %u) ", e->n_section - 1',
+        '"if (wg == 77 + %u) ", e->n_section - 1',
     ),
     the_last_turn_is_left=(
         "print_work",
@@ -1061,8 +1062,8 @@ breaks(
 breaks(
     f"{PASSES}/divergence.c",
     TURNS,
-    one_named_barrier_too_many=("check_turn", "g->n_threads + 1 + n >", "g->n_threads + n >"),
-    rings_of_several_sizes=("check_turn", "if (c->turns && c->turns != n)", "if (c->turns > n)"),
+    one_named_barrier_too_many=("check_section", "g->n_threads + 1 + n >", "g->n_threads + n >"),
+    rings_of_several_sizes=("check_section", "if (c->turns && c->turns != n)", "if (c->turns > n)"),
     some_warps_may_move_data=("is_local", "return !pm_op_scratch(g, op);", "return true;"),
     some_warps_may_do_all_that_has_no_effects=(
         "is_local",
@@ -1089,8 +1090,8 @@ breaks(
     ),
     all_blocks_of_a_cluster_fetch_tiles=(
         "pm_cuda_FETCH_TILE",
-        'pm_begin(e, "%s {", pm_taker(e, true)); if (e->program->pdl)',
-        'pm_begin(e, "%s {", pm_taker(e, false)); if (e->program->pdl)',
+        "begin_taker(e, true); if (e->program->pdl)",
+        "begin_taker(e, false); if (e->program->pdl)",
     ),
     tiles_are_taken_before_the_launch_before_ends=(
         "pm_cuda_FETCH_TILE",
@@ -1153,8 +1154,12 @@ breaks(
     f"{DEVICE}/thread.cuh",
     CATALOGUE,
     TURNS,
-    one_warpgroup_takes_the_turn=("turn_take", '"bar.sync %0, 256;"', '"bar.sync %0, 128;"'),
-    one_warpgroup_passes_the_turn=("turn_pass", '"bar.arrive %0, 256;"', '"bar.arrive %0, 128;"'),
+    one_warpgroup_takes_the_turn=("section_enter", '"bar.sync %0, 256;"', '"bar.sync %0, 128;"'),
+    one_warpgroup_passes_the_turn=(
+        "section_leave",
+        '"bar.arrive %0, 256;"',
+        '"bar.arrive %0, 128;"',
+    ),
     some_is_all_in_a_warp=("warp_any", "__any_sync(0xffffffffu, x)", "__all_sync(0xffffffffu, x)"),
 )
 

@@ -168,13 +168,13 @@ breaks(
     phase_never_flips=("pm_cuda_WAIT", 'pm_line(e, "%s ^= 1;", b.phase);', ""),
     phase_of_the_next_barrier_flips=(
         "pm_cuda_WAIT",
-        'pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);',
-        'pm_line(e, "%s ^= 2u << (%s);", b.phase, b.index);',
+        'shifted(e, "1u", "<<", b.index)',
+        'shifted(e, "2u", "<<", b.index)',
     ),
     known_phase_is_the_next=(
-        "pm_cuda_WAIT",
-        '"%s, %s & 1", b.address, pm_scalar_of',
-        '"%s, %s + 1 & 1", b.address, pm_scalar_of',
+        "parity_of",
+        '"%s & 1", pm_scalar_of',
+        '"%s + 1 & 1", pm_scalar_of',
     ),
     wait_for_the_phase_before=(
         "pm_cuda_WAIT",
@@ -571,7 +571,7 @@ breaks(
         'else pm_line(e, "block_sync();");',
         "else (void)op;",
     ),
-    while_tests_the_opposite=("pm_cuda_WHILE", '"if (!(%s)) break;"', '"if (%s) break;"'),
+    while_tests_the_opposite=("pm_cuda_WHILE", '"if (!%s) break;"', '"if (%s) break;"'),
 )
 breaks(
     f"{CUDA}/emit_registers.c",
