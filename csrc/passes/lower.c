@@ -33,6 +33,7 @@ static const step steps[] = {
     {"infer_layouts", pm_infer_layouts, PM_LAID_OUT},
     {"choose_transforms", pm_choose_transforms, PM_LAID_OUT},
     {"simplify", simplify, PM_LAID_OUT},
+    {"repeat_requests", pm_repeat_requests, PM_LAID_OUT},
     {"warn_large", pm_warn_large, PM_LAID_OUT},
     {"check_divergence", pm_check_divergence, PM_LAID_OUT},
     {"plan_copies", pm_plan_copies, PM_LAID_OUT},

@@ -45,6 +45,8 @@ pm_code pm_loop_over_strips(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_warn_large(pm_graph *g, const pm_target *t, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
+/* registers.c, for a graph with layouts: branches of one role repeat the request of its threads. */
+pm_code pm_repeat_requests(pm_graph *g, const pm_target *t, pm_err *err);
 /* divergence.c: PM_E_VALUE for ordered sections with different participants, and for ops that need
  * all lanes in code that only some warps reach. */
 pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err);

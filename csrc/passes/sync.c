@@ -88,6 +88,7 @@ typedef struct placer {
   /* Since the last SYNC, for ARRIVE. */
   bool touched;     /* the lanes loaded or stored */
   bool waited;      /* they waited for a barrier, and no wgmma has synchronised them since */
+  bool requested;   /* registers */
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
@@ -320,7 +321,7 @@ static bool is_constant(const placer *p, pm_val view) {
 static void met(placer *p) {
   p->at = ORDERED;
   p->n_open = 0;
-  p->lost = p->touched = p->waited = false;
+  p->lost = p->touched = p->waited = p->requested = false;
 }
 
 /* Insert before position *k of the block; *k continues to denote the same op. */
@@ -521,10 +522,12 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
     *p = *before;
     if (loop) p->at = APART;
+    p->requested |= loop;
     visit_block(p, pm_region(g, op, r));
     after.at = p->at < after.at ? p->at : after.at;
     after.touched |= p->touched;
     after.waited |= p->waited;
+    after.requested |= p->requested;
     after.n_wgmmas = pm_min(after.n_wgmmas, p->n_wgmmas);
     add_ranges(&unfenced, &p->unfenced);
     add_ranges(&loaded, &p->loaded);
@@ -536,6 +539,7 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   p->at = after.at;
   p->touched = after.touched;
   p->waited = after.waited;
+  p->requested = after.requested;
   p->n_wgmmas = after.n_wgmmas;
 }
 
@@ -588,6 +592,12 @@ static void visit_regions(placer *p, pm_blk block, uint32_t *k) {
   }
 }
 
+/* All warps of a thread synchronise between two requests (PTX ISA, setmaxnreg). */
+static void visit_request(placer *p, pm_blk block, uint32_t *k) {
+  if (p->requested) place(p, block, k);
+  p->requested = true;
+}
+
 static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   const pm_graph *g = p->g;
   const pm_opid op = g->blocks.at[block].ops.at[*k];
@@ -606,6 +616,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   soil_by(p, op);
   if (pm_get(g, op)->n_regions) visit_regions(p, block, k);
   else if (pm_is_source(g, op)) visit_inline(p, block, k);
+  else if (code == PM_OP_SET_MAX_REGISTERS) visit_request(p, block, k);
   else if (effects & E_RELEASE) visit_release(p, block, k, signals);
   else if (store.where) visit_store(p, block, k, &store);
   else if (copies) visit_copy(p, block, k);

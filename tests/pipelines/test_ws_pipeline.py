@@ -722,6 +722,37 @@ def refused():
     yield make(memory_registers=41), ValueError, "multiple of 8"
 
 
+def test_large_arrays_after_pipelines(run, rng):
+    """What a compute thread does after the memory thread has given its registers away, tile by
+    tile, stays in registers (run.call asserts that)."""
+    tiles, height, width = 2, 128, 96
+
+    def body(x, y, o, last):
+        wg = lax.axis_index("wg")
+
+        def tile(t, _):
+            def step(indices, x_s):
+                last[...] = x_s[...]
+
+            spec = plgpu.BlockSpec((height, width), lambda i: (t * 3 + i, 0))
+            emit(step, grid=(3,), in_specs=[spec], max_concurrent_steps=2)(x)
+
+            @pl.when(wg == 0)
+            def _():
+                at = pl.ds(t * height, height)
+                rows = plgpu.load(y.at[at], layout=plgpu.Layout.WGMMA)
+                o[at] = plgpu.load(last, layout=plgpu.Layout.WGMMA) * rows + rows
+
+        lax.fori_loop(0, tiles, tile, None)
+
+    x = rng.standard_normal((tiles * 3 * height, width)).astype(f32)
+    y = rng.standard_normal((tiles * height, width)).astype(f32)
+    scratch = [plgpu.SMEM((height, width), f32)]
+    kernel = run.kernel(body, y, scratch_types=scratch, **THREADS)
+    want = x.reshape(tiles, 3, height, width)[:, -1].reshape(y.shape) * y + y
+    np.testing.assert_allclose(run.call(kernel, x, y), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("body,error,why", list(refused()))
 def test_refused(body, error, why):
     kernel = plgpu.kernel(body, out_type=shaped(4, 256), **THREADS)
