@@ -683,7 +683,7 @@ pm_code pm_cuda_GATHER_G2S(pm_gen *e, pm_opid op) {
   PM_TRY(rows_of(e, op, pm_in(e->g, op, 1), pm_in(e->g, op, 0), pm_in(e->g, op, 3), &r));
   PM_TRY(pm_barrier_address(e, op, pm_in(e->g, op, 2), &barrier));
   const pm_type *t = pm_typeof(e->g, pm_in(e->g, op, 1));
-  pm_note(e, op, "gather_gmem_to_smem");
+  pm_note(e, op, "copy_gmem_to_smem of rows");
   pm_line(e, PM_WARPGROUP_SYNC);
   pm_line(e, PM_ONE_LANE " mbarrier_arrive_expect_tx(%s, %lld);", barrier,
           (long long)(pm_type_size(t) * pm_dtypes[t->dtype].bits / 8));
@@ -695,7 +695,7 @@ pm_code pm_cuda_GATHER_G2S(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_SCATTER_S2G(pm_gen *e, pm_opid op) {
   rows r;
   PM_TRY(rows_of(e, op, pm_in(e->g, op, 0), pm_in(e->g, op, 1), pm_in(e->g, op, 2), &r));
-  pm_note(e, op, "scatter_smem_to_gmem");
+  pm_note(e, op, "copy_smem_to_gmem of rows");
   pm_line(e, PM_WARPGROUP_SYNC);
   issue_rows(e, &r, NULL);
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "%s bulk_group_commit();", pm_store_lanes(e));

@@ -122,7 +122,7 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) {
   va_start(ap, fmt);
   pm_vputf(&t, fmt, ap);
   va_end(ap);
-  pm_fail(e->err, code, "%s: %s", pm_ops[pm_get(e->g, op)->code].text, t.at);
+  pm_fail(e->err, code, "%s: %s", pm_op_name(pm_get(e->g, op)->code), t.at);
   pm_err_op(e->err, e->g, op);
   return code;
 }

@@ -30,8 +30,7 @@
 
 static uint32_t add_site(pm_gen *e, pm_opid op, pm_program_site s) {
   const pm_op *o = pm_get(e->g, op);
-  s.op = pm_ops[o->code].text;
-  if (!strncmp(s.op, "masked_", 7)) s.op += 7; /* the user may have given no mask */
+  s.op = pm_op_name(o->code);
   s.file = o->line ? e->g->strings.at[o->file] : NULL;
   s.line = o->line;
   e->checks = true;

@@ -370,7 +370,7 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h) {
   if (!i.kernel) {
     fail(c, op, PM_E_NOT_IMPLEMENTED,
          pm_printf(c->temp, "%s of %s is not in the interpreter; convert to a wider dtype first",
-                   pm_ops[o->code].text, pm_dtypes[i.dtype].text));
+                   pm_op_name(o->code), pm_dtypes[i.dtype].text));
     return;
   }
   i.dst = define(c, o->out);
@@ -556,7 +556,7 @@ static void add_product(compiler *c, pm_opid op, tensor_op *x) {
 void pm_vm_encode_tensor(compiler *c, pm_opid op, const handler *h) {
   tensor_op *x = PM_NEW(&c->m->arena, tensor_op, 1);
   const pm_type *first = pm_typeof(c->g, pm_in(c->g, op, 0));
-  x->name = pm_ops[pm_get(c->g, op)->code].text;
+  x->name = pm_op_name(pm_get(c->g, op)->code);
   x->pair = *pm_attr(c->g, op, PM_ATTR_PAIR);
   if (x->pair) {
     x->number = c->pair_ops.n;

@@ -137,7 +137,7 @@ static void copy_places(compiler *c) {
       c->files[file] = pm_strdup(&c->m->arena, g->strings.at[file], strlen(g->strings.at[file]));
     }
     const uint16_t code = g->ops.at[k].code;
-    const char *what = pm_ops[code].text;
+    const char *what = pm_op_name(code);
     if (pm_has_attr(g, k, PM_ATTR_ENDS)) { /* a scope with a name */
       what = g->strings.at[*pm_attr(g, k, PM_ATTR_FORMAT)];
       what = pm_strdup(&c->m->arena, what, strlen(what));

@@ -110,7 +110,7 @@ static pm_code check_new(pm_builder *b, pm_opcode code, const pm_val *in, uint32
   if (code <= PM_OP_NONE || code >= PM_OP_COUNT) {
     return pm_fail(err, PM_E_INTERNAL, "there is no op number %d", (int)code);
   }
-  const char *text = pm_ops[code].text;
+  const char *text = pm_op_name(code);
   uint8_t regions = pm_ops[code].regions;
   if (regions == PM_VARIABLE ? !n_regions || n_regions > UINT16_MAX : n_regions != regions) {
     return pm_fail(err, PM_E_INTERNAL, "%s: %u regions", text, n_regions);
@@ -201,7 +201,7 @@ pm_code pm_close(pm_builder *b, pm_opid op, pm_err *err) {
   pm_graph *g = b->g;
   for (uint32_t k = 0; k < g->ops.at[op].n_regions; k++) {
     if (!terminated(g, pm_region(g, op, k))) {
-      pm_fail(err, PM_E_INTERNAL, "%s: region %u has no yield", pm_ops[g->ops.at[op].code].text, k);
+      pm_fail(err, PM_E_INTERNAL, "%s: region %u has no yield", pm_op_name(g->ops.at[op].code), k);
       return at_builder(b, err);
     }
   }

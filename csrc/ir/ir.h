@@ -137,6 +137,7 @@ static inline const pm_operand *pm_operand_of(int code, uint32_t k) {
   return &op->operand[k < op->n_operands ? k : op->n_operands - 1u];
 }
 extern const char *const pm_attr_text[PM_ATTR_COUNT];
+const char *pm_op_name(int code);           /* in messages */
 int pm_op_find(const char *text, size_t n); /* 0: no such op */
 
 /* ---- the graph ---------------------------------------------------------------------------- */

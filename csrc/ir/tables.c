@@ -101,6 +101,17 @@ const char *pm_enum_text(pm_enum f, int64_t value) {
   return enums[f].text[value];
 }
 
+const char *pm_op_name(int code) {
+  switch (code) {
+#define PM_OP_NAME(id, name) \
+  case PM_OP_##id:           \
+    return name;
+#include "op_names.def"
+#undef PM_OP_NAME
+    default: return pm_ops[code].text;
+  }
+}
+
 int pm_op_find(const char *text, size_t n) {
   for (int k = 1; k < PM_OP_COUNT; k++) {
     if (strlen(pm_ops[k].text) == n && !memcmp(pm_ops[k].text, text, n)) return k;

@@ -1157,7 +1157,7 @@ static pm_code check_carries(const pm_graph *g, pm_opid op, pm_opid yield, pm_er
                              ? "body_fun output and input must have identical types"
                              : "carry input and carry output must have equal types";
   if (y->n_in != o->n_in - first) {
-    return pm_fail(err, PM_E_TYPE, "%s: %s, got %u values for %u carries", pm_ops[o->code].text,
+    return pm_fail(err, PM_E_TYPE, "%s: %s, got %u values for %u carries", pm_op_name(o->code),
                    fragment, y->n_in, o->n_in - first);
   }
   for (uint32_t k = 0; k < y->n_in; k++) {
@@ -1165,7 +1165,7 @@ static pm_code check_carries(const pm_graph *g, pm_opid op, pm_opid yield, pm_er
     const pm_type *out = pm_typeof(g, pm_in(g, yield, k));
     if (pm_type_equal(in, out)) continue;
     return pm_fail(err, PM_E_TYPE, "%s: %s, carry %u goes in as %s and comes out as %s",
-                   pm_ops[o->code].text, fragment, k, pm_type_text(g->arena, in),
+                   pm_op_name(o->code), fragment, k, pm_type_text(g->arena, in),
                    pm_type_text(g->arena, out));
   }
   return PM_OK;
@@ -1186,7 +1186,7 @@ static pm_code check_branches(const pm_graph *g, pm_opid op, pm_err *err) {
   pm_opid first = pm_terminator(g, pm_region(g, op, 0));
   for (uint32_t r = 1; r < pm_get(g, op)->n_regions; r++) {
     pm_opid other = pm_terminator(g, pm_region(g, op, r));
-    const char *text = pm_ops[pm_get(g, op)->code].text;
+    const char *text = pm_op_name(pm_get(g, op)->code);
     if (pm_get(g, first)->n_in != pm_get(g, other)->n_in) {
       return pm_fail(err, PM_E_TYPE,
                      "%s: branches must have equal output types, branch 0 returns %u values and "

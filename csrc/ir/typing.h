@@ -11,7 +11,7 @@ static inline bool same_shape(const pm_type *a, const pm_type *b) {
   return a->rank == b->rank && !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
 }
 
-static inline const char *name(const pm_typing *t) { return pm_ops[t->code].text; }
+static inline const char *name(const pm_typing *t) { return pm_op_name(t->code); }
 static inline const pm_type *type_in(const pm_typing *t, uint32_t k) {
   return pm_typeof(t->g, t->in[k]);
 }

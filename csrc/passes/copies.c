@@ -515,7 +515,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   if (pm_view_of(g, pm_in(g, op, load ? 1 : 0), true, &p->smem, err)) return err->code;
   if (p->gmem.param < 0 || p->smem.space != PM_SMEM) {
     return pm_fail(err, PM_E_VALUE, "%s: one side must be a GMEM ref, the other one an SMEM ref",
-                   pm_ops[pm_get(g, op)->code].text);
+                   pm_op_name(pm_get(g, op)->code));
   }
   p->bytes = pm_dtypes[p->gmem.dtype].bytes;
   for (int k = 0; k < p->smem.rank; k++) p->bytes *= p->smem.dim[k].size;
@@ -543,19 +543,19 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   }
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",
-                   pm_ops[pm_get(g, op)->code].text, pm_enum_text(PM_ENUM_ENGINE, engine), why);
+                   pm_op_name(pm_get(g, op)->code), pm_enum_text(PM_ENUM_ENGINE, engine), why);
   }
   if (p->gmem.reshaped && !(load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS)) {
     return pm_fail(err, PM_E_NOT_IMPLEMENTED,
                    "%s: the GMEM view is a reshape of a slice that is not provably inside the "
                    "array; reshape the ref first and slice it then",
-                   pm_ops[pm_get(g, op)->code].text);
+                   pm_op_name(pm_get(g, op)->code));
   }
   if (p->gmem.all_devices) {
     return pm_fail(err, PM_E_NOT_IMPLEMENTED,
                    "%s to a multicast_ref: no engine can do this copy: %s. Change the block, or "
                    "store the array by plgpu.multimem_store",
-                   pm_ops[pm_get(g, op)->code].text, why);
+                   pm_op_name(pm_get(g, op)->code), why);
   }
   p->engine = PM_ENGINE_PLAIN;
   p->why = why;
@@ -640,7 +640,7 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
     pm_vec_push(g->arena, &g->warnings,
                 pm_printf(g->arena,
                           "%s:%u: %s of %lld bytes is done by loads and stores of all lanes%s: %s",
-                          g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes,
+                          g->strings.at[o->file], o->line, pm_op_name(code), (long long)p.bytes,
                           p.alone ? " of each block" : "", p.why));
   }
 }

@@ -56,7 +56,7 @@ static void check_named(checker *c, pm_graph *g, pm_opid op) {
   if (lo < 0 && lo == hi) {
     fail(c, g, op,
          pm_printf(g->arena, "%s: barrier is %lld; 0 or more is needed",
-                   pm_ops[pm_get(g, op)->code].text, (long long)lo));
+                   pm_op_name(pm_get(g, op)->code), (long long)lo));
   }
   if (lo != hi || lo <= c->named) return;
   c->named = lo;
@@ -70,7 +70,7 @@ static void check_named_count(checker *c, pm_graph *g) {
   fail(c, g, c->namer,
        pm_printf(g->arena,
                  "%s: barrier is %lld; a kernel of %u threads%s has %lld named barriers for itself",
-                 pm_ops[pm_get(g, c->namer)->code].text, (long long)c->named, g->n_threads,
+                 pm_op_name(pm_get(g, c->namer)->code), (long long)c->named, g->n_threads,
                  c->section ? ", some of which take turns," : "", (long long)most));
 }
 
@@ -89,7 +89,7 @@ static void check_local(pm_graph *g, pm_opid op, void *ctx) {
        pm_printf(g->arena,
                  "warp_where: %s is not possible where only some warps go; compute it before, or "
                  "use jnp.where",
-                 pm_ops[pm_get(g, op)->code].text));
+                 pm_op_name(pm_get(g, op)->code)));
 }
 
 static const pm_type *array_of(const pm_graph *g, pm_opid op) {
@@ -103,7 +103,7 @@ static const pm_type *array_of(const pm_graph *g, pm_opid op) {
 
 static void fail_in_warp(checker *c, pm_graph *g, pm_opid op, pm_code code, const char *why) {
   if (c->code) return;
-  c->code = pm_fail(c->err, code, "%s: %s", pm_ops[pm_get(g, op)->code].text, why);
+  c->code = pm_fail(c->err, code, "%s: %s", pm_op_name(pm_get(g, op)->code), why);
   pm_err_op(c->err, g, op);
 }
 

@@ -59,7 +59,7 @@ static void fail_layout_of(pass *p, pm_opid op, pm_val v, const char *why) {
   pm_layid l = given_layout(g, op);
   p->code = pm_fail(p->err, PM_E_VALUE,
                     "Failed to infer a possible set of layouts: %s of %s in the layout %s: %s",
-                    pm_ops[pm_get(g, op)->code].text, pm_type_text(g->arena, pm_typeof(g, v)),
+                    pm_op_name(pm_get(g, op)->code), pm_type_text(g->arena, pm_typeof(g, v)),
                     l ? pm_layout_text(g->arena, pm_layout_of(g, l)) : "(none)", why);
   pm_err_op(p->err, g, op);
 }
@@ -658,14 +658,13 @@ static void warn(pass *p, pm_opid at, pm_val v, pm_layid from, pm_layid to) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, at);
   const char *file = o->line ? g->strings.at[o->file] : "<unknown>";
-  pm_vec_push(
-      g->arena, &g->warnings,
-      pm_printf(g->arena,
-                "%s:%u: %s: %s is converted from layout %s to %s through shared memory; "
-                "a layout_cast of its sources may avoid that",
-                file, o->line, pm_ops[o->code].text, pm_type_text(g->arena, pm_typeof(g, v)),
-                pm_layout_text(g->arena, pm_layout_of(g, from)),
-                pm_layout_text(g->arena, pm_layout_of(g, to))));
+  pm_vec_push(g->arena, &g->warnings,
+              pm_printf(g->arena,
+                        "%s:%u: %s: %s is converted from layout %s to %s through shared memory; "
+                        "a layout_cast of its sources may avoid that",
+                        file, o->line, pm_op_name(o->code), pm_type_text(g->arena, pm_typeof(g, v)),
+                        pm_layout_text(g->arena, pm_layout_of(g, from)),
+                        pm_layout_text(g->arena, pm_layout_of(g, to))));
 }
 
 static uint32_t place_after(const pm_graph *g, pm_val v, pm_blk *block) {
@@ -795,7 +794,7 @@ static void warn_scratch(pass *p, pm_opid op) {
   pm_vec_push(
       g->arena, &g->warnings,
       pm_printf(g->arena, "%s:%u: %s: %s moves between lanes, through shared memory", file, o->line,
-                pm_ops[o->code].text, pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 0)))));
+                pm_op_name(o->code), pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 0)))));
 }
 
 /* REDUCE, RESHAPE, SLICE, TRANSPOSE: the result follows from the operand. Convert the result if the
@@ -1056,7 +1055,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   pass *p = ctx;
   if (p->code || op_agrees(g, op)) return;
   p->code = pm_fail(p->err, PM_E_INTERNAL, "layout inference: the layouts of %s do not agree",
-                    pm_ops[pm_get(g, op)->code].text);
+                    pm_op_name(pm_get(g, op)->code));
   pm_err_op(p->err, g, op);
 }
 

@@ -106,12 +106,12 @@ static void warn(checker *c, const pm_access *a, const pending *p) {
   const char *other = p->kind == STORED ? ""
                       : p->kind == MULTIPLYING
                           ? " the product"
-                          : pm_printf(g->arena, " the %s", pm_ops[pm_get(g, p->a.op)->code].text);
+                          : pm_printf(g->arena, " the %s", pm_op_name(pm_get(g, p->a.op)->code));
   pm_vec_push(g->arena, &g->warnings,
               pm_printf(g->arena,
                         "%s:%u: missing synchronisation: %s %s '%s', which %s%s%s; "
                         "%s",
-                        g->strings.at[o->file], o->line, pm_ops[o->code].text,
+                        g->strings.at[o->file], o->line, pm_op_name(o->code),
                         a->writes ? "writes" : "reads", name ? g->strings.at[name] : "a ref",
                         what[p->kind], other, line_text(g, p->a.op, a->op), remedy(g, p)));
 }

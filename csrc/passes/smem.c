@@ -43,8 +43,8 @@ typedef struct plan {
     int64_t number, group; /* 0: no union is open */
     int64_t start[N_STACKS], end[N_STACKS];
   } overlay;
-  stage stage;      /* of the current block */
-  bool *remote;     /* by value: an allocation on the stack REMOTE */
+  stage stage;  /* of the current block */
+  bool *remote; /* by value: an allocation on the stack REMOTE */
   PM_VEC(int64_t) remote_unions;
   int64_t barriers; /* bytes */
   int64_t scratch;  /* bytes of one Pallas thread */
@@ -111,7 +111,7 @@ static void refuse_own(plan *p, pm_opid op) {
       memory ? "SMEM that other blocks of the cluster reach must be allocated by all threads: pass "
                "the name of the thread axis as collective_axes to run_scoped"
              : "%s: in a scope of one thread the first dimension must be the %u threads",
-      pm_ops[pm_get(p->g, op)->code].text, p->g->n_threads);
+      pm_op_name(pm_get(p->g, op)->code), p->g->n_threads);
   pm_err_op(p->err, p->g, op);
 }
 

@@ -437,7 +437,7 @@ static void warn_of_results(pm_graph *g, pm_opid op, void *ctx) {
                   "it will be in local memory, which is slow. Load and store parts of the ref in "
                   "a loop (lax.fori_loop with ref.at[pl.ds(i * 64, 64)]), or give each block a "
                   "part (grid and BlockSpec)",
-                  o->line ? g->strings.at[o->file] : "<unknown>", o->line, pm_ops[o->code].text,
+                  o->line ? g->strings.at[o->file] : "<unknown>", o->line, pm_op_name(o->code),
                   pm_type_text(g->arena, type), pm_layout_text(g->arena, pm_layout_of(g, id)),
                   (long long)words, MOST_WORDS));
   }

@@ -52,7 +52,7 @@ static pm_type pairs_of(pm_type t) {
 static void refuse(packer *p, pm_opid op, pm_val v, const char *why) {
   if (p->code) return;
   p->code =
-      pm_fail(p->err, PM_E_NOT_IMPLEMENTED, "%s of %s: %s", pm_ops[pm_get(p->g, op)->code].text,
+      pm_fail(p->err, PM_E_NOT_IMPLEMENTED, "%s of %s: %s", pm_op_name(pm_get(p->g, op)->code),
               pm_type_text(p->g->arena, pm_typeof(p->g, v)), why);
   pm_err_op(p->err, p->g, op);
 }

@@ -25,7 +25,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   c->lacks = true;
   if ((o->n_in > 0) != c->operands) return;
   if (pm_is_mma(g, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
-  c->code = pm_target_check(c->target, needs, pm_ops[o->code].text, g->arena, c->err);
+  c->code = pm_target_check(c->target, needs, pm_op_name(o->code), g->arena, c->err);
   if (c->code) pm_err_op(c->err, g, op);
 }
 

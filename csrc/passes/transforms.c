@@ -307,7 +307,7 @@ static pm_code force_group(pass *p, uint32_t group) {
   pm_fail(p->err, PM_E_VALUE,
           "%sthe SMEM operands of the %s at %s need the tiling (8, S) and one swizzle of 128, 64 "
           "or 32 bytes, S being the elements in it, but %s",
-          head, pm_ops[pm_get(p->g, op)->code].text, place(p, op), t.at);
+          head, pm_op_name(pm_get(p->g, op)->code), place(p, op), t.at);
   pm_err_op(p->err, p->g, op);
   return p->err->code;
 }
@@ -330,7 +330,7 @@ static void check_views(pm_graph *g, pm_opid op, void *ctx) {
 static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
   static const char *const names[] = {"", "a", "b"}, *const outer[] = {"", "M", "N"};
   pass *p = ctx;
-  const char *who = pm_ops[pm_get(g, op)->code].text;
+  const char *who = pm_op_name(pm_get(g, op)->code);
   const pm_mma *mma = pm_mma_of(g, op);
   if (p->code || !mma || mma->majors != PM_MAJORS_K) return;
   for (uint32_t k = 1; k < 3; k++) {

@@ -27,7 +27,7 @@ static pm_val operand(pmpy_trace *t, pm_opcode code, char letter, PyObject *o, u
     return pmpy_check_open(t, x) ? 0 : x->val;
   }
   pmpy_arg x;
-  if (pmpy_arg_need(t, pm_ops[code].text, o, &x)) return 0;
+  if (pmpy_arg_need(t, pm_op_name(code), o, &x)) return 0;
   *weak = x.weak;
   const bool index = letter == 'i' || letter == 't';
   bool cast = index || (letter == 'p' && !x.val);
@@ -129,7 +129,7 @@ static PyObject *effect(PyObject *module, PyObject *const *args, Py_ssize_t n, P
   bool ok = !pmpy_op_call_begin(t, &c, args, n, 2, kwnames);
   if (ok && (pm_ops[c.code].out > 1 || pm_ops[c.code].regions)) {
     pmpy_fail(PM_E_TYPE, "%s has results or regions; effect() makes ops without",
-              pm_ops[c.code].text);
+              pm_op_name(c.code));
     ok = false;
   }
   const pm_val v = ok ? pmpy_emit(t, c.code, c.in, c.n_in, NULL, c.attrs, c.n_attrs) : 0;
@@ -169,7 +169,7 @@ static PyObject *size_value(PyObject *module, PyObject *number) {
 }
 
 static PyObject *counted(pm_opcode code, PyObject *number) {
-  const char *what = pm_ops[code].text;
+  const char *what = pm_op_name(code);
   pmpy_trace *t = pmpy_begin(what, NULL);
   pm_attr_arg attr = {.id = PM_ATTR_N};
   if (!t || pmpy_ints(number, what, &attr.i, 1) != 1) return NULL;

@@ -610,7 +610,7 @@ static bool floats_only(pm_opcode code) { return code >= PM_OP_EXP && code <= PM
 static bool rounds(pm_opcode code) { return code >= PM_OP_FLOOR && code <= PM_OP_RINT; }
 
 PyObject *pmpy_unary(pm_opcode code, PyObject *o) {
-  const char *name = pm_ops[code].text;
+  const char *name = pm_op_name(code);
   pmpy_trace *t = pmpy_begin(name, o);
   pmpy_arg x;
   if (!t || pmpy_arg_need(t, name, o, &x)) return NULL;

@@ -24,7 +24,7 @@ static PyObject *open_op(PyObject *module, PyObject *const *args, Py_ssize_t n, 
       pmpy_ints(args[2], "regions", &n_regions, 1) == 1) {
     if (!pm_ops[c.code].regions || n_regions < 1 || n_regions > UINT16_MAX) {
       pmpy_fail(PM_E_VALUE, "%s: %lld regions or branches; 1 to %d are supported",
-                pm_ops[c.code].text, (long long)n_regions, UINT16_MAX);
+                pm_op_name(c.code), (long long)n_regions, UINT16_MAX);
     } else {
       op = pmpy_open(t, c.code, c.in, c.n_in, (uint32_t)n_regions, c.attrs, c.n_attrs);
     }

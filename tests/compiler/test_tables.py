@@ -7,6 +7,9 @@ import op_reference
 import pytest
 import tables
 
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax
+
 SOURCES = {p: p.read_text() for p in tables.CORE.rglob("*") if p.suffix in (".c", ".h")}
 PACKAGE = tables.CORE.parent / "pallas_mgpu"
 TABLES = [
@@ -90,3 +93,13 @@ def test_reference_of_ops_is_fresh():
     assert op_reference.page() == op_reference.PAGE.read_text(encoding="utf-8"), (
         "run python tests/compiler/op_reference.py"
     )
+
+
+def test_messages_name_what_users_wrote():
+    [of_names] = [table for _, macro, table in TABLES if macro == "PM_OP_NAME"]
+    public = {"ref": plgpu.Ref, **vars(plgpu.ext), **vars(lax), **vars(plgpu)}
+    for _, name in of_names.rows:
+        found, *members = name.strip('"').split(".")
+        found = public[found]
+        for member in members:
+            found = getattr(found, member)
