@@ -1,9 +1,9 @@
 /* Instructions of the tensor core on tensor memory: products, copies to it, commits.
  *
- * Descriptors are read from their bits, by the PTX ISA's tables: of the shared memory descriptor,
- * of the instruction descriptor (two formats), of shapes by kind, and the figures of data path
- * layouts, scale factors and sparsity metadata. Instructions of one thread are carried out in
- * order, whenever the scheduler likes; they read shared and tensor memory at that time. */
+ * Descriptors are read from their bits. Comments name the sections of the PTX ISA's chapter
+ * "TensorCore 5th Generation Family Instructions" by their titles, since numbers change from
+ * version to version. Instructions of one thread are carried out in order, whenever the scheduler
+ * likes; they read shared and tensor memory at that time. */
 #include "machine.h"
 
 #include <math.h>
@@ -43,7 +43,7 @@ void host_issue_tensor(std::shared_ptr<TensorOp> op, bool accesses, int line) {
 
 /* ---- matrices in shared memory ------------------------------------------------------------- */
 
-/* Table "shared memory descriptor layout". */
+/* "Shared memory descriptor". */
 struct Matrix {
   u32 start, leading, stride, span; /* bytes; span: of a row of the swizzle, 16: none */
 };
@@ -66,14 +66,15 @@ static Matrix matrix_of(u32 low, u32 high, const char *which, int line) {
     case 6: x.span = 32; break;
     default: host_fail(line, "%s: swizzle mode %u", which, mode);
   }
-  /* the base offset is 0: patterns of 8 rows begin at multiples of their size */
+  /* the base offset is 0: the repeating pattern begins at a multiple of its size */
   if (mode && x.start / x.span % 8)
     host_fail(line, "%s begins at shared address %u, inside of a pattern of %u bytes", which,
               x.start, 8 * x.span);
   return x;
 }
 
-/* Chunks of 16 bytes of a 128-byte line change places by the number of the line. */
+/* "Shared Memory Layout and Swizzling": chunks of 16 bytes of a 128-byte line change places by the
+ * number of the line. */
 static u32 placed(u32 a, u32 span) {
   const u32 chunks = span / 16, line = a / 128 % chunks;
   return a - a % span + (a / 16 % chunks ^ line) * 16 + a % 16;
@@ -130,7 +131,7 @@ static void read_mn_major(const Reader &r, const Matrix &x, u8 type, u32 n, u32 
 
 /* ---- products ------------------------------------------------------------------------------ */
 
-/* Tables "instruction descriptor format" of both groups of kinds. */
+/* "Instruction descriptor": the formats of kinds without and with scales. */
 struct Instruction {
   u32 m, n, depth; /* depth: along K, of B */
   u8 d, a, b;      /* types */
@@ -163,7 +164,7 @@ static u8 type_of(u8 kind, u32 code, int line) {
 
 static bool is_scaled(u8 kind) { return kind >= HOST_KIND_mxf8f6f4; }
 
-/* Table of shapes: what N may be. */
+/* "Matrix Shape", the table of kinds and shapes. */
 static void check_shape(const HostTcgen05 &x, const Instruction &i, int line) {
   const bool integer = x.kind == HOST_KIND_i8;
   u32 step = x.pair ? 16 : 8;
@@ -185,6 +186,7 @@ static Instruction decode(const HostTcgen05 &x, int line) {
   i.n = (w >> 17 & 63) * 8;
   i.depth = 256 / host_element_bits(i.a) * (x.sparse ? 2 : 1);
   if ((w >> 2 & 1) != x.sparse) host_fail(line, "the sparsity bit of the instruction descriptor");
+  if (host_element_bits(i.a) == 4 && w >> 15 & 3) host_fail(line, "A or B of 4 bits transposed");
   if (w >> 13 & 3 || w & 8) host_fail(line, "A or B negated, or saturation");
   if (scaled) {
     if (w & 3 || w >> 6 & 1 || w >> 24 & 7 || w >> 31)
@@ -231,7 +233,8 @@ struct Mma : TensorOp {
   void place(u32 row, u32 column, Block **b, u32 *lane, u32 *at);
 };
 
-/* A in tensor memory: row r in lane r, elements packed along K. */
+/* "Packing formats of elements in Tensor and Shared memory": A in tensor memory has row r in lane
+ * r, elements packed along K. */
 void Mma::read_a(f32 *a) {
   const u32 rows = other ? i.m / 2 : i.m, bits = host_element_bits(i.a);
   const u32 depth = x.sparse ? i.depth / 2 : i.depth;
@@ -265,10 +268,11 @@ void Mma::read_b(f32 *b) {
   }
 }
 
-/* 2:4 sparsity: of each four elements (of 4 bits: pairs of them) along K two are there, at the
- * places that two numbers of 2 bits give. A row's numbers: of 8 and 4 bits those of its lane, 16 in
- * a column. Of 16 bits: lanes 16 j + 8 h + i have, of rows 16 j + i (low half of a column) and
- * 16 j + 8 + i (high half), the h-th eight; the selector says which column. */
+/* "Sparse Matrices" and "Sparsity selector": of each four elements (of 4 bits: pairs of them) along
+ * K two are there, at the places that two numbers of 2 bits give. A row's numbers: of 8 and 4 bits
+ * those of its lane, 16 in a column. Of 16 bits: lanes 16 j + 8 h + i have, of rows 16 j + i (low
+ * half of a column) and 16 j + 8 + i (high half), the h-th eight; the selector says which column.
+ */
 void Mma::expand(f32 *a) {
   const u32 bits = host_element_bits(i.a), wide = bits == 4 ? 2 : 1, groups = i.depth / (4 * wide);
   std::vector<f32> dense(i.depth * i.m, 0.0f);
@@ -297,8 +301,8 @@ f32 Mma::scale(Block &b, u32 lane, u32 column, u32 byte) {
   return i.power ? cvt_f32(e8m0{bits}) : cvt_f32(e4m3{bits});
 }
 
-/* Scales are there in each 32 lanes: all copies are compared. Row r is in lane r % 32 of the
- * (r / 32)-th column, and its bytes are those of k. */
+/* "Scale Factor A ID": scales are there in each 32 lanes, and all copies are compared. Row r is in
+ * lane r % 32 of the (r / 32)-th column, and its bytes are those of k. */
 f32 Mma::scale_a(u32 row, u32 k) {
   const u32 own = other ? i.m / 2 : i.m;
   Block &b = half(row >= own);
@@ -312,8 +316,8 @@ f32 Mma::scale_a(u32 row, u32 k) {
   return s;
 }
 
-/* Of a pair with M 128 the two halves of the columns have 64 lanes each, as D. Both blocks hold
- * all. */
+/* "Scale Factor B ID": of a pair with M 128 the two halves of the columns have 64 lanes each, as D.
+ * Both blocks hold all. */
 f32 Mma::scale_b(u32 column, u32 k) {
   const bool folded = other && i.m == 128;
   const u32 c = folded ? column % (i.n / 2) : column, at = (x.b_scale & 0xffff) + c / 32;
@@ -327,15 +331,17 @@ f32 Mma::scale_b(u32 column, u32 k) {
   return s;
 }
 
-/* Figures of data path layouts: A (M 256), B (M 128 of a pair), D (M 128), F (M 64). */
+/* "Data Path Layout Organization": layouts A (M 256), B (M 128 of a pair), C (the same, A being
+ * sparse), D (M 128) and F (M 64). */
 void Mma::place(u32 row, u32 column, Block **b, u32 *lane, u32 *at) {
   const u32 rows = other ? i.m / 2 : i.m;
   *b = &half(row >= rows);
   row %= rows;
   *at = (x.d & 0xffff) + column;
   *lane = (x.d >> 16) + row;
-  if (rows == 64 && !other) *lane = (x.d >> 16) + row / 16 * 32 + row % 16;
-  if (rows == 64 && other) {
+  if (rows == 64 && (!other || x.sparse)) {
+    *lane = (x.d >> 16) + row / 16 * 32 + row % 16;
+  } else if (rows == 64) {
     *lane = (x.d >> 16) + row + column / (i.n / 2) * 64;
     *at = (x.d & 0xffff) + column % (i.n / 2);
   }
@@ -406,8 +412,8 @@ struct TensorCopy : TensorOp {
   void copy(Block &b);
 };
 
-/* Rows of the matrix go to lanes, the same to several quarters; .128x256b has two chunks of 16
- * bytes in a row, the others one. */
+/* tcgen05.cp: rows of the matrix go to lanes, the same to several quarters; .128x256b has two
+ * chunks of 16 bytes in a row, the others one. */
 void TensorCopy::copy(Block &b) {
   const Matrix w = matrix_of(x.low, x.high, "the matrix", line);
   const Reader r = {&b, block->shared.base, b.shared.base, {who, when, line, &clock, b.cluster}};

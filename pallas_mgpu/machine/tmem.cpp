@@ -1,13 +1,15 @@
 /* Tensor memory: who may use it, moves between it and registers, and its order.
  *
- * Sections are those of the PTX ISA on tcgen05. Tensor memory has 128 lanes and 512 columns of 32
- * bits; warp w of a warpgroup reaches lanes 32 w to 32 w + 31. A load takes effect at any time
- * until wait::ld, where its registers, poison until then, get their values; a store until wait::st.
+ * Tensor memory has 128 lanes and 512 columns of 32 bits (PTX ISA, "Tensor Memory"); warp w of a
+ * warpgroup reaches lanes 32 w to 32 w + 31 ("Access restrictions"). A load takes effect at any
+ * time until wait::ld, where its registers, poison until then, get their values; a store until
+ * wait::st.
  *
  * Each cell remembers its last write and the reads since. An access must come after them, by the
- * order that tcgen05 has: instructions of one thread's tensor core are in order; a thread knows
- * what it waited for (wait::ld, wait::st); what others did it knows by fence::after_thread_sync
- * after a synchronisation that carries their fence::before_thread_sync or their commit. */
+ * order that tcgen05 has ("Memory Consistency Model for 5th generation of TensorCore operations"):
+ * instructions of one thread's tensor core are in order; a thread knows what it waited for
+ * (wait::ld, wait::st); what others did it knows by fence::after_thread_sync after a
+ * synchronisation that carries their fence::before_thread_sync or their commit. */
 #include "machine.h"
 
 enum { LANES = 128, COLUMNS = 512 };
@@ -251,8 +253,8 @@ extern "C" void host_tmem_dealloc(u32 address, u32 columns, u32 ctas, int line) 
 
 /* ---- between registers and tensor memory --------------------------------------------------- */
 
-/* Figures of the data movement shapes: rows (lanes) and columns of 32 bits, and of register r of
- * lane l of a warp. */
+/* "Data Movement Shape", the matrix fragments: rows (lanes) and columns of 32 bits, and of register
+ * r of lane l of a warp. */
 static void fragment(u8 shape, u32 l, u32 r, u32 *row, u32 *column) {
   switch (shape) {
     case HOST_16x256b: /* two registers of each 64 bits, four lanes a row, 8 rows below */
