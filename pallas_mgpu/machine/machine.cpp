@@ -176,12 +176,21 @@ void Clock::resize(size_t n, u32 value) {
   carried = TensorOrder();
 }
 
+/* Clocks are long, and joined at every synchronisation. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define FOR_WIDE_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_WIDE_VECTORS
+#endif
+
+FOR_WIDE_VECTORS
 static void raise(std::vector<u32> &to, const std::vector<u32> &from) {
   u32 *a = to.data();
   const u32 *b = from.data();
   for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] > b[k] ? a[k] : b[k];
 }
 
+FOR_WIDE_VECTORS
 static void lower(std::vector<u32> &to, const std::vector<u32> &from) {
   u32 *a = to.data();
   const u32 *b = from.data();
@@ -282,16 +291,17 @@ static void enter(Thread *t) {
   m.self = nullptr;
 }
 
-void host_sleep(const char *format, ...) {
-  char text[256];
-  va_list ap;
-  va_start(ap, format);
-  vsnprintf(text, sizeof text, format, ap);
-  va_end(ap);
-  m.self->waits_for = text;
+void host_sleep(const char *format, u32 a, u32 b, const char *what) {
+  m.self->waits_for = {format, a, b, what};
   leave();
-  m.self->waits_for.clear();
   m.self->site = -1;
+}
+
+static std::string text_of(const WaitsFor &x) {
+  char text[256];
+  const int n = snprintf(text, sizeof text, x.format, x.a, x.b);
+  snprintf(text + n, sizeof text - n, "%s", x.what);
+  return text;
 }
 
 void host_wake(Thread *t) { m.ready.push_back(t); }
@@ -380,13 +390,13 @@ static void deadlock() {
     for (Thread &t : b.threads)
       if (!t.done) {
         char text[400];
-        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u)%s)", t.waits_for.c_str(),
-                 t.line, b.index.x, b.index.y, b.index.z,
+        const std::string waits_for = text_of(t.waits_for);
+        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u)%s)", waits_for.c_str(), t.line, b.index.x, b.index.y, b.index.z,
                  m.devices > 1 ? (" of device " + std::to_string(b.device)).c_str() : "");
         why[text].push_back(&t);
         if (why[text].size() == 1)
           host_fact("waits site %lld line %d thread %u %s for %s", t.site, t.line, t.number,
-                    host_name_of(b).c_str(), t.waits_for.c_str());
+                    host_name_of(b).c_str(), waits_for.c_str());
         line = t.line;
       }
   for (auto &w : why) {
@@ -488,7 +498,7 @@ void host_meet(Request *r, void (*act)(Warp &)) {
   w.arrived |= 1u << t->lane;
   w.request[t->lane] = r;
   if (w.arrived != r->mask) {
-    host_sleep("the other lanes of its warp at %s", r->what);
+    host_sleep("the other lanes of its warp at ", 0, 0, r->what);
     return;
   }
   act(w);

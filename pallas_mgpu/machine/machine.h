@@ -166,6 +166,13 @@ struct BulkGroup {
 
 struct LaneGroup; /* cp_async.cpp */
 
+/* What a thread waits for: a format of two numbers, and what stands after it. */
+struct WaitsFor {
+  const char *format;
+  u32 a, b;
+  const char *what;
+};
+
 struct Thread : HostThread {
   void *stack_pointer;
   u8 *stack;
@@ -174,7 +181,7 @@ struct Thread : HostThread {
   u32 number, lane, rank; /* in the block; in the warp; in the cluster */
   bool done;
   int line;
-  std::string waits_for;
+  WaitsFor waits_for = {"", 0, 0, ""}; /* while it sleeps */
   i64 site = -1;     /* of the check that ends its wait */
   bool late = false; /* that wait was ended */
   Clock clock;
@@ -385,7 +392,7 @@ enum { STACK_BYTES = 1 << 20 };
 u32 host_random(u32 below);
 void host_issue(std::shared_ptr<Operation> op);
 void host_finish(Operation *op); /* now */
-void host_sleep(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
+void host_sleep(const char *format, u32 a = 0, u32 b = 0, const char *what = "");
 void host_wake(Thread *t);
 void host_yield();
 extern "C" void host_yield_poll();

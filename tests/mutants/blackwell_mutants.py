@@ -318,10 +318,16 @@ TOLD = "the arrival before, at converted, has told the multiplier of the stores"
 
 STORES = "stores with a fence follow, and p_ready, before the commit that also frees the slot"
 BOTH = "the release of the slot, which follows the loads, has a fence, too"
-RELEASED = "the producer makes no access of tensor memory; p_ready tells the multiplier"
+RELEASED = (
+    "the producer makes no access of tensor memory; the multiplier is told by another arrival"
+)
 MET = "the warps also meet before the fence, which so comes after all their accesses"
+LANES = "it ends code of one lane or of warps, and the thread accesses no tensor memory afterwards"
+NEXT = "the thread's next access of tensor memory comes after another wait with its fence"
+EPILOGUE = "the epilogue's fence of the next tile comes after the reads of all threads"
 
 EQUIVALENT = {
+    r": fence: .* in \S+: (return lax.fori_loop|plgpu.tcgen05_commit_arrive|.*n=last)": LANES,
     r"no fence after #\d+ in _common.py: .*self.empty": NO_ACCESS,
     r": wait: no wait #\d+ in _common.py: .*n=last": LATER,
     r"^matmul, pairs: launch control: no wait #[23] ": END,
@@ -329,8 +335,10 @@ EQUIVALENT = {
     r"^attention: fence: (no fence before|fence before after the barrier) .*factors_ready": SCORES,
     r"^mixed: fence: no fence after .*self.taken": CONVERTED,
     r"^mixed: fence: (no fence before|fence before after the barrier) .*self.empty": TOLD,
-    r"^gradients.*: fence: (no fence before|fence before after the barrier) .*self.empty": RELEASED,
+    r"^(ragged, sums|gradients.*): fence: .*barrier_arrive\(self.empty": RELEASED,
+    r"^gradients of keys: fence: no fence after .*self.p_free": NEXT,
     r"^gradients of keys: fence: (no fence before|fence before after .*) #.*self.p_ready": BOTH,
+    r"^matmul: proxy fence: .* in _tensor_memory.py: return loop": EPILOGUE,
     r"^gradients of keys: proxy fence: no fence #[03] ": STORES,
     r"^gradients.*: wait: other phase #\d+ in _common.py: .*n=last": LATER,
     r"^gradients: proxy fence: fence of one warp #[25] ": MET,
