@@ -372,6 +372,7 @@ SIMPLE = dict(
     full=Barrier(num_arrivals=2),
     done=ordering(),
     told=ordering(),
+    free=ordering(),
     plain=Barrier(),
 )
 
@@ -589,6 +590,58 @@ def test_misuse(use, threads, why):
         with pytest.raises(ValueError, match=why) as caught:
             kernel(x)
         assert len(re.findall(r"test_tensor_core\.py:\d+", str(caught.value))) >= 1
+
+
+def passed_on(barrier, then):
+    """Thread 0 awaits a product and arrives; what follows in thread 1 is `then`."""
+
+    def use(r):
+        @pl.when(r.thread == 0)
+        def _():
+            plgpu.async_store_tmem(r.other, jnp.ones((128, 64), F16))
+            plgpu.commit_tmem()
+            mma(r.acc, r.other, r.b, r.done, accumulate=False)
+            wait(r.done)
+            plgpu.commit_smem()
+            arrive(getattr(r, barrier))
+
+        @pl.when(r.thread == 1)
+        def _():
+            wait(getattr(r, barrier))
+            then(r)
+
+    return use
+
+
+def store_the_operand(r):
+    plgpu.async_store_tmem(r.other, jnp.ones((128, 64), F16))
+    plgpu.commit_tmem()
+
+
+AFTERWARDS = {
+    "load": lambda r: r.o.__setitem__(..., plgpu.async_load_tmem(r.acc)),
+    "product": lambda r: (mma(r.acc, r.a, r.b, r.free, accumulate=False), wait(r.free)),
+    "operand": store_the_operand,
+}
+
+
+@pytest.mark.parametrize("then", AFTERWARDS)
+@pytest.mark.parametrize("options", [dict(detect_races=True), dict(backend="emulate")], ids=repr)
+def test_a_wait_is_passed_on_by_barriers_that_order_tensor_cores(then, options):
+    """The PTX ISA orders accesses of two threads by a tcgen05.fence on both sides of what
+    synchronises them, also when a commit was awaited before."""
+    kernel, x = misused(passed_on("told", AFTERWARDS[then]), 2, interpret=params(**options))
+    kernel(x)
+    kernel, x = misused(passed_on("plain", AFTERWARDS[then]), 2, interpret=params(**options))
+    with pytest.raises((plgpu.RaceError, ValueError)) as caught:
+        kernel(x)
+    text = str(caught.value)
+    assert "orders_tensor_core=True" in text
+    assert len(set(re.findall(r"test_tensor_core\.py:(\d+)", text))) >= 2
+
+
+def params(**options):
+    return plgpu.InterpretParams(seed=3, **options)
 
 
 def in_warp(n, f):
