@@ -4,10 +4,13 @@ another version of the package.
     python benchmarks/bench_checking.py                     # off, races, uninitialized
     python benchmarks/bench_checking.py --against TREE      # off here and in a tree that is built
 
-Each figure is the median of pairs: two processes, one after the other, that take turns in who is
-first. A process reports the least processor time of a call among several."""
+Each figure is the median of rounds. In a round one process makes the calls of all ways in turns,
+and takes the least processor time of each; two versions have a process each, and take turns in who
+is first."""
 
 import argparse
+import functools
+import json
 import os
 import statistics
 import subprocess
@@ -115,50 +118,47 @@ PARAMS = {
 }
 
 
-def least(f, params, repeats=12):
-    """Milliseconds of processor time of a call."""
-    f(params)
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        f(params)
-        times.append(time.process_time() - start)
-    return min(times) * 1e3
+def least(calls, repeats=12):
+    """Milliseconds of processor time of each call, the least of several; they take turns."""
+    best = [float("inf")] * len(calls)
+    for call in calls:
+        call()
+    for k in range(repeats):
+        for n in sorted(range(len(calls)), reverse=k % 2 == 1):
+            start = time.process_time()
+            calls[n]()
+            best[n] = min(best[n], time.process_time() - start)
+    return [1e3 * x for x in best]
 
 
-def worker(name, way):
+def worker(only, *ways):
+    """Prints {call: [ms of each way]}."""
     import pallas_mgpu as plgpu
 
     warnings.simplefilter("ignore")
-    params = plgpu.InterpretParams(**PARAMS[way]) if PARAMS[way] else True
-    print(least(calls(plgpu)[name], params))
+    params = [plgpu.InterpretParams(**PARAMS[way]) if PARAMS[way] else True for way in ways]
+    found = {}
+    for name, call in calls(plgpu).items():
+        if only in name:
+            found[name] = least([functools.partial(call, p) for p in params])
+    print(json.dumps(found))
 
 
-def measure(tree, name, way):
+def measure(tree, only, ways):
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, __file__, "--worker", name, way]
+    command = [sys.executable, __file__, "--worker", only, *ways]
     out = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
     if out.returncode:
-        raise SystemExit(f"{tree}: {name}, {way}:\n{out.stderr[-2000:]}")
-    return float(out.stdout)
-
-
-def ratio(first, second, pairs):
-    """Median of second / first, of first, and the samples of both in ms."""
-    rows = []
-    for k in range(pairs):
-        order = (first, second) if k % 2 == 0 else (second, first)
-        got = {id(x): measure(*x) for x in order}
-        rows.append((got[id(first)], got[id(second)]))
-    return statistics.median(y / x for x, y in rows), statistics.median(x for x, _ in rows), rows
+        raise SystemExit(f"{tree}: {', '.join(ways)}:\n{out.stderr[-2000:]}")
+    return json.loads(out.stdout)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", metavar="TREE", help="another version, built in place")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="calls whose names hold this")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     results.argument(parser)
     o = parser.parse_args()
     if o.worker:
@@ -166,22 +166,26 @@ def main():
     import pallas_mgpu as plgpu
 
     here = Path(plgpu.__file__).parent.parent
-    ways = ["off"] if o.against else ["races", "uninitialized"]
-    titles = ["off, there", "off, here"] if o.against else ["off", *ways]
+    titles = ["off, there", "off, here"] if o.against else list(PARAMS)
+    rounds = []  # [{call: [ms by title]}]
+    for k in range(o.rounds):
+        if not o.against:
+            rounds.append(measure(here, o.only, titles))
+            continue
+        trees = [Path(o.against).resolve(), here]
+        got = [measure(tree, o.only, ["off"]) for tree in (trees if k % 2 == 0 else trees[::-1])]
+        there, own = got if k % 2 == 0 else got[::-1]
+        rounds.append({name: there[name] + own[name] for name in own})
     kept = results.Results(__file__, o.json)
     print(f"| call | {titles[0]}, ms | " + " | ".join(titles[1:]) + " |")
-    print("|---|---:|" + "---:|" * len(ways))
-    for name in calls(plgpu):
-        if o.only not in name:
-            continue
-        base = (Path(o.against).resolve() if o.against else here, name, "off")
-        shares = [ratio(base, (here, name, way), o.pairs) for way in ways]
-        row = " | ".join(f"{x:.2f} x" for x, *_ in shares)
-        samples = {titles[0]: [x / 1e3 for _, _, pairs in shares for x, _ in pairs]}
-        for title, (_, _, pairs) in zip(titles[1:], shares):
-            samples[title] = [y / 1e3 for _, y in pairs]
+    print("|---|---:|" + "---:|" * len(titles[1:]))
+    for name in rounds[0]:
+        rows = [r[name] for r in rounds]
+        shares = [statistics.median(x[n] / x[0] for x in rows) for n in range(1, len(titles))]
+        base = statistics.median(x[0] for x in rows)
+        print(f"| {name} | {base:.2f} | " + " | ".join(f"{x:.2f} x" for x in shares) + " |")
+        samples = {title: [x[n] / 1e3 for x in rows] for n, title in enumerate(titles)}
         kept.add_samples("checking", name, samples, ours="off", references=("races", "uninit"))
-        print(f"| {name} | {shares[0][1]:.2f} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

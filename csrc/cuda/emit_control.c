@@ -153,7 +153,6 @@ pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
   }
   unpack_carries(e, op, index + 1, words);
   PM_TRY(pm_gen_block(e, body));
-  pm_end_iteration(e, body);
   emit_yield(e, body, o->out, words);
   pm_end(e);
   unpack_results(e, op, words);
@@ -178,7 +177,6 @@ pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
   const pm_val goes_on = pm_in(e->g, pm_terminator(e->g, cond), 0);
   pm_line(e, "if (!%s) break;", pm_atom(e, pm_unwrapped(e, pm_scalar_of(e, goes_on))));
   PM_TRY(pm_gen_block(e, body));
-  pm_end_iteration(e, body);
   emit_yield(e, body, pm_get(e->g, op)->out, words);
   pm_end(e);
   unpack_results(e, op, words);

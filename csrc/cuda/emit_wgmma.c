@@ -19,8 +19,6 @@
  * them to an array. Other accumulators remain arrays: ptxas schedules code that rescales them
  * better, and spills less around those that live for one product.
  *
- * Products with A in registers are awaited at the end of a loop body (pm_end_iteration).
- *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split into a low word, with address and leading dimension stride, and
  * a constant high word. If K is contiguous, a step is 32 bytes within a chunk, or the next chunk.
@@ -368,42 +366,6 @@ static void issue_rows(pm_gen *e, const part *p, const operand *a, const operand
   const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
   issue_row(e, moved(e, acc, m, of_row, p->first * 2 / per_word), m, a, b, k_steps, *kind);
   pm_end_unrolled(e, m_steps, 1);
-}
-
-/* ---- registers of products in flight -------------------------------------------------------
- * As long as a product is in flight the tensor cores read A from its registers. ptxas leaves those
- * alone until the wait, but not across the end of a loop: the next iteration may overwrite them.
- */
-
-enum { NONE = -1 }; /* no product with A in registers is in flight */
-
-/* The products begun for sure after the last one with A in registers that may be in flight. */
-static int64_t since_last(const pm_graph *g, pm_blk block, int64_t since) {
-  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
-    const pm_opid op = g->blocks.at[block].ops.at[k];
-    const pm_op *o = pm_get(g, op);
-    int64_t n;
-    if (o->code == PM_OP_WGMMA) {
-      const bool registers = pm_typeof(g, pm_in(g, op, 1))->kind == PM_ARRAY;
-      if (registers || since != NONE) since = registers ? 0 : since + 1;
-    } else if (pm_awaits_products(g, op, &n)) {
-      if (n >= 0 && n <= since) since = NONE;
-    } else if (o->code == PM_OP_SCOPE) {
-      since = since_last(g, pm_region(g, op, 0), since);
-    } else {
-      const bool loop = pm_is_loop(o->code);                 /* waits for its own */
-      for (uint32_t r = 0; r < o->n_regions && !loop; r++) { /* which may or may not run */
-        const int64_t found = since_last(g, pm_region(g, op, r), since);
-        if (found != NONE) since = since == NONE ? found : pm_min(since, found);
-      }
-    }
-  }
-  return since;
-}
-
-void pm_end_iteration(pm_gen *e, pm_blk body) {
-  const int64_t n = since_last(e->g, body, NONE);
-  if (n != NONE) pm_line(e, "wgmma_wait<%lld>(); // A in registers", (long long)n);
 }
 
 pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {

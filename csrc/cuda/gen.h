@@ -346,8 +346,6 @@ void pm_coord_regs(const pm_layout *l, int dim, pm_sum *out);
 /* condition under which register `reg` is no padding; NULL: always. Names from pm_coord_lines. */
 const char *pm_coord_lines(pm_gen *e, const pm_layout *l); /* consts of the padded dims; stem */
 const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char *reg);
-/* At the end of a loop's body: wait for products that read registers. */
-void pm_end_iteration(pm_gen *e, pm_blk body);
 
 /* Text that gives for register `reg` of `dst` the register of `src` that holds the element whose
  * index is project(index in dst); NULL: it lies in other lanes. */

@@ -35,6 +35,10 @@
  * lane must not read what an early lane has already stored, so a SYNC comes before it if the same
  * memory was accessed since the last SYNC.
  *
+ * As long as a product is in flight the tensor cores read A from its registers. ptxas leaves those
+ * alone until the wait, but not across the end of a loop, where the next iteration may overwrite
+ * them: a WGMMA_WAIT at the end of the body waits for such products.
+ *
  * Consecutive scopes share memory. If a copy by an engine overwrites what ordinary stores wrote, a
  * COMMIT_SMEM replaces the SYNC, since otherwise the stores might land last.
  *
@@ -662,6 +666,45 @@ static void order_arrivals(placer *p) {
   pm_walk(p->g, 1, set_order, &order);
 }
 
+/* ---- registers of products in flight ------------------------------------------------------ */
+
+enum { NONE = -1 }; /* no product with A in registers is in flight */
+
+/* The products begun for sure after the last one with A in registers that may be in flight. */
+static int64_t since_last(const pm_graph *g, pm_blk block, int64_t since) {
+  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    const pm_op *o = pm_get(g, op);
+    int64_t n;
+    if (o->code == PM_OP_WGMMA) {
+      const bool registers = pm_typeof(g, pm_in(g, op, 1))->kind == PM_ARRAY;
+      if (registers || since != NONE) since = registers ? 0 : since + 1;
+    } else if (pm_awaits_products(g, op, &n)) {
+      if (n >= 0 && n <= since) since = NONE;
+    } else if (o->code == PM_OP_SCOPE) {
+      since = since_last(g, pm_region(g, op, 0), since);
+    } else {
+      const bool loop = pm_is_loop(o->code);                 /* waits for its own */
+      for (uint32_t r = 0; r < o->n_regions && !loop; r++) { /* which may or may not run */
+        const int64_t found = since_last(g, pm_region(g, op, r), since);
+        if (found != NONE) since = since == NONE ? found : pm_min(since, found);
+      }
+    }
+  }
+  return since;
+}
+
+static void await_registers(pm_graph *g, pm_opid op, void *ctx) {
+  (void)ctx;
+  if (!pm_is_loop(pm_get(g, op)->code)) return;
+  const pm_blk body = pm_region(g, op, pm_get(g, op)->n_regions - 1u);
+  const int64_t n = since_last(g, body, NONE);
+  const pm_attr_arg pending = {.id = PM_ATTR_N, .i = n};
+  if (n == NONE) return;
+  pm_insert(g, body, g->blocks.at[body].ops.n - 1, PM_OP_WGMMA_WAIT, NULL, 0, NULL, 0, &pending, 1,
+            pm_terminator(g, body));
+}
+
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
@@ -671,6 +714,7 @@ pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   placer p = {.g = g, .at = ORDERED, .kernel = &kernel, .summaries = pm_new_summaries(g)};
   visit_block(&p, 1);
   order_arrivals(&p);
+  pm_walk(g, 1, await_registers, NULL);
   g->stage = PM_SYNCED;
   return PM_OK;
 }

@@ -391,7 +391,8 @@ static void deadlock() {
       if (!t.done) {
         char text[400];
         const std::string waits_for = text_of(t.waits_for);
-        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u)%s)", waits_for.c_str(), t.line, b.index.x, b.index.y, b.index.z,
+        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u)%s)", waits_for.c_str(), t.line,
+                 b.index.x, b.index.y, b.index.z,
                  m.devices > 1 ? (" of device " + std::to_string(b.device)).c_str() : "");
         why[text].push_back(&t);
         if (why[text].size() == 1)

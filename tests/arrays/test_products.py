@@ -475,9 +475,10 @@ def test_registers_of_a_product_in_flight(run, rng, form, waits):
     want = sum(products) * (steps // 2 * (form == "after"))
     np.testing.assert_allclose(other, want, rtol=1e-4, atol=1e-2)
     if run.way != "cuda":
-        text = run.kernel(body, outs).lower(x, y).as_text("cuda")
-        found = re.findall(r"wgmma_wait<(\d)>\(\); // A in registers", text)
-        assert found == [str(waits)] * (waits is not None)
+        text = run.kernel(body, outs).lower(x, y).as_text("graph")
+        found = re.findall(r"\bwgmma_wait \{n = (\d)\}(?=.*\n *yield)", text)
+        assert found == [str(waits or 0)]
+        assert text.count("wgmma_wait {") == 1 + (waits is not None)
 
 
 BYTES = {name: getattr(L, name) for name in ("WGMMA", "WGMMA_8BIT", "WGMMA_UPCAST_2X")}

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import races
 from races import Agents, clean, found, look, racy
 
 import pallas_mgpu as plgpu
@@ -366,6 +367,34 @@ def test_e_registers_and_accumulators():
     body, call = products(read)
     with pytest.raises(ValueError, match="'acc' is read while the wgmma.*may still write"):
         look(body, out(64, 64), M, **call)
+
+
+@pytest.mark.parametrize("judge", ["interpret", "emulate"])
+@pytest.mark.parametrize("registers", [False, True])
+def test_e_products_in_flight_at_the_end_of_an_iteration(registers, judge, monkeypatch):
+    """The compiler waits for those with A in registers."""
+    monkeypatch.setattr(races, "judge", judge)
+
+    def body(x, o, a, b):
+        def accumulate(acc):
+            @pl.loop(0, 3)
+            def _(k):
+                b[...] = x[...]  #: store
+                commit()
+                plgpu.wgmma(acc, x[...] if registers else a, b)  #: product
+
+            return acc[...]
+
+        a[...] = x[...]
+        o[...] = pl.run_scoped(accumulate, plgpu.ACC((64, 64)))
+
+    call = dict(scratch_types=[plgpu.SMEM((64, 64), F16)] * 2)
+    if registers:
+        want = 3 * M.astype(np.float32) @ M.astype(np.float32)
+        np.testing.assert_array_equal(clean(body, out(64, 64), M, **call), want)
+    else:
+        pair = "read b[0:64, 0:64] by the tensor core, for thread 0 at product"
+        racy([("write b[0:64, 0:64] by thread 0 at store", pair)], body, out(64, 64), M, **call)
 
 
 def exchange(x, o, tile, bar):

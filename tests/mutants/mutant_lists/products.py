@@ -89,12 +89,12 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_wgmma.c",
+    f"{PASSES}/sync.c",
     f"{PRODUCTS}::test_registers_of_a_product_in_flight",
-    turns_end_with_products_in_flight=(
-        "pm_end_iteration",
-        "if (n != NONE) pm_line",
-        "if (false) pm_line",
+    iterations_end_with_products_in_flight=(
+        "await_registers",
+        "if (n == NONE) return;",
+        "return;",
     ),
     turns_wait_for_all_products=(
         "since_last",
