@@ -4,14 +4,13 @@ Only a run with `--exhaustive` has everything; CI has time for one with `--long`
 cases of products of parameters, and one without either fewer still:
 
 - Tests marked `exhaustive` run with `--exhaustive` alone, those marked `long` not without `--long`.
-- Of the products of parameters marked `covering(t)` a run takes a covering array of strength t,
-  with `--long` t + 1, or `long=` if the mark has it: cases among which each combination of values
-  of any t parameters occurs. So strength 1 has each value of each parameter, strength 2 each pair
-  of values of two. Each way of `run` has an array of its own, of other cases where it can; with
-  `covering(t, share=True)` the ways without a GPU share one.
+- Of the products of parameters marked `covering(t)` a run takes a covering array of strength t:
+  cases among which each combination of values of any t parameters occurs. So strength 1 has each
+  value of each parameter, strength 2 each pair of values of two. Each way of `run` has an array of
+  its own, of other cases where it can; with `covering(t, share=True)` and without `--long` the ways
+  without a GPU share one.
 - Of other products of parameters with the fixture `run`, every third case runs on the emulated
-  machine and the others on the interpreter; with `--long` the interpreter has all cases and the
-  emulated machine every second one.
+  machine and the others on the interpreter, with `--long` all of them.
 - NVRTC compiles every third program of a test that the interpreter runs.
 
 Tests named on the command line, file::test, run whole."""
@@ -113,7 +112,7 @@ def other_ways(items, long):
     for ways in functions.values():
         host, interpreted = ways.get("host", ()), ways.get("interpret", ())
         if len(host) == len(interpreted) > 1:
-            yield from (item for k, item in enumerate(host) if k % (2 if long else 3))
+            yield from (item for k, item in enumerate(host) if k % 3)
             yield from () if long else interpreted[::3]
 
 
@@ -125,14 +124,11 @@ def beyond_arrays(items, long):
         if mark and hasattr(item, "callspec"):
             way = item.callspec.params.get("run")
             case = {name: id(value) for name, value in item.callspec.params.items()}
-            if way == "cuda" or not mark.kwargs.get("share"):
+            if way == "cuda" or long or not mark.kwargs.get("share"):
                 case.pop("run", None)
             else:
                 way = "shared"
-            strength = mark.args[0]
-            if long:
-                strength = mark.kwargs.get("long", strength + 1)
-            function = functions.setdefault((item.nodeid.partition("[")[0], strength), {})
+            function = functions.setdefault((item.nodeid.partition("[")[0], *mark.args), {})
             function.setdefault(way, []).append((item, case))
     for (_, strength), ways in functions.items():
         used = Counter()

@@ -180,8 +180,8 @@ PROGRAMS = {  # text, blocks, options
 LONG = {"attention, ring": "long", "3 tiles of a pair": "long"}  # seconds
 LONG["attention, rescaled never"] = LONG["3 tiles taken over"] = "long"
 LONG["gated, 3 tiles of a pair"] = LONG["attention, 192"] = "exhaustive"
-LONG["groups"] = LONG["attention, 256"] = LONG["gradients of keys"] = "long"
-LONG["2 tiles taken over by a pair"] = "exhaustive"
+LONG["groups"] = LONG["attention, 256"] = "long"
+LONG["gradients of keys"] = LONG["2 tiles taken over by a pair"] = "exhaustive"
 
 
 @pytest.mark.parametrize(

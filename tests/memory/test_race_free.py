@@ -23,8 +23,8 @@ SILENT = dict(detect_races=True, mode="reference")
 
 
 def random_sets():
-    """The first seeds of sets of 20, of which a run has one, one with --long five."""
-    marks = [[], *[pytest.mark.long] * 4, *[pytest.mark.exhaustive] * 15]
+    """The first seeds of sets of 20, of which a run has one, one with --long three."""
+    marks = [[], *[pytest.mark.long] * 2, *[pytest.mark.exhaustive] * 17]
     return [pytest.param(20 * k, marks=m) for k, m in enumerate(marks)]
 
 

@@ -103,7 +103,7 @@ def check(arrays, lengths, interpret, given=None, **options):
     np.testing.assert_allclose(np.asarray(lse), want_lse, atol=2e-3 if "softcap" in more else 1e-4)
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "lengths, queries, heads, kv_heads, dim, keys, dtype",
     [
@@ -117,7 +117,7 @@ def test_lengths(rng, lengths, queries, heads, kv_heads, dim, keys, dtype, inter
     check(operands(rng, lengths, queries, heads, kv_heads, dim, keys, dtype), lengths, interpret)
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "dim, value_dim", [(32, 32), (40, 40), (96, 96), (256, 256), (192, 128), (72, 200)]
 )
@@ -139,7 +139,7 @@ def test_pages(rng, size, interpret):
     check(arrays, lengths, interpret, {"arrays": (q, k, v, n), "page_table": table})
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "small, dtype, dim, value_dim, of_batch",
     [
@@ -185,7 +185,7 @@ def test_pages_of_small_caches(rng):
     near(got, want, np.float16)
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config",
     [(1, 2, 1), (2, 0, 2), (3, 0, 4), (4, 4, 0), (0, 5, 4)],
@@ -254,7 +254,7 @@ def test_a_window_of_pages(rng):
     check(arrays, lengths, True, given, window=(100, None))
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [1, 3, 7])
 @pytest.mark.parametrize("interpret", [*INTERPRET, plgpu.InterpretParams(seeds=8)], ids=str)
 def test_few_blocks(rng, monkeypatch, blocks, interpret):
@@ -425,7 +425,7 @@ def appended(pages, new, table, lengths, cos=None, sin=None, **scales):
     return found
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "to, dtype, dim, half, scales",
     [

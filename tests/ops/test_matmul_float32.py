@@ -21,7 +21,7 @@ CASES = {  # m, n, k, options
 }
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "case, ta, tb",
     [
@@ -63,7 +63,7 @@ TF32 = {  # m, n, k, configuration
 }
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ta, tb", [*itertools.product((False, True), repeat=2)])
 @pytest.mark.parametrize("case", TF32)
 def test_tf32(run, rng, case, ta, tb):

@@ -34,7 +34,7 @@ def check(arrays, lengths, value_dim, interpret, given=None, **options):
     np.testing.assert_allclose(lse, want_lse, atol=1e-3)
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [32, 64])
 @pytest.mark.parametrize(
     "lengths, queries, heads, dim, value_dim, dtype",
@@ -61,7 +61,7 @@ def test_pages(rng, size, interpret):
     check(arrays, lengths, 128, interpret, {"cache": pages, "page_table": table})
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [1, 3, 7])
 @pytest.mark.parametrize("interpret", [*INTERPRET, plgpu.InterpretParams(seeds=8)], ids=str)
 def test_few_blocks(rng, monkeypatch, blocks, interpret):

@@ -89,7 +89,7 @@ def product(name, rng):
     return a, b, options, want.astype(options.get("out_dtype", dtype))
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_matmul(name, target, on, rng):
@@ -143,7 +143,7 @@ def product_of_8_bits(name, rng):
 
 
 @pytest.mark.filterwarnings("ignore:not portable to JAX")
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", FLOATS8)
 def test_matmul_of_8_bits(name, target, on, rng):
@@ -165,7 +165,7 @@ def test_matmul_of_8_bits(name, target, on, rng):
     assert ("mma_m16n8k32_f32_e4m3" in low.as_text("cuda")) == native
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [f16, e4m3])
 @pytest.mark.parametrize("out_dtype", [f32, bf16])
@@ -227,7 +227,7 @@ def attended(q, k, v, causal=False, scale=None, config=None):
     return np.einsum("bhqk,bkhd->bqhd", p / sums, v), lse
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SCORES)
 def test_attention(name, target, on, rng):
@@ -273,7 +273,7 @@ def two_targets_each():
             yield pytest.param(name, target, marks=late if kept else pytest.mark.exhaustive)
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name, target", two_targets_each())
 def test_attention_options(name, target, on, rng, some):
     """Results, races on two seeds, the emulated machine, and machine code without local memory.

@@ -26,7 +26,7 @@ def allowed(row, top_k, top_p, temperature):
     return keep & (before < top_p + 1e-5), keep & (before < top_p - 1e-5)
 
 
-@pytest.mark.covering(1, long=1)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("n", [1, 37, 1024, 5003])
 def test_tokens_that_may_be_drawn(run, dtype, n, rng):

@@ -244,7 +244,9 @@ def test_on_the_machine(name, rng, small_gpu):
         compare(outs, wants, bound)
 
 
-@pytest.mark.parametrize("name", only_long(CASES, "8 bits, pair", "attention, causal", rare=RARE))
+@pytest.mark.parametrize(
+    "name", only_long(CASES, "8 bits, pair", "attention, causal", rare=RARE, every=2)
+)
 def test_compiles_for_hopper(name, rng, small_gpu):
     f, args, *_ = CASES[name](rng)
     low = f.lower(*args, target="sm_100a")
@@ -253,7 +255,7 @@ def test_compiles_for_hopper(name, rng, small_gpu):
     assert "wgmma.mma_async" in ptx and "tcgen05" not in ptx
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", only_long(SEVERAL, every=3))
 def test_gradients_compile_for_hopper(name, rng, small_gpu):
     f, (grad, q, k, v, _, lse), *_ = SEVERAL[name](rng)
     rows = plgpu.ShapeDtypeStruct((*lse.shape[:2], 384), f32)
