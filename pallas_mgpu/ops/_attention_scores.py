@@ -89,10 +89,17 @@ class Problem(NamedTuple):
     scores: Scores = PLAIN
     return_lse: bool = False
     own_value_dim: int = 0  # where values have another width than keys
+    angles: int = 0  # rows of the tables of angles by which blocks rotate their own rows; 0: none
+    first: int = 0  # the position of the first query
 
     @property
     def value_dim(self):
         return self.own_value_dim or self.dim
+
+    @property
+    def kernel_operands(self):
+        """Names of the arrays that follow q, k and v of a kernel."""
+        return [*self.scores.kernel_operands, *["cos", "sin"] * bool(self.angles)]
 
     @property
     def is_open(self):
@@ -131,11 +138,12 @@ class Problem(NamedTuple):
             plain(dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
 
         def with_options(q, k, v, *others, **scratch):
-            names = *self.scores.kernel_operands, "o", "lse"
+            names = *self.kernel_operands, "o", "lse"
             refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
-            scored(refs | scratch).run()
+            (plain if self.scores == PLAIN else scored)(refs | scratch).run()
 
-        return without_options if self.scores == PLAIN else with_options
+        plain_alone = self.scores == PLAIN and not self.angles
+        return without_options if plain_alone else with_options
 
 
 def options(name, q, k, arrays, causal, window, bottom_right, softcap, dropout):

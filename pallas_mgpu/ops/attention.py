@@ -31,6 +31,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import (
+    _attention_rotary,
     _attention_scores,
     _attention_tensor_memory,
     _attention_warp_mma,
@@ -189,7 +190,7 @@ class _Block(WarpSpecialized):
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.x, self.cfg = plan.x, plan.cfg
+        self.x, self.cfg, self.refs = plan.x, plan.cfg, refs
         self.q_ring = Ring(plan.q_slots, self.q_full, self.q_empty)
         self.k_ring = Ring(plan.stages, self.k_full, self.k_empty)
         self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
@@ -303,6 +304,7 @@ class _Block(WarpSpecialized):
         m = full((64,), _MASKED, plgpu.Layout.WGMMA.reduce(1))
         sums, none_yet = full((64, 8), _F32(0)), full((64, p.block), np.zeros((), self.x.dtype))
         begin = self.begin(me, none)
+        q = self.rotated(begin[1], q)
         start = _State(none, *begin, none + p.total, none, m, sums, none_yet, q)
         lax.while_loop(self.goes_on, functools.partial(self.step, me, o_acc), start)
 
@@ -327,6 +329,22 @@ class _Block(WarpSpecialized):
         q = plgpu.load(self.q_smem.at[0, me], layout=plgpu.Layout.WGMMA)
         plgpu.barrier_arrive(self.q_empty.at[0])
         return q
+
+    def rotated(self, row, q):
+        """Queries from registers, rotated if there are angles."""
+        if not self.x.angles or not self.cfg.q_registers:
+            return q
+        return _attention_rotary.rotate(q, self.refs, self.x, row + self.x.first)
+
+    def first_use(self, me, now):
+        """The queries of a tile are in shared memory from here on; there they are rotated."""
+        here = self.q_smem.at[now.w % self.plan.q_slots, me]
+        if not self.plan.q_ahead:
+            self.q_ring.wait(now.w)
+        if self.x.angles:
+            q = plgpu.load(here, layout=plgpu.Layout.WGMMA)
+            here[...] = _attention_rotary.rotate(q, self.refs, self.x, now.row + self.x.first)
+            plgpu.commit_smem()
 
     def step(self, me, o_acc, now):
         """One key block: that before key now.end."""
@@ -382,8 +400,8 @@ class _Block(WarpSpecialized):
         p, q = self.plan, now.q
         if not self.cfg.q_registers:
             q = self.q_smem.at[now.w % p.q_slots, me]
-            if not p.q_ahead:
-                pl.when(first)(lambda: self.q_ring.wait(now.w))
+            if not p.q_ahead or self.x.angles:
+                pl.when(first)(lambda: self.first_use(me, now))
         if not self.cfg.late:
             self.k_ring.wait(now.it)
 
@@ -423,7 +441,8 @@ class _Block(WarpSpecialized):
             """The next tile; its queries, where they have a place of their own."""
             if p.q_ahead:
                 q = self.load_queries(me, now.w + 1)
-            return now.w + 1, *self.begin(me, now.w + 1), q
+            begin = self.begin(me, now.w + 1)
+            return now.w + 1, *begin, self.rotated(begin[1], q)
 
         m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
         if not self.cfg.q_registers:
@@ -510,7 +529,6 @@ class _ScoredBlock(_Block):
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.refs = refs
         self.ranges = Ranges(plan.x, False, refs.get("low"), refs.get("high"))
 
     def blocks_of(self, t, tile, part):
@@ -707,13 +725,16 @@ class _Divided(SeveralKernels):
         return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
 
 
+_OTHERS = ("bias", "seed"), ("cos", "sin")  # operands before and after the ranges
+
+
 class _Packed(SeveralKernels):
     """The kernels of packed sequences: ranges of the rows, then attention."""
 
     def __init__(self, x, kernel, interpret, **how):
         self.ranges = _attention_scores.lookup_of(x, False, interpret, **how)
         self.attention = kernel
-        self.order = x.scores.operands
+        self.order = [*x.scores.operands, *["cos", "sin"] * bool(x.angles)]
         # where lengths are open, the first kernel gets them from the arrays that have them
         self.like = (lambda q, k: (q, k)) if x.is_open else lambda q, k: ()
 
@@ -721,8 +742,8 @@ class _Packed(SeveralKernels):
         named = dict(zip(self.order, others, strict=True))
         ranges = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
         ranges = self.ranges(*ranges, *self.like(q, k), stream=stream)
-        rest = [named[n] for n in ("bias", "seed") if n in named]
-        return self.attention(q, k, v, *rest, *ranges, out=out, stream=stream)
+        rest, angles = ([named[n] for n in names if n in named] for names in _OTHERS)
+        return self.attention(q, k, v, *rest, *ranges, *angles, out=out, stream=stream)
 
 
 @cached
@@ -825,7 +846,8 @@ def _open(x, *how):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
     f = x.scores
-    if x.batch > 1 or x.return_lse and x.heads > 1 or f.bias or f.dropout or f.mask:
+    indexed = f.bias or f.dropout or f.mask or x.angles
+    if x.batch > 1 or x.return_lse and x.heads > 1 or indexed:
         return x, x.queries  # arrays with a length after another dim above 1, or indexed by it
     kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
     sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
@@ -867,6 +889,16 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel
 
 
+def _of_tensor_memory(problem, config, target, interpret):
+    """The kernel by tcgen05, or what calls it."""
+    _attention_tensor_memory.check(config)
+    config = _attention_tensor_memory.chosen(config, target)
+    kernel = _attention_tensor_memory.kernel(problem, config, interpret)
+    if problem.scores.sequences:
+        return _Packed(problem, kernel, interpret, multiple=_attention_tensor_memory.MULTIPLE)
+    return kernel
+
+
 @plgpu.specialize(in_place=False)
 def attention(
     q,
@@ -879,6 +911,8 @@ def attention(
     seed=None,
     block_mask=None,
     mask_data=None,
+    cos=None,
+    sin=None,
     mask=None,
     causal=False,
     window=None,
@@ -924,6 +958,12 @@ def attention(
     call. mask_data: an array whose ref is its fifth argument. block_mask: what :func:`block_mask`
     returns for them, computed at each call by default.
 
+    cos, sin: rotary embedding of q and k as by :func:`rotary`; [length, head_dim / 2], float16,
+    bfloat16 or float32, of the angles of rows: query i and key i have row i, with bottom_right and
+    without cu_seqlens query i has row ``i + keys - queries``. On Hopper queries are rotated as they
+    are loaded, keys once by a kernel before; with mask, with a head_dim other than 16, 32, 48, 64, 80,
+    96 and 128, and on other GPUs both by kernels before.
+
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
@@ -945,10 +985,10 @@ def attention(
     scores = scores._replace(mask=mask)
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
+    angles = _attention_rotary.check("attention", q, k, cos, sin, bottom_right, scores.sequences)
     _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
     if v.shape[3] != dim:
         problem = problem._replace(own_value_dim=v.shape[3])
-    widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
     if mask and (target != "sm_90a" or config is not None):
         raise NotImplementedError(
             f"attention: mask= needs sm_90a and no config=; got {target}, config={config!r}; use"
@@ -956,15 +996,15 @@ def attention(
         )
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
-    if isinstance(config, MmaAttentionConfig):
-        kernel = _attention_warp_mma.kernel(problem, config, target, interpret)
-        return _Packed(problem, kernel, interpret) if scores.sequences else kernel
-    if of_blackwell:
-        _attention_tensor_memory.check(config)
-        config = _attention_tensor_memory.chosen(config, target)
-        kernel = _attention_tensor_memory.kernel(problem, config, interpret)
-        if scores.sequences:
-            return _Packed(problem, kernel, interpret, multiple=_attention_tensor_memory.MULTIPLE)
-        return kernel
     divides = not (invariant or scores.sequences or mask)
-    return _of_wgmma(problem, config, widths, divides, block_mask, q.device, interpret)
+
+    def kernel(problem):
+        if isinstance(config, MmaAttentionConfig):
+            kernel = _attention_warp_mma.kernel(problem, config, target, interpret)
+            return _Packed(problem, kernel, interpret) if scores.sequences else kernel
+        if of_blackwell:
+            return _of_tensor_memory(problem, config, target, interpret)
+        widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
+        return _of_wgmma(problem, config, widths, divides, block_mask, q.device, interpret)
+
+    return _attention_rotary.with_angles(problem, kernel, angles, of_hopper and not mask, interpret)

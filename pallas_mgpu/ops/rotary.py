@@ -34,9 +34,11 @@ _RESIDENT = 5  # blocks of an SM, of the gradient with a weight
 class _Tiles:
     """Tiles of a few positions of a head."""
 
-    def __init__(self, shape, normed, size=_TILE):
-        """normed: are there sums over a head? Lanes of a warp then have it, if they can."""
+    def __init__(self, shape, normed, size=_TILE, first=0):
+        """normed: are there sums over a head? Lanes of a warp then have it, if they can. first:
+        the position of the first row."""
         self.batch, self.length, self.heads, dim = shape
+        self.first = first
         self.half, self.layout = dim // 2, None
         self.height = max(1, min(size // self.half, self.length))
         lanes, rest = divmod(self.half, _VECTOR)
@@ -59,6 +61,7 @@ class _Tile:
         self.tiles, self.batch, self.head = tiles, batch, head
         start, shape = tile * tiles.height, (tiles.height, tiles.half)
         self.rows, self.shape, self.keep = pl.ds(start, tiles.height), shape, None
+        self.positions = pl.ds(start + tiles.first, tiles.height) if tiles.first else self.rows
         if tiles.length % tiles.height:
             index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tiles.layout)
             self.keep = index < tiles.length - start
@@ -86,7 +89,9 @@ class _Tile:
 
     def angles(self, cos, sin, inverse):
         """Cosines and sines, which all heads share."""
-        c, s = (self._load(ref, (self.rows, pl.ds(0, self.tiles.half))) for ref in (cos, sin))
+        c, s = (
+            self._load(ref, (self.positions, pl.ds(0, self.tiles.half))) for ref in (cos, sin)
+        )
         return c, -s if inverse else s
 
     @staticmethod
@@ -111,9 +116,10 @@ class _Tile:
 
 
 @cached
-def _kernel(shape, dtype, inverse, eps, interpret):
-    """eps: of the norm, which is there unless it is None."""
-    tiles = _Tiles(shape, eps is not None)
+def kernel_of(shape, dtype, inverse, eps, interpret, first=0):
+    """eps: of the norm, which is there unless it is None. first: the position of the first row;
+    the tables of angles may be longer."""
+    tiles = _Tiles(shape, eps is not None, first=first)
     heads = math.gcd(tiles.heads, _HEADS) if eps is not None else 1  # of a block
 
     def body(x, cos, sin, *refs):
@@ -214,7 +220,7 @@ def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None)
     if inverse and weight is not None:
         raise ValueError("rotary: inverse=True with weight; rotary_backward has both gradients")
     eps = None if weight is None else float(eps)
-    return _kernel(x.shape, np.dtype(x.dtype), bool(inverse), eps, interpret)
+    return kernel_of(x.shape, np.dtype(x.dtype), bool(inverse), eps, interpret)
 
 
 @plgpu.specialize

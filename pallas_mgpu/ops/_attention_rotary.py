@@ -1,0 +1,106 @@
+"""Rotary embedding inside attention.
+
+A block of attention reads its own rows once, so rotating them there is free: a lane of a wgmma
+layout has both elements of a pair, and no data move. On Hopper the queries of the forward, and dQ
+and dK before they are rounded, are rotated in registers. The rows that pass through a ring are read
+again by each tile: rotating those in shared memory would repeat the arithmetic for each tile of
+queries, and read as many bytes of angles as of keys from the L2 cache, which the rings already keep
+busy. So a kernel rotates the keys once (the gradients: both sides), which moves their bytes twice.
+
+On other GPUs kernels before attention rotate queries and keys, and kernels after the gradients."""
+
+import math
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+from ._common import SeveralKernels
+from .rotary import kernel_of
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_PART = 8  # columns that are rotated at a time: more would need more registers
+_FUSED = (16, 32, 48, 64, 80, 96, 128)  # head_dims whose rotation does not make kernels spill
+_ROWS = 64  # of a warpgroup's array
+
+
+def check(name, q, k, cos, sin, bottom_right, packed):
+    """The position of the first query and the rows of the tables; (0, 0) without them."""
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{name}: cos and sin must be given together")
+    if cos is None:
+        return 0, 0
+    queries, keys, dim = q.shape[1], k.shape[1], q.shape[3]
+    first = keys - queries if bottom_right and not packed else 0
+    if first < 0:
+        raise ValueError(
+            f"{name}: cos and sin with bottom_right need as many keys as queries, got {queries}"
+            f" queries and {keys} keys"
+        )
+    length = max(first + queries, keys)
+    for what, x in (("cos", cos), ("sin", sin)):
+        if x.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {x.dtype}")
+        if x.ndim != 2 or x.shape[0] < length or x.shape[1] * 2 != dim or x.shape != cos.shape:
+            raise ValueError(
+                f"{name}: {what} must have the shape (length, {dim // 2}) with a length of at"
+                f" least {length}, the same for both; got {x.shape}"
+            )
+    return first, cos.shape[0]
+
+
+def rotate(value, refs, x, row, inverse=False):
+    """Rows of queries, keys or their gradients, in the dtype of the problem: an array (64, width)
+    in the layout of wgmma whose first row has the position `row`."""
+    half, left, right = x.dim // 2, [], []
+    n = math.gcd(half, _PART)
+    keep = row + lax.broadcasted_iota(jnp.int32, (_ROWS, n), 0) < x.angles
+    for c in range(0, half, n):
+        at = pl.ds(row, _ROWS), pl.ds(c, n)
+        cos, sin = (
+            plgpu.load(refs[name], at, layout=plgpu.Layout.WGMMA, mask=keep, other=0.0)
+            for name in ("cos", "sin")
+        )
+        cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
+        a, b = (value[:, k : k + n].astype(jnp.float32) for k in (c, half + c))
+        sin = -sin if inverse else sin
+        left.append((a * cos - b * sin).astype(x.dtype))
+        right.append((b * cos + a * sin).astype(x.dtype))
+    rest = [value[:, x.dim :].astype(x.dtype)] if value.shape[1] > x.dim else []
+    return jnp.concatenate([*left, *right, *rest], axis=1)
+
+
+def rotation(x, of_keys, interpret, inverse=False):
+    """Kernel: rotates queries or keys of a problem."""
+    rows, heads = (x.keys, x.kv_heads) if of_keys else (x.queries, x.heads)
+    first = 0 if of_keys else x.first
+    shape = x.batch, rows, heads, x.dim
+    return kernel_of(shape, x.dtype, inverse, None, interpret, first)
+
+
+class Rotated(SeveralKernels):
+    """Attention to rotated keys. queries: does a kernel before it rotate these, too?"""
+
+    def __init__(self, x, kernel, queries, interpret):
+        self.attention, self.keys = kernel, rotation(x, True, interpret)
+        self.queries = rotation(x, False, interpret) if queries else None
+
+    def __call__(self, q, k, v, *others, out=None, stream=None):
+        *others, cos, sin = others
+        k = self.keys(k, cos, sin, stream=stream)
+        if self.queries:
+            q = self.queries(q, cos, sin, stream=stream)
+        else:
+            others += [cos, sin]
+        return self.attention(q, k, v, *others, out=out, stream=stream)
+
+
+def with_angles(x, kernel, angles, fused, interpret):
+    """What attends with the angles of `check`. kernel: makes the kernel of a problem; fused: it may
+    rotate its queries."""
+    first, length = angles
+    if not length:
+        return kernel(x)
+    x, fused = x._replace(first=first), fused and x.dim in _FUSED
+    kernel = kernel(x._replace(angles=length) if fused else x)
+    return Rotated(x, kernel, not fused, interpret)
