@@ -147,7 +147,7 @@ def kernel(x, stages, rotate, interpret):
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        names = *x.scores.kernel_operands, "dk", "dv", "dq"
+        names = *x.kernel_operands, "dk", "dv", "dq"
         refs |= dict(zip(names, others, strict=True))
         overlap_launches()
         _Fused(plan, refs).run()
@@ -175,20 +175,33 @@ def sums_of(x):
 
 @cached
 def _converted(x, interpret):
-    """Kernel: dQ from its float32 sums."""
-    height = 32
+    """Kernel: dQ from its float32 sums. With angles it is that of queries before the rotation."""
+    height, half = 32, x.dim // 2
+    columns = (pl.ds(0, half), pl.ds(half, half)) if x.angles else (slice(0, x.dim),)
 
-    def body(sums, dq):
+    def rotated(found, cos, sin, start):
+        keep = start + x.first + lax.broadcasted_iota(jnp.int32, (height, half), 0) < x.angles
+        at = pl.ds(start + x.first, height), slice(None)
+        cos, sin = (
+            pl.load(ref, at, mask=keep, other=0.0).astype(jnp.float32) for ref in (cos, sin)
+        )
+        left, right = found
+        return [left * cos + right * sin, right * cos - left * sin]
+
+    def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        start = lax.axis_index("tile") * height
+        start, dq = lax.axis_index("tile") * height, refs[-1]
         rows = pl.ds(start, height)
-        value = (sums[b, h, rows, : x.dim] * _F32(x.scale)).astype(x.dtype)
-        if x.queries % height:
-            keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
-            pl.store(dq, (b, rows, h, slice(None)), value, mask=keep)
-        else:
-            dq[b, rows, h] = value
+        found = [sums[b, h, rows, at] * _F32(x.scale) for at in columns]
+        found = rotated(found, *refs[:2], start) if x.angles else found
+        for value, at in zip(found, columns):
+            value = value.astype(x.dtype)
+            if x.queries % height:
+                keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
+                pl.store(dq, (b, rows, h, at), value, mask=keep)
+            else:
+                dq[b, rows, h, at] = value
 
     return plgpu.kernel(
         body,
@@ -210,7 +223,7 @@ class FusedKernels:
         self.fused = fused
         self.convert = _converted(x, interpret)
 
-    def __call__(self, grad, q, k, v, o, lse, others, out=None, stream=None):
+    def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
         if out is None:
             lse, delta, sums, dk, dv = self.allocating(grad, o, lse, stream=stream)
@@ -218,5 +231,6 @@ class FusedKernels:
         else:
             lse, delta, sums = self.statistics(grad, o, lse, stream=stream)
             dq, dk, dv = out
-        self.fused(grad, q, k, v, lse, delta, *others, out=(dk, dv, sums), stream=stream)
-        return self.convert(sums, out=dq, stream=stream), dk, dv, lse, delta
+        operands = grad, q, k, v, lse, delta, *others, *angles
+        self.fused(*operands, out=(dk, dv, sums), stream=stream)
+        return self.convert(sums, *angles, out=dq, stream=stream), dk, dv, lse, delta

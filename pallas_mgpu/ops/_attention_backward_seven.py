@@ -21,6 +21,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _attention_rotary
 from ._attention_scores import PLAIN, Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, warp_specialized
 
@@ -136,6 +137,12 @@ class _Block(WarpSpecialized):
         ds = probabilities * (dp - (delta() if callable(delta) else delta))
         return tile.drop(probabilities), ds if slope is None else ds * slope
 
+    def rotated(self, value, position):
+        """A gradient of rotated rows as that of the rows before, if there are angles."""
+        if not self.x.angles:
+            return value
+        return _attention_rotary.rotate(value, self.refs, self.x, position, inverse=True)
+
     def store(self, me, k, value, target):
         at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
         store(self.own_smem.at[k, me], value.astype(self.x.dtype), target.at[at])
@@ -247,7 +254,7 @@ class ByKeys(_Block):
             self.store(me, 1, plgpu.wgmma_accumulator_load(dv_acc), self.dv)
         if dk_acc is not None:
             dk = plgpu.wgmma_accumulator_load(dk_acc) * _F32(x.scale)
-            self.store(me, 0, dk, self.dk)
+            self.store(me, 0, self.rotated(dk, self.row + me * 64), self.dk)
 
     def statistics(self, slot):
         """lse and delta of the queries, which are columns."""
@@ -319,7 +326,7 @@ class ByQueries(_Block):
 
         lax.fori_loop(0, self.steps, step, jnp.int32(0))
         dq = plgpu.wgmma_accumulator_load(dq_acc) * _F32(x.scale)
-        self.store(me, 0, dq, self.dq)
+        self.store(me, 0, self.rotated(dq, queries + x.first), self.dq)
 
     def masked(self, probabilities, keys, queries):
         x, n = self.x, self.plan.block
@@ -400,7 +407,7 @@ def kernel(x, by_keys, interpret, sums=("dk", "dv")):
 
     def body(grad, q, k, v, lse, delta, *outs, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        names = *x.scores.kernel_operands, *(sums if by_keys else ("dq",))
+        names = *x.kernel_operands, *(sums if by_keys else ("dq",))
         refs |= dict(zip(names, outs, strict=True))
         overlap_launches()
         (ByKeys if by_keys else ByQueries)(plan, refs).run()

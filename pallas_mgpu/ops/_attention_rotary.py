@@ -104,3 +104,30 @@ def with_angles(x, kernel, angles, fused, interpret):
     x, fused = x._replace(first=first), fused and x.dim in _FUSED
     kernel = kernel(x._replace(angles=length) if fused else x)
     return Rotated(x, kernel, not fused, interpret)
+
+
+class Gradients:
+    """What the gradients of a problem do besides: q and k are rotated before. apart: kernels after
+    them rotate dq and dk back, which are otherwise rotated before they are stored."""
+
+    def __init__(self, x, apart, interpret):
+        self.there, self.back = x.angles > 0, None
+        if self.there:
+            sides = False, True
+            self.rotate = [rotation(x, of_keys, interpret) for of_keys in sides]
+        if self.there and apart:
+            self.back = [rotation(x, of_keys, interpret, inverse=True) for of_keys in sides]
+
+    def __call__(self, q, k, others, stream):
+        """The arrays after the rotation, the tables for kernels that rotate themselves, and what
+        finishes (dq, dk, dv)."""
+        if not self.there:
+            return q, k, (), lambda *found: found
+        angles = others[-2:]
+        q, k = (f(x, *angles, stream=stream) for f, x in zip(self.rotate, (q, k)))
+
+        def back(dq, dk, dv):
+            dq, dk = (f(x, *angles, out=x, stream=stream) for f, x in zip(self.back, (dq, dk)))
+            return dq, dk, dv
+
+        return q, k, *(((), back) if self.back else (angles, lambda *found: found))

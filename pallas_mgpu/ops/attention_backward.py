@@ -28,6 +28,7 @@ from . import (
     _attention_backward_fused,
     _attention_backward_tensor_memory,
     _attention_backward_tensor_memory_seven,
+    _attention_rotary,
     _attention_scores,
     _tensor_memory,
     _warp_mma,
@@ -70,6 +71,8 @@ class Gradients:
 
     def __init__(self, x, config, bias_dtype, interpret, deterministic):
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
+        self.rotations = _attention_rotary.Gradients(x, self.on_blackwell, interpret)
+        x = x._replace(angles=0) if self.on_blackwell else x
         repeats = deterministic or x.dim > _attention_backward_tensor_memory.MOST
         if self.on_blackwell and repeats:
             of = _attention_backward_tensor_memory_seven
@@ -105,13 +108,14 @@ class Gradients:
             ]
         if bias_dtype is not None:
             self.bias = _attention_backward_bias.bias_gradient(
-                x, bias_dtype, interpret, self.on_blackwell
+                x._replace(angles=0), bias_dtype, interpret, self.on_blackwell
             )
 
     def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
         dq, dk, dv, *dbias = (None,) * 4 if out is None else out
-        named = dict(zip(self.names, others, strict=True))
+        named = dict(zip(self.names, others))
         rest = [named[n] for n in ("bias", "seed") if n in named]
+        q, k, angles, finish = self.rotations(q, k, others, stream)
         of_keys = of_queries = ()
         if self.ranges:
             cu_q, cu_k = named["cu_seqlens_q"], named["cu_seqlens_k"]
@@ -121,17 +125,20 @@ class Gradients:
             three = None if out is None else (dq, dk, dv)
             ranges = (*of_keys, *of_queries) if self.on_blackwell else of_keys
             *found, lse, delta = self.fused(
-                grad, q, k, v, o, lse, (*rest, *ranges), out=three, stream=stream
+                grad, q, k, v, o, lse, (*rest, *ranges), angles, out=three, stream=stream
             )
             operands = grad, q, k, v, lse, delta
         else:
             lse, delta = self.statistics(grad, o, lse, stream=stream)
             operands = grad, q, k, v, lse, delta
             pair = None if dk is None else (dk, dv)
-            dk, dv = self.by_keys(*operands, *rest, *of_keys, out=pair, stream=stream)
-            found = self.by_queries(*operands, *rest, *of_queries, out=dq, stream=stream), dk, dv
+            more = *rest, *of_keys, *angles
+            dk, dv = self.by_keys(*operands, *more, out=pair, stream=stream)
+            more = *rest, *of_queries, *angles
+            found = self.by_queries(*operands, *more, out=dq, stream=stream), dk, dv
+        found = finish(*found)
         if self.bias is None:
-            return tuple(found)
+            return found
         dbias = dbias[0] if dbias else None
         return *found, self.bias(*operands, *rest, *of_queries, out=dbias, stream=stream)
 
@@ -167,6 +174,8 @@ def attention_backward(
     cu_seqlens_q=None,
     cu_seqlens_k=None,
     seed=None,
+    cos=None,
+    sin=None,
     causal=False,
     window=None,
     bottom_right=False,
@@ -182,8 +191,8 @@ def attention_backward(
     float32 (Hopper, Blackwell).
 
     grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
-    ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, causal, window, bottom_right,
-    softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256, on
+    ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, cos, sin, causal, window,
+    bottom_right, softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256, on
     Blackwell any multiple of 8 up to 256; any lengths and numbers of heads. bias_gradient: also
     return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
     :class:`AttentionBackwardConfig`, on Blackwell a :class:`TensorMemoryBackwardConfig`.
@@ -221,7 +230,9 @@ def attention_backward(
     how = causal, window, bottom_right, softcap, dropout
     scores = _attention_scores.options(name, q, k, arrays, *how)
     shape = (*q.shape, k.shape[1], k.shape[2])
+    angles = _attention_rotary.check(name, q, k, cos, sin, bottom_right, scores.sequences)
     x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)
+    x = x._replace(first=angles[0], angles=angles[1])
     if not on_blackwell:
         config = config or AttentionBackwardConfig()
         config = _check_config(config, dim, scores.adjusted, deterministic)

@@ -89,9 +89,7 @@ class _Tile:
 
     def angles(self, cos, sin, inverse):
         """Cosines and sines, which all heads share."""
-        c, s = (
-            self._load(ref, (self.positions, pl.ds(0, self.tiles.half))) for ref in (cos, sin)
-        )
+        c, s = (self._load(ref, (self.positions, pl.ds(0, self.tiles.half))) for ref in (cos, sin))
         return c, -s if inverse else s
 
     @staticmethod
