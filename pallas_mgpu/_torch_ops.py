@@ -444,16 +444,17 @@ def _attention_fake(q, *rest):
 
 def _attention_setup(ctx, inputs, output):
     q, k, v, *ctx.plain = inputs[:5]
-    ctx.options = inputs[9:]
-    ctx.save_for_backward(q, k, v, *output, *inputs[5:9])  # bias, cu_seqlens, seed
+    ctx.options = inputs[9:13]
+    ctx.save_for_backward(q, k, v, *output, *inputs[5:9], *inputs[13:])  # bias ... seed, cos, sin
     _no_gradients(ctx, output[1])
 
 
 def _attention_gradient(ctx, grad, _):
     wanted = any(ctx.needs_input_grad[5:6])  # defaults of the schema are not there
-    found = attention_backward(grad, *ctx.saved_tensors, *ctx.plain, *ctx.options, wanted)
+    *saved, cos, sin = ctx.saved_tensors
+    found = attention_backward(grad, *saved, *ctx.plain, *ctx.options, wanted, cos, sin)
     dq, dk, dv, dbias = found
-    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 7
+    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 9
 
 
 def _attention_options(scale, window, **options):
@@ -478,6 +479,8 @@ def attention_lse(
     bottom_right: bool = False,
     softcap: float | None = None,
     dropout: float = 0.0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = _attention_options(
         scale,
@@ -487,6 +490,8 @@ def attention_lse(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seed=seed,
+        cos=cos,
+        sin=sin,
         bottom_right=bottom_right,
         softcap=softcap,
         dropout=dropout,
@@ -495,7 +500,8 @@ def attention_lse(
 
 
 def _attention_backward_fake(grad, q, k, v, o, lse, bias=None, *rest):
-    dbias = q.new_empty((0,)) if bias is None or not rest[-1] else _like(bias)
+    wanted = rest[9]  # bias_gradient
+    dbias = q.new_empty((0,)) if bias is None or not wanted else _like(bias)
     return _like(q), _like(k), _like(v), dbias
 
 
@@ -518,6 +524,8 @@ def attention_backward(
     softcap: float | None,
     dropout: float,
     bias_gradient: bool,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = _attention_options(
         scale,
@@ -527,6 +535,8 @@ def attention_backward(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seed=seed,
+        cos=cos,
+        sin=sin,
         bottom_right=bottom_right,
         softcap=softcap,
         dropout=dropout,
@@ -556,12 +566,14 @@ def attention(
     bottom_right: bool = False,
     softcap: float | None = None,
     dropout: float = 0.0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ):
     """:func:`pallas_mgpu.ops.attention`, differentiable by ``q``, ``k``, ``v`` and ``bias``."""
     sides = None if window is None else [-1 if side is None else side for side in window]
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     found = attention_lse(
-        q, k, v, causal, scale, *arrays, sides, bottom_right, softcap, float(dropout)
+        q, k, v, causal, scale, *arrays, sides, bottom_right, softcap, float(dropout), cos, sin
     )
     return found if return_lse else found[0]
 

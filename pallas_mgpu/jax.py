@@ -232,8 +232,9 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5, out_dtype=None, batch_inv
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def _attention_arrays(bias, starts_q, starts_k, seed):
-    return _given(bias=bias, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seed=seed)
+def _attention_arrays(bias, starts_q, starts_k, seed, cos, sin):
+    arrays = {"bias": bias, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "seed": seed}
+    return _given(**arrays, cos=cos, sin=sin)
 
 
 def _attention_forward(options, q, k, v, *arrays):
@@ -247,15 +248,15 @@ def _attention_backward(options, saved, grads):
     given = _attention_arrays(*arrays)
     options = options | {"bias_gradient": "bias" in given}
     dq, dk, dv, *dbias = ops.attention_backward(grads[0], *saved, **given, **options)
-    return dq, dk, dv, dbias[0] if dbias else None, None, None, None
+    return dq, dk, dv, dbias[0] if dbias else None, *(None,) * 5
 
 
 _attention = _differentiable(_attention_forward, _attention_backward)
 
 
-def attention(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, seed=None, causal=False,
-              window=None, bottom_right=False, softcap=None, dropout=0.0, scale=None,
-              return_lse=False):  # fmt: skip
+def attention(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, seed=None, cos=None,
+              sin=None, causal=False, window=None, bottom_right=False, softcap=None, dropout=0.0,
+              scale=None, return_lse=False):  # fmt: skip
     """:func:`pallas_mgpu.ops.attention` with gradients by ``q``, ``k``, ``v`` and ``bias``. The
     logarithm of the sums, with ``return_lse``, is a constant for derivatives."""
     options = _options(
@@ -266,7 +267,7 @@ def attention(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, seed=
         dropout=dropout,
         scale=scale,
     )
-    o, lse = _attention(options, q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
+    o, lse = _attention(options, q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, cos, sin)
     return (o, jax.lax.stop_gradient(lse)) if return_lse else o
 
 

@@ -27,7 +27,6 @@ class Kernels:
     """The functions of a layer, by kernels."""
 
     rms_norm = staticmethod(pt.rms_norm)
-    rotary = staticmethod(pt.rotary)
 
     @staticmethod
     def gated_linear(x, w):
@@ -38,8 +37,8 @@ class Kernels:
         return pt.matmul(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[1])
 
     @staticmethod
-    def attention(q, k, v):
-        return pt.attention(q, k, v, causal=True)
+    def attention(q, k, v, cos, sin):
+        return pt.attention(q, k, v, causal=True, cos=cos, sin=sin)
 
     @staticmethod
     def loss(logits, targets):
@@ -68,8 +67,9 @@ class Reference:
     def linear(x, w):
         return x @ w
 
-    @staticmethod
-    def attention(q, k, v):
+    @classmethod
+    def attention(cls, q, k, v, cos, sin):
+        q, k = cls.rotary(q, cos, sin), cls.rotary(k, cos, sin)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return o.transpose(1, 2)
@@ -98,8 +98,8 @@ class Block(torch.nn.Module):
         qkv = f.linear(f.rms_norm(x, self.norm1), self.qkv)
         qkv = qkv.view(batch, length, self.heads + 2 * self.kv_heads, HEAD)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 2)
-        q, k = f.rotary(q, cos, sin), f.rotary(k, cos, sin)
-        x = x + f.linear(f.attention(q, k, v).reshape(batch, length, width), self.out)
+        o = f.attention(q, k, v, cos, sin)
+        x = x + f.linear(o.reshape(batch, length, width), self.out)
         return x + f.linear(f.gated_linear(f.rms_norm(x, self.norm2), self.gate_up), self.down)
 
 

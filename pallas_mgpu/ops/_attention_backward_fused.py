@@ -191,10 +191,11 @@ def _converted(x, interpret):
     def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        start, dq = lax.axis_index("tile") * height, refs[-1]
+        *angles, dq = refs
+        start = lax.axis_index("tile") * height
         rows = pl.ds(start, height)
         found = [sums[b, h, rows, at] * _F32(x.scale) for at in columns]
-        found = rotated(found, *refs[:2], start) if x.angles else found
+        found = rotated(found, *angles, start) if angles else found
         for value, at in zip(found, columns):
             value = value.astype(x.dtype)
             if x.queries % height:

@@ -1,11 +1,12 @@
 """Rotary embedding inside attention.
 
 A block of attention reads its own rows once, so rotating them there is free: a lane of a wgmma
-layout has both elements of a pair, and no data move. On Hopper the queries of the forward, and dQ
-and dK before they are rounded, are rotated in registers. The rows that pass through a ring are read
-again by each tile: rotating those in shared memory would repeat the arithmetic for each tile of
-queries, and read as many bytes of angles as of keys from the L2 cache, which the rings already keep
-busy. So a kernel rotates the keys once (the gradients: both sides), which moves their bytes twice.
+layout has both elements of a pair, and no data move. On Hopper the queries of the forward are
+rotated in registers, at the first block of their tile, and so are dQ and dK before they are
+rounded. The rows that pass through a ring are read again by each tile: rotating those in shared
+memory would repeat the arithmetic for each tile of queries, and read as many bytes of angles as of
+keys from the L2 cache, which the rings already keep busy. So a kernel rotates the keys once (for
+the gradients: both sides), which moves their bytes twice.
 
 On other GPUs kernels before attention rotate queries and keys, and kernels after the gradients."""
 
@@ -20,7 +21,7 @@ from .rotary import kernel_of
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _PART = 8  # columns that are rotated at a time: more would need more registers
-_FUSED = (16, 32, 48, 64, 80, 96, 128)  # head_dims whose rotation does not make kernels spill
+_MOST = 128  # head_dim: with longer rows, a block has no registers left for the rotation
 _ROWS = 64  # of a warpgroup's array
 
 
@@ -101,7 +102,7 @@ def with_angles(x, kernel, angles, fused, interpret):
     first, length = angles
     if not length:
         return kernel(x)
-    x, fused = x._replace(first=first), fused and x.dim in _FUSED
+    x, fused = x._replace(first=first), fused and x.dim % 16 == 0 and x.dim <= _MOST
     kernel = kernel(x._replace(angles=length) if fused else x)
     return Rotated(x, kernel, not fused, interpret)
 

@@ -304,7 +304,6 @@ class _Block(WarpSpecialized):
         m = full((64,), _MASKED, plgpu.Layout.WGMMA.reduce(1))
         sums, none_yet = full((64, 8), _F32(0)), full((64, p.block), np.zeros((), self.x.dtype))
         begin = self.begin(me, none)
-        q = self.rotated(begin[1], q)
         start = _State(none, *begin, none + p.total, none, m, sums, none_yet, q)
         lax.while_loop(self.goes_on, functools.partial(self.step, me, o_acc), start)
 
@@ -330,11 +329,14 @@ class _Block(WarpSpecialized):
         plgpu.barrier_arrive(self.q_empty.at[0])
         return q
 
-    def rotated(self, row, q):
-        """Queries from registers, rotated if there are angles."""
+    def rotated(self, first, now):
+        """With the queries of a tile in registers rotated at its first block: earlier the scores of
+        the block before take the registers."""
         if not self.x.angles or not self.cfg.q_registers:
-            return q
-        return _attention_rotary.rotate(q, self.refs, self.x, row + self.x.first)
+            return now
+        rotate = functools.partial(_attention_rotary.rotate, refs=self.refs, x=self.x)
+        row = now.row + self.x.first
+        return now._replace(q=lax.cond(first, lambda q: rotate(q, row=row), lambda q: q, now.q))
 
     def first_use(self, me, now):
         """The queries of a tile are in shared memory from here on; there they are rotated."""
@@ -352,6 +354,7 @@ class _Block(WarpSpecialized):
         first = now.ended != -1
         last = self.is_last(now)
         rare = self.is_rare(now, first | last)
+        now = self.rotated(first, now)
         s = self.adjust(now, self.multiply(me, o_acc, now, slot, first))
         if not cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
@@ -441,8 +444,7 @@ class _Block(WarpSpecialized):
             """The next tile; its queries, where they have a place of their own."""
             if p.q_ahead:
                 q = self.load_queries(me, now.w + 1)
-            begin = self.begin(me, now.w + 1)
-            return now.w + 1, *begin, self.rotated(begin[1], q)
+            return now.w + 1, *self.begin(me, now.w + 1), q
 
         m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
         if not self.cfg.q_registers:
@@ -961,8 +963,8 @@ def attention(
     cos, sin: rotary embedding of q and k as by :func:`rotary`; [length, head_dim / 2], float16,
     bfloat16 or float32, of the angles of rows: query i and key i have row i, with bottom_right and
     without cu_seqlens query i has row ``i + keys - queries``. On Hopper queries are rotated as they
-    are loaded, keys once by a kernel before; with mask, with a head_dim other than 16, 32, 48, 64, 80,
-    96 and 128, and on other GPUs both by kernels before.
+    are loaded, keys once by a kernel before; with mask, with a head_dim above 128 or not a multiple
+    of 16, and on other GPUs both by kernels before.
 
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.

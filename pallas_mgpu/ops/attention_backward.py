@@ -192,9 +192,9 @@ def attention_backward(
 
     grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
     ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, cos, sin, causal, window,
-    bottom_right, softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or 256, on
-    Blackwell any multiple of 8 up to 256; any lengths and numbers of heads. bias_gradient: also
-    return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
+    bottom_right, softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or
+    256, on Blackwell any multiple of 8 up to 256; any lengths and numbers of heads. bias_gradient:
+    also return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
     :class:`AttentionBackwardConfig`, on Blackwell a :class:`TensorMemoryBackwardConfig`.
     deterministic: results repeat bit for bit, as without a config on Hopper; on Blackwell above a
     head_dim of 128 they always do. out: a tuple of results.

@@ -365,6 +365,21 @@ def test_attention_with_options(rng):
     compare(ours, theirs, q, k, v, half(rng, 1, 2, 50, 60))
 
 
+def test_attention_with_rotary(rng):
+    angles = rng.random((50, 32)).astype(np.float32)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def theirs(q, k, v):
+        def rotated(x):
+            (a, b), c, s = jnp.split(x, 2, -1), cos[:, None], sin[:, None]
+            return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
+
+        return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+
+    q, k, v = half(rng, 1, 50, 4, 64), half(rng, 1, 50, 2, 64), half(rng, 1, 50, 2, 64)
+    compare(lambda q, k, v: pj.attention(q, k, v, cos=cos, sin=sin, causal=True), theirs, q, k, v)
+
+
 def test_ragged_dot(rng):
     sizes = jnp.asarray([5, 0, 9], jnp.int32)
 

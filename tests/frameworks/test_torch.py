@@ -556,6 +556,23 @@ def test_attention_with_options():
     compare(lambda q, k, v: ops.attention(q, k, v, **packed), batched, q, k, v)
 
 
+def test_attention_with_rotary():
+    """As rotating q and k by operators of their own."""
+    q, k, v, angles = half(1, 40, 2, 64), half(1, 70, 1, 64), half(1, 70, 1, 64), torch.rand(70, 32)
+    cos, sin = angles.cos(), angles.sin()
+    how = {"bottom_right": True, "window": (20, 0)}
+
+    def apart(q, k, v):
+        q, k = pt.rotary(q.half(), cos[30:], sin[30:]), pt.rotary(k.half(), cos, sin)
+        return pt.attention(q, k, v.half(), **how)
+
+    compare(lambda q, k, v: pt.attention(q, k, v, cos=cos, sin=sin, **how), apart, q, k, v)
+    compare(lambda q, k, v: ops.attention(q, k, v, cos=cos, sin=sin, **how), apart, q, k, v)
+    y = pt.attention(q.requires_grad_(), k, v, cos=angles.requires_grad_(), sin=sin, **how)
+    with pytest.raises(NotImplementedError, match="attention_lse has no gradient by cos"):
+        y.sum().backward()
+
+
 def test_gated_linear_unit():
     gate, up = half(5, 6, 34), half(5, 6, 34)
     compare(ops.gated_linear_unit, lambda g, u: F.silu(g) * u, gate, up)
@@ -770,6 +787,10 @@ def checked():
         "attention_lse with bias": (
             *(q, k, k, True, None, half(1, 2, 1, 40).requires_grad_(), None, None),
             *(torch.tensor([3], dtype=torch.int32), None, False, None, 0.25),
+        ),
+        "attention with rotary": (
+            *(q, k, k, True, None, None, None, None, None, None, False, None, 0.0),
+            *(torch.rand(40, 32), torch.rand(40, 32)),
         ),
     }
 

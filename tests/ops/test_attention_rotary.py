@@ -1,0 +1,142 @@
+"""Attention with rotary embedding: bit for bit what ops.rotary before attention gives, gradients
+within the rounding that it adds; no unordered accesses, no spills."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+CHECKED = plgpu.InterpretParams(detect_races=True, on_race="raise")
+EMULATED = plgpu.InterpretParams(backend="emulate")
+CASES = {  # batch, queries, heads, head_dim, keys, kv_heads; options; rows of the tables beyond
+    "registers": ((2, 100, 2, 128, 77, 1), {}, 0),
+    "shared memory": ((1, 200, 2, 64, 200, 1), {"causal": True}, 3),
+    "after a prefix": ((1, 70, 1, 64, 130, 1), {"causal": True, "bottom_right": True}, 0),
+    "padded rows": ((1, 70, 1, 80, 64, 1), {"softcap": 5.0}, 2),
+    "by a kernel before": ((1, 40, 2, 112, 70, 1), {"window": (9, 9)}, 0),
+    "long rows": ((1, 40, 1, 256, 33, 1), {}, 0),
+    "divided keys": ((1, 3, 2, 128, 3000, 1), {}, 0),
+    "packed": ((1, 130, 2, 64, 130, 1), {"causal": True, "cu": [0, 50, 50, 130]}, 0),
+}
+
+
+def operands(rng, shape, more, options, dtype=np.float16):
+    """q, k, v, a gradient; the tables; those of q and those of k."""
+    batch, queries, heads, dim, keys, kv_heads = shape
+    sizes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
+    arrays = [rng.standard_normal((batch, n, h, dim)).astype(dtype) for n, h in sizes]
+    first = keys - queries if options.get("bottom_right") else 0
+    angles = rng.standard_normal((max(first + queries, keys) + more, dim // 2))
+    tables = [f(angles).astype(np.float32) for f in (np.cos, np.sin)]
+    parts = slice(first, first + queries), slice(0, keys)
+    return arrays, tables, [[t[part].copy() for t in tables] for part in parts]
+
+
+def given(options):
+    """With arrays."""
+    starts = options.get("cu")
+    rest = {k: x for k, x in options.items() if k != "cu"}
+    if starts is None:
+        return rest
+    starts = np.array(starts, np.int32)
+    return rest | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+
+
+def rotated(x, tables, how=True, **options):
+    return ops.rotary(x, *tables, interpret=how, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward(rng, case):
+    shape, options, more = CASES[case]
+    dtype = ml_dtypes.bfloat16 if more else np.float16
+    (q, k, v, _), (cos, sin), (of_q, of_k) = operands(rng, shape, more, options, dtype)
+    options = given(options)
+    got = ops.attention(q, k, v, cos=cos, sin=sin, interpret=CHECKED, **options)
+    q, k = rotated(q, of_q), rotated(k, of_k)
+    np.testing.assert_array_equal(got, ops.attention(q, k, v, interpret=True, **options))
+
+
+@pytest.mark.parametrize(
+    "case, config",
+    [
+        ("registers", None),
+        ("shared memory", ops.AttentionBackwardConfig(5)),
+        ("after a prefix", ops.AttentionBackwardConfig(5)),
+        ("long rows", None),
+        ("packed", None),
+        ("by a kernel before", ops.TensorMemoryBackwardConfig()),
+    ],
+)
+def test_gradients(rng, case, config):
+    shape, options, more = CASES[case]
+    (q, k, v, grad), (cos, sin), (of_q, of_k) = operands(rng, shape, more, options)
+    options, rq, rk = given(options), rotated(q, of_q), rotated(k, of_k)
+    o, lse = ops.attention(rq, rk, v, return_lse=True, interpret=True, **options)
+    options["config"] = config
+    backward = ops.attention_backward
+    got = backward(grad, q, k, v, o, lse, cos=cos, sin=sin, interpret=CHECKED, **options)
+    dq, dk, dv = backward(grad, rq, rk, v, o, lse, interpret=True, **options)
+    dq, dk = rotated(dq, of_q, inverse=True), rotated(dk, of_k, inverse=True)
+    for a, b in zip(got, (dq, dk, dv), strict=True):
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        assert np.abs(a - b).max() <= 2e-3 * np.abs(b).max()
+
+
+def test_emulated(rng):
+    shape, options, more = CASES["shared memory"]
+    (q, k, v, _), (cos, sin), _ = operands(rng, shape, more, options)
+    got, want = (
+        ops.attention(q, k, v, cos=cos, sin=sin, causal=True, interpret=how)
+        for how in (EMULATED, True)
+    )
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=2e-3)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_spills(dim):
+    x = plgpu.ShapeDtypeStruct((2, 1024, 4, dim), np.float16)
+    t, lse = (plgpu.ShapeDtypeStruct(s, np.float32) for s in ((1024, dim // 2), (2, 4, 1024)))
+    forward = ops.attention.kernel(x, x, x, cos=t, sin=t, causal=True).attention
+    backward = ops.attention_backward.kernel(x, x, x, x, x, lse, cos=t, sin=t, causal=True)
+    statistics = x, x, x, x, lse, lse, t, t
+    for kernel, arrays in (
+        (forward, (x, x, x, t, t)),
+        (backward.by_keys, statistics),
+        (backward.by_queries, statistics),
+    ):
+        used = kernel.lower(*arrays, target="sm_90a").resources()
+        assert used["spill_bytes"] == 0 and "C75" not in used["remarks"], used
+
+
+def test_other_targets(rng):
+    """Kernels before attention rotate both."""
+    x, t = plgpu.ShapeDtypeStruct((1, 64, 1, 64), np.float16), np.zeros((64, 32), np.float32)
+    for config in (ops.TensorMemoryAttentionConfig(), ops.MmaAttentionConfig()):
+        found = ops.attention.kernel(x, x, x, cos=t, sin=t, config=config)
+        assert found.queries is not None and found.keys is not None
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({"sin": None}, ValueError, "cos and sin must be given together"),
+        ({"cos": np.zeros((7, 32), np.float32)}, ValueError, "length of at least 8"),
+        ({"sin": np.zeros((9, 32), np.float32)}, ValueError, r"got \(9, 32\)"),
+        ({"cos": np.zeros((8, 64), np.float32)}, ValueError, r"\(length, 32\)"),
+        ({"cos": np.zeros((8, 32), np.int32)}, TypeError, "got int32"),
+        ({"queries": 9, "bottom_right": True}, ValueError, "as many keys as queries"),
+    ],
+)
+def test_errors(change, error, text):
+    q, k = (np.zeros((1, n, 1, 64), np.float16) for n in (change.get("queries", 8), 8))
+    tables = {name: np.zeros((8, 32), np.float32) for name in ("cos", "sin")}
+    options = tables | {name: x for name, x in change.items() if name != "queries"}
+    with pytest.raises(error, match=f"attention: .*{text}"):
+        ops.attention(q, k, k, interpret=True, **options)
+    if "queries" not in change:
+        lse = np.zeros((1, 1, 8), np.float32)
+        with pytest.raises(error, match=f"attention_backward: .*{text}"):
+            ops.attention_backward(q, q, k, k, q, lse, interpret=True, **options)
