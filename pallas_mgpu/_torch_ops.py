@@ -20,6 +20,7 @@ from .ops._scale import scale_in_place
 from .ops.adamw import MOST as _TENSORS_OF_A_LAUNCH
 from .ops.adamw import Problem as _AdamWProblem
 from .ops.adamw import kernel as _adamw_kernel
+from .ops.matmul import without_product
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
 
@@ -181,12 +182,11 @@ def matmul_products(
 ) -> tuple[Tensor, Tensor]:
     """The result with silu or gelu, and the product before it: of one kernel, if there is one."""
     options = out_dtype, transpose_a, transpose_b, batch_invariant
-    try:
-        arrays = a, b, bias, scale_a, scale_b
-        return _plain_matmul(*arrays, activation, *options, return_product=True)
-    except NotImplementedError:  # other operands or GPUs
-        z = _plain_matmul(a, b, bias, scale_a, scale_b, None, *options)
+    arrays = a, b, bias, scale_a, scale_b
+    if without_product(a.dtype, max(a.dim(), b.dim()), a.get_device() if a.is_cuda else None):
+        z = _plain_matmul(*arrays, None, *options)
         return _APART[activation](z), z
+    return _plain_matmul(*arrays, activation, *options, return_product=True)
 
 
 def _activation_fake(grad, x, activation, of_result=False, bias=False, out_dtype=None):

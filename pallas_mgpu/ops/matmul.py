@@ -823,16 +823,25 @@ class _Into:
         return self.product(*operands, out=out, stream=stream)
 
 
-def _check_kept(x, a, config):
-    why_not = None
-    if a.dtype.itemsize != 2:
-        why_not = f"operands of {a.dtype}"
+def without_product(dtype, dims, device):
+    """Why there is no `return_product` for operands with so many dims; None: there is."""
+    if dims > 2:
+        return "batch dimensions"
+    if dtype.itemsize != 2:
+        return f"operands of {dtype}"
+    if _warp_mma.runs_here(device) or _tensor_memory.runs_here(device):
+        return _core.target(device)["name"]
+    return None
+
+
+def _check_kept(x, a, dims, config):
+    why_not = without_product(a.dtype, dims, a.device)
+    if why_not:
+        pass
     elif x.activation is None:
         why_not = "no activation"
     elif x.accumulate:
         why_not = "accumulate=True"
-    elif _warp_mma.runs_here(a.device) or _tensor_memory.runs_here(a.device):
-        why_not = _core.target(a.device)["name"]
     elif config is not None and not isinstance(config, MatmulConfig):
         why_not = f"a {type(config).__name__}"
     elif config is not None and config.slices > 1:
@@ -1082,10 +1091,7 @@ def matmul(
     _check_options(a, config, precision)
     if max(a.ndim, b.ndim) > 2:
         if return_product:
-            raise NotImplementedError(
-                "matmul: return_product=True with batch dimensions; apply the activation in a step"
-                " of its own"
-            )
+            _check_kept(None, a, max(a.ndim, b.ndim), config)
         options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
         options |= {"transpose_a": ta, "transpose_b": tb, "interpret": interpret}
         return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
@@ -1094,7 +1100,7 @@ def matmul(
     x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
     if return_product:
         x = x._replace(keep=True)
-        _check_kept(x._replace(accumulate=bool(accumulate)), a, config)
+        _check_kept(x._replace(accumulate=bool(accumulate)), a, 2, config)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
     operands = a, b, bias, scale_a, scale_b
