@@ -26,6 +26,7 @@ from .mixed import MixedConfig, TensorMemoryMixedConfig, mixed_matmul
 from .mla_decode import MlaConfig, mla_decode
 from .norms import NormConfig, layer_norm, rms_norm, softmax
 from .norms_backward import (
+    NormBackwardConfig,
     column_sums,
     layer_norm_backward,
     rms_norm_backward,
@@ -47,6 +48,7 @@ __all__ = [
     "MlaConfig",
     "MmaAttentionConfig",
     "MmaConfig",
+    "NormBackwardConfig",
     "NormConfig",
     "RaggedConfig",
     "TensorMemoryAttentionConfig",

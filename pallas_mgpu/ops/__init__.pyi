@@ -67,6 +67,9 @@ class AttentionBackwardConfig(NamedTuple):
     products: int = 7
     stages: int = 0
     rotate: bool = True
+    early: bool = False
+    lag: bool = False
+    atomics: bool = False
 
 class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True

@@ -28,18 +28,30 @@ from pallas_mgpu._caches import cached
 
 from ._attention_backward_seven import CONSUMERS, ROWS, ByKeys, Plan, padded, statistics
 from ._attention_scores import Ranges
-from ._common import overlap_launches, store, warp_specialized
+from ._common import SMEM_BYTES, overlap_launches, store, warp_specialized
 
 _F32 = np.float32
 
 
 class FusedPlan(Plan):
-    """How the kernel is tiled."""
+    """How the kernel is tiled. cfg: an AttentionBackwardConfig."""
 
-    def __init__(self, x, stages, rotate):
+    def __init__(self, x, cfg):
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
-        self.block, self.stages, self.rotate = 64, stages or 2, rotate
+        self.block, self.stages, self.rotate = 64, cfg.stages or 2, bool(cfg.rotate)
+        self.early, self.lag, self.atomics = bool(cfg.early), bool(cfg.lag), bool(cfg.atomics)
         self.turns = x.dim == 64
+        # a buffer is stored into once the other consumer has told that its product is done
+        self.buffers = 4 if self.lag else 2
+
+    @property
+    def fits(self):
+        """Does shared memory hold the buffers?"""
+        n, item = self.x.dim, self.x.dtype.itemsize
+        own, ring = 2 * ROWS * n * item, 2 * self.block * (n * item + 4)
+        ds, dq = CONSUMERS * 64 * self.block * item, CONSUMERS * self.block * 64 * 4
+        used = own + self.stages * ring + self.buffers * ds + (0 if self.atomics else dq)
+        return used + 256 <= SMEM_BYTES  # barriers
 
     def scratch(self):
         x = self.x
@@ -48,10 +60,11 @@ class FusedPlan(Plan):
             tile = plgpu.TilingTransform((8, 128 // dtype.itemsize))
             return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
 
-        more = {
-            "ds_smem": smem((2, CONSUMERS, 64, self.block), x.dtype),
-            "dq_smem": smem((CONSUMERS, self.block, 64), np.dtype(_F32)),
-        }
+        more = {"ds_smem": smem((self.buffers, CONSUMERS, 64, self.block), x.dtype)}
+        if not self.atomics:
+            more["dq_smem"] = smem((CONSUMERS, self.block, 64), np.dtype(_F32))
+        if self.lag:
+            more["ds_full"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.buffers)
         return super().scratch() | more
 
 
@@ -77,7 +90,7 @@ class _Fused(ByKeys):
         plgpu.barrier_wait(self.own_full)
 
         def step(it, carry):
-            j, g = carry
+            j, g, *before = carry
             slot = self.ring.slot(it)
             q, grad = self.first_smem.at[slot], self.second_smem.at[slot]
             head, queries = self.head * x.group + g, self.block_at(j) * p.block
@@ -91,59 +104,94 @@ class _Fused(ByKeys):
             def scores(s_acc, p_acc):
                 plgpu.wgmma(s_acc, self.own_smem.at[0, me], q.T)
                 plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
+                if p.early:
+                    return self.early(s_acc, p_acc, lse, delta, tile, (dv_acc, grad))
                 found = self.gradients(s_acc, p_acc, lse, delta, tile)
                 return [v.astype(x.dtype) for v in found]
 
             probabilities, ds = pl.run_scoped(scores, *[plgpu.ACC((64, p.block))] * 2)
-            self.ds_smem[it % 2, me] = ds
+            if p.early:
+                plgpu.wgmma(dk_acc, ds, q)
+            self.ds_smem[it % p.buffers, me] = ds
             plgpu.commit_smem()
-            plgpu.wgmma(dv_acc, probabilities, grad)
-            plgpu.wgmma(dk_acc, ds, q)
-            self.add_queries(me, it, head, queries)
+            if p.lag:
+                plgpu.barrier_arrive(self.ds_full.at[it % p.buffers])
+            if not p.early:
+                plgpu.wgmma(dv_acc, probabilities, grad)
+                plgpu.wgmma(dk_acc, ds, q)
+            if p.lag:
+                pl.when(it > 0)(lambda: self.add_queries(me, it - 1, *before))
+            else:
+                self.add_queries(me, it, head, queries)
             plgpu.wgmma_wait(0)
             self.ring.release(it)
             last = j + 1 == self.count
-            return lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
+            there = lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
+            return (*there, head, queries) if p.lag else there
 
-        lax.fori_loop(0, self.steps, step, (jnp.int32(0), jnp.int32(0)))
+        zero = jnp.int32(0)
+        *_, head, queries = lax.fori_loop(0, self.steps, step, (zero,) * (4 if p.lag else 2))
+        if p.lag:
+            last = self.steps - 1
+            pl.when(last >= 0)(lambda: self.add_queries(me, last, head, queries))
         plgpu.ext.named_barrier_sync(2, CONSUMERS)  # the results take the place of the keys
         self.store_sums(me, dk_acc, dv_acc)
 
+    def early(self, s_acc, p_acc, lse, delta, tile, of_values):
+        """P and dS; dV is multiplied before dS is computed. of_values: its accumulator, and dO."""
+        acc, grad = of_values
+        found, slope = self.probabilities(s_acc, 1, lse, tile)
+        probabilities = tile.drop(found).astype(self.x.dtype)
+        plgpu.wgmma(acc, probabilities, grad)
+        dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=1))
+        return probabilities, self.of_scores(found, dp, delta, slope).astype(self.x.dtype)
+
     def add_queries(self, me, it, head, queries):
-        """dQ of a block, once both consumers have stored dS: a half each, or all in turns."""
-        if not self.plan.turns:
-            plgpu.ext.named_barrier_sync(0, CONSUMERS)
+        """dQ of the block of step `it`, once both consumers have stored dS: a half each, or all in
+        turns."""
+        p, mine = self.plan, it % CONSUMERS == me
+        if p.lag:
+            plgpu.barrier_wait(self.ds_full.at[it % p.buffers], phase=it // p.buffers)
+        if not p.turns:
+            if not p.lag:
+                plgpu.ext.named_barrier_sync(0, CONSUMERS)
             self.multiply(me, it, head, queries, pl.ds(pl.multiple_of(me * 64, 64), 64))
             return
-        mine = it % CONSUMERS == me
 
         @pl.when(mine)
         def _():
-            plgpu.ext.named_barrier_sync(it % 2, CONSUMERS)
+            if not p.lag:
+                plgpu.ext.named_barrier_sync(it % 2, CONSUMERS)
             self.multiply(me, it, head, queries, pl.ds(0, 64))
 
-        @pl.when(~mine)
-        def _():
-            plgpu.ext.named_barrier_arrive(it % 2, CONSUMERS)
+        if not p.lag:
+
+            @pl.when(~mine)
+            def _():
+                plgpu.ext.named_barrier_arrive(it % 2, CONSUMERS)
 
     def multiply(self, me, it, head, queries, columns):
         """Adds some columns of dS K, over the keys of both consumers, to dQ."""
+        p = self.plan
 
         def product(acc):
             for w in range(CONSUMERS):
                 keys = self.own_smem.at[0, w, :, columns]
-                plgpu.wgmma(acc, self.ds_smem.at[it % 2, w].T, keys)
+                plgpu.wgmma(acc, self.ds_smem.at[it % p.buffers, w].T, keys)
             return plgpu.wgmma_accumulator_load(acc)
 
-        dq = pl.run_scoped(product, plgpu.ACC((self.plan.block, 64)))
+        dq = pl.run_scoped(product, plgpu.ACC((p.block, 64)))
+        there = self.dq.at[self.b, head, pl.ds(queries, p.block), columns]
+        if p.atomics:
+            plgpu.atomic_add(there, dq)
+            return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        there = self.dq.at[self.b, head, pl.ds(queries, self.plan.block), columns]
         store(self.dq_smem.at[me], dq, there, reduction_op="add")
 
 
 @cached
-def kernel(x, stages, rotate, interpret):
-    plan = FusedPlan(x, stages, rotate)
+def kernel(x, cfg, interpret):
+    plan = FusedPlan(x, cfg)
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch

@@ -120,8 +120,17 @@ class _Block(WarpSpecialized):
     def gradients(self, s_acc, p_acc, lse, delta, tile):
         """With options of the scores: probabilities for dV, and the gradients of raw scores
         (None without dP)."""
+        probabilities, slope = self.probabilities(s_acc, 0 if p_acc is None else 1, lse, tile)
+        if p_acc is None:
+            return tile.drop(probabilities), None
+        dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=0))
+        return tile.drop(probabilities), self.of_scores(probabilities, dp, delta, slope)
+
+    def probabilities(self, s_acc, flying, lse, tile):
+        """Probabilities before dropout, and the slope of the cap. flying: products that may then be
+        in flight."""
         ranges, p = self.ranges, self.plan
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if p_acc is None else 1)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=flying)
         s, slope = tile.adjust(s)
         probabilities = jnp.exp2(s * p.c - lse)
         low, high = ranges.of_all(tile.row, 64)
@@ -131,11 +140,13 @@ class _Block(WarpSpecialized):
             lambda v: v,
             probabilities,
         )
-        if p_acc is None:
-            return tile.drop(probabilities), None
-        dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=0))
+        return probabilities, slope
+
+    @staticmethod
+    def of_scores(probabilities, dp, delta, slope):
+        """The gradients of raw scores."""
         ds = probabilities * (dp - (delta() if callable(delta) else delta))
-        return tile.drop(probabilities), ds if slope is None else ds * slope
+        return ds if slope is None else ds * slope
 
     def rotated(self, value, position):
         """A gradient of rotated rows as that of the rows before, if there are angles."""

@@ -14,7 +14,13 @@ again, after the fence of its own. Warpgroups that share a row
 exchange their sums over it through shared memory, by two buffers that alternate: all warpgroups
 have met at the other one before a buffer is written again.
 
-Which rows a block has is fixed, and so is the order of all sums: results repeat bit for bit."""
+Which rows a block has is fixed, and so is the order of all sums: results repeat bit for bit.
+
+A config changes these choices: other teams, clusters, heights and numbers of slots; rows of a block
+that follow each other; results that leave by TMA copies from two buffers of their own, so that no
+store to global memory is there for a fence to wait for."""
+
+import typing
 
 import numpy as np
 
@@ -23,7 +29,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SMEM_BYTES, overlap_launches
+from ._common import SMEM_BYTES, overlap_launches, store
 
 _F32 = np.float32
 WARPGROUPS = 4
@@ -34,13 +40,29 @@ _STAGES = 4
 _SUMMED = 16  # columns of a block that adds up sums: with few registers it starts beside the others
 
 
-class Plan:
-    """Numbers that follow from the shape, the rows of a tile, the blocks of a cluster, and the
-    warpgroups of a team."""
+class NormBackwardConfig(typing.NamedTuple):
+    """How rows of the gradients of norms pass through shared memory; 0: chosen.
 
-    def __init__(self, x, names, sms, height, cluster, members):
+    ``members``: warpgroups that share a row, 1, 2 or 4. ``cluster``: blocks that share it, 1, 2, 4
+    or 8. ``height``: rows of a tile. ``stages``: slots of each warpgroup, at least 2; 0: up to 4.
+    ``contiguous``: rows of a block follow each other, instead of those of all blocks. ``copies``:
+    results leave by TMA copies from shared memory. None of these has been timed."""
+
+    members: int = 0
+    cluster: int = 0
+    height: int = 0
+    stages: int = 0
+    contiguous: bool = False
+    copies: bool = False
+
+
+class Plan:
+    """Numbers that follow from the shape, the rows of a tile, the blocks of a cluster, the
+    warpgroups of a team, and the rest of a config."""
+
+    def __init__(self, x, names, sms, height, cluster, members, cfg=NormBackwardConfig()):
         self.x, self.names, self.height, self.cluster = x, names, height, cluster
-        self.members = members
+        self.members, self.copies, self.contiguous = members, bool(cfg.copies), bool(cfg.contiguous)
         self.segments = cluster * self.members
         # boxes of TMA have up to 256 columns; each lane has 16 bytes of a segment
         grain = 256 if x.n <= _SEGMENT else 2048 // min(d.itemsize for d in x.dtypes[:2])
@@ -61,7 +83,10 @@ class Plan:
         room = SMEM_BYTES - 2048 - (self.teams - 1) * self.summed * of_block * 4
         if self.kept:
             room -= of_block * x.dtype_of("weight").itemsize
-        self.stages = min(room // (WARPGROUPS * self.height * self.width * size), _STAGES)
+        if self.copies:
+            room -= WARPGROUPS * 2 * self.height * self.part * x.dtypes[1].itemsize
+        most = room // (WARPGROUPS * self.height * self.width * size)
+        self.stages = min(most, cfg.stages or _STAGES)
 
     def fits(self):
         return self.stages >= 2 and self.width <= _LONGEST
@@ -74,6 +99,9 @@ class Plan:
         found["full"] = plgpu.Barrier(
             num_arrivals=len(self.of_tile), num_barriers=(WARPGROUPS, self.stages)
         )
+        if self.copies:
+            shape = WARPGROUPS, 2, self.height, self.part
+            found["out_smem"] = plgpu.SMEM(shape, x.dtypes[1])
         if self.kept:
             found["weight_smem"] = plgpu.SMEM((self.members, self.width), x.dtype_of("weight"))
         if self.segments > 1:
@@ -102,9 +130,12 @@ class _Tile:
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member
         self.offset = self.segment * plan.width
-        step = plan.programs * plan.teams
-        self.first, self.step = lax.axis_index("program") * plan.teams + self.team, step
-        self.count = (plan.tiles - self.first + (step - 1)) // step  # tiles of the team
+        program, end, self.step = lax.axis_index("program"), plan.tiles, plan.programs * plan.teams
+        self.first = program * plan.teams + self.team
+        if plan.contiguous:
+            begin, end = (k * plan.tiles // plan.programs for k in (program, program + 1))
+            self.first, self.step = begin + self.team, plan.teams
+        self.count = (end - self.first + (self.step - 1)) // self.step  # tiles of the team
         self.count = jnp.maximum(self.count, 0)
         if "weight" in refs:
             self.weights = [self._weight(k) for k in range(self.parts)]
@@ -172,6 +203,12 @@ class _Tile:
         """Part k of the result of the team's tile number i."""
         p, ref = self.plan, self.refs["out"]
         start = (self.first + i * self.step) * p.height
+        if p.copies:
+            box = self.refs["out_smem"].at[self.me, (i * p.parts + k) % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other buffer may still be read
+            there = ref.at[pl.ds(start, p.height), pl.ds(self.offset + k * p.part, p.part)]
+            store(box, value, there)
+            return
         mask, at = (
             self.mask(k, start),
             (
@@ -288,6 +325,14 @@ def kernel(p, row, interpret):
             pl.when(i > 0)(lambda: tile.store(i - 1, 0, before[0]))
             return finish(of_row, total)
 
+        def copied(i, total):
+            of_row = row(tile.at(i))
+            of_row.hold(p.of_tile)
+            tile.fetch_next()
+            results, total = finish(of_row, total)
+            tile.store(i, 0, results[0])
+            return total
+
         def in_parts(i, total):
             results, total = finish(row(tile.at(i)), total)
             tile.fetch_next()
@@ -297,7 +342,9 @@ def kernel(p, row, interpret):
 
         zero = jnp.zeros((p.height, p.part), jnp.float32)
         total = [[zero] * x.sums for _ in range(p.parts)]
-        if p.parts == 1:
+        if p.parts == 1 and p.copies:
+            total = lax.fori_loop(0, tile.count, copied, total)
+        elif p.parts == 1:
             carry = [zero.astype(x.dtypes[1])], total
             last, total = lax.fori_loop(0, tile.count, in_registers, carry)
             pl.when(tile.count > 0)(lambda: tile.store(tile.count - 1, 0, last[0]))
@@ -305,6 +352,8 @@ def kernel(p, row, interpret):
             total = lax.fori_loop(0, tile.count, in_parts, total)
         if x.sums:
             _write_sums(tile, total)
+        if p.copies:
+            plgpu.wait_smem_to_gmem(0)
 
     outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
     if x.sums:
@@ -371,15 +420,19 @@ def last_sums(sums, programs, padded, n, dtype, interpret):
 
 
 @cached
-def plan(x, names, sms):
-    """The highest tile, or the smallest cluster, that shared memory holds; None: there is none."""
+def plan(x, names, sms, cfg):
+    """The highest tile, or the smallest cluster, that shared memory holds, or what the config says;
+    None: there is none."""
     height = max(1, min(_SEGMENT // x.n, pl.cdiv(x.outer, WARPGROUPS)))
     forms = [(h, 1) for h in range(height, 0, -1)] + [(1, cluster) for cluster in (2, 4, 8)]
+    if cfg.height or cfg.cluster:
+        forms = [(cfg.height or 1, cfg.cluster or 1)]
     for height, cluster in forms:
-        members = 1
-        while members < WARPGROUPS and x.n > cluster * members * _SEGMENT:
+        members = cfg.members or 1
+        while not cfg.members and members < WARPGROUPS and x.n > cluster * members * _SEGMENT:
             members *= 2
-        p = Plan(x, names, sms, height, cluster, members)
-        if p.fits() and cluster <= sms:
+        p = Plan(x, names, sms, height, cluster, members, cfg)
+        whole = height == 1 or members == cluster == 1  # only single rows are shared
+        if p.fits() and whole and cluster <= sms:
             return p
     return None

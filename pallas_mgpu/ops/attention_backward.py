@@ -45,13 +45,20 @@ class AttentionBackwardConfig(typing.NamedTuple):
     """How the gradients of attention are computed.
 
     ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
-    (head_dim 64, or 128 without softcap and bias). ``stages``: slots of the ring of the kernel with
-    five products, up to 3, with head_dim 128 up to 2; 0: 2. ``rotate``: there, blocks of a head
-    begin at different queries, so that they do not all add to the same rows of dQ at once."""
+    (head_dim 64, or 128 without softcap and bias). The others are for five products. ``stages``:
+    slots of the ring, up to 3, with head_dim 128 and without ``atomics`` up to 2; 0: 2. ``rotate``:
+    blocks of a head begin at different queries, so that they do not all add to the same rows of dQ
+    at once. ``early``: dV is multiplied before dS is computed, dK before dS is stored. ``lag``: dQ
+    of a step is multiplied a step later, when both consumers have long stored dS, so that they need
+    not keep in step. ``atomics``: dQ is added from registers instead of by copies from shared
+    memory. The last three have not been timed."""
 
     products: int = 7
     stages: int = 0
     rotate: bool = True
+    early: bool = False
+    lag: bool = False
+    atomics: bool = False
 
 
 class _Keys:
@@ -90,9 +97,7 @@ class Gradients:
             fused = _attention_backward_tensor_memory.kernel(x, config, interpret)
             self.fused = FusedKernels(x, fused, interpret)
         elif config.products == 5:
-            fused = _attention_backward_fused.kernel(
-                x, config.stages, bool(config.rotate), interpret
-            )
+            fused = _attention_backward_fused.kernel(x, config, interpret)
             self.fused = FusedKernels(x, fused, interpret)
         else:
             self.statistics = statistics(x, interpret)
@@ -147,10 +152,9 @@ def _check_config(config, dim, adjusted, deterministic):
     name = "attention_backward"
     if not isinstance(config, AttentionBackwardConfig):
         raise TypeError(f"{name}: config must be an AttentionBackwardConfig, got {config!r}")
-    if config.products not in (5, 7) or config.stages not in range(4 if dim == 64 else 3):
+    if config.products not in (5, 7) or config.stages not in range(4):
         raise ValueError(
-            f"{name}: an AttentionBackwardConfig has 5 or 7 products and up to 3 stages, with"
-            " head_dim 128 up to 2; got"
+            f"{name}: an AttentionBackwardConfig has 5 or 7 products and up to 3 stages; got"
             f" {config}"
         )
     if config.products == 5 and (dim == 256 or dim == 128 and adjusted or deterministic):
@@ -236,5 +240,7 @@ def attention_backward(
     if not on_blackwell:
         config = config or AttentionBackwardConfig()
         config = _check_config(config, dim, scores.adjusted, deterministic)
+        if config.products == 5 and not _attention_backward_fused.FusedPlan(x, config).fits:
+            raise ValueError(f"{name}: shared memory does not hold the buffers of {config}")
     bias_dtype = bias.dtype if bias_gradient else None
     return Gradients(x, config, bias_dtype, interpret, bool(deterministic))

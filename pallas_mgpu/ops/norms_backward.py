@@ -28,6 +28,7 @@ from pallas_mgpu._caches import cached
 
 from . import _norms_backward_ring
 from ._common import overlap_launches
+from ._norms_backward_ring import NormBackwardConfig
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -420,12 +421,17 @@ def _check(name, grad, x, weight, add, other):
         raise ValueError(f"{name}: weight must have the shape {x.shape[-1:]}, got {weight.shape}")
 
 
-def _make(name, grad, x, weight, add, bias, eps, interpret):
+def _make(name, grad, x, weight, add, bias, eps, config, interpret):
     _check(f"{name}_backward", grad, x, weight, add, "x")
     n, sms = x.shape[-1], plgpu.sm_count(x.device)
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
     problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
-    ring = _ring(problem, x.device, [v for v in (grad, x, weight, add) if v is not None], sms)
+    operands = [v for v in (grad, x, weight, add) if v is not None]
+    ring = _ring(problem, x.device, operands, sms, _checked(name, config))
+    if config is not None and ring is None:
+        raise ValueError(
+            f"{name}_backward: rows of {n} elements cannot pass through shared memory with {config}"
+        )
     of = x.dtype if weight is None else weight.dtype
     if ring:
         kernel = _norms_backward_ring.kernel(ring, _Row, interpret)
@@ -441,14 +447,35 @@ def _make(name, grad, x, weight, add, bias, eps, interpret):
     return WithSums(kernel, *[add_up] * problem.sums)
 
 
-def _ring(x, device, operands, sms):
+def _checked(name, config):
+    """The config, or the default one."""
+    if config is None:
+        return NormBackwardConfig()
+    name = f"{name}_backward"
+    if not isinstance(config, NormBackwardConfig):
+        raise TypeError(f"{name}: config must be a NormBackwardConfig, got {config!r}")
+    c = config
+    if c.members not in (0, 1, 2, 4) or c.cluster not in (0, 1, 2, 4, 8):
+        raise ValueError(
+            f"{name}: a NormBackwardConfig has 1, 2 or 4 members and a cluster of 1, 2, 4 or 8;"
+            f" got {config}"
+        )
+    if c.height < 0 or c.stages < 0 or c.stages == 1:
+        raise ValueError(
+            f"{name}: a NormBackwardConfig has 2 stages or more and a height of 1 or more; got"
+            f" {config}"
+        )
+    return config
+
+
+def _ring(x, device, operands, sms, config=NormBackwardConfig()):
     """How rows pass through shared memory; None where they cannot: TMA takes aligned rows. Lanes
     have too many statistics of short rows."""
     if x.n < _SHORT or not {"TMA", "CLUSTER"} <= set(_core.target(device)["features"]):
         return None
     if not all(v.aligned and v.shape[-1] * v.dtype.itemsize % 16 == 0 for v in operands):
         return None
-    return _norms_backward_ring.plan(x, _names(x), sms)
+    return _norms_backward_ring.plan(x, _names(x), sms, config)
 
 
 @plgpu.specialize
@@ -479,22 +506,24 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
 
 
 @plgpu.specialize
-def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, interpret=None):
+def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, config=None, interpret=None):
     """The gradients of :func:`rms_norm` with respect to ``x`` and ``weight``, in float32 (Hopper).
 
     grad: the gradient of the result; x, weight, eps: the arguments of rms_norm; float16, bfloat16
     or float32. add: an array like ``x`` that is added to the gradient of ``x``, for example that of
-    a residual branch. The statistics of the rows are computed again from ``x``. Results repeat bit
-    for bit.
+    a residual branch. config: a :class:`NormBackwardConfig`, for aligned rows from 512 elements on.
+    The statistics of the rows are computed again from ``x``. Results repeat bit for bit.
 
     Returns the gradient of ``x``, or with ``weight`` the pair of gradients, like ``x`` and like
     ``weight``. TypeError, ValueError for other dtypes and shapes.
     """
-    return _make("rms_norm", grad, x, weight, add, False, eps, interpret)
+    return _make("rms_norm", grad, x, weight, add, False, eps, config, interpret)
 
 
 @plgpu.specialize
-def layer_norm_backward(grad, x, weight=None, *, add=None, bias=False, eps=1e-5, interpret=None):
+def layer_norm_backward(
+    grad, x, weight=None, *, add=None, bias=False, eps=1e-5, config=None, interpret=None
+):
     """The gradients of :func:`layer_norm` with respect to ``x``, ``weight`` and ``bias``, in
     float32 (Hopper).
 
@@ -506,7 +535,7 @@ def layer_norm_backward(grad, x, weight=None, *, add=None, bias=False, eps=1e-5,
     Returns the gradient of ``x``, or a tuple of it and those of ``weight`` (if there is one) and of
     the bias (if asked for). TypeError, ValueError for other dtypes and shapes.
     """
-    return _make("layer_norm", grad, x, weight, add, bias, eps, interpret)
+    return _make("layer_norm", grad, x, weight, add, bias, eps, config, interpret)
 
 
 @plgpu.specialize

@@ -184,7 +184,9 @@ def test_five_products_in_bfloat16(rng):
     k, v = rng.standard_normal((2, 2, 300, 2, 128)).astype(ml_dtypes.bfloat16)
     o, lse = ops.attention(q, k, v, return_lse=True, interpret=True)
     out = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-    for config in (ops.AttentionBackwardConfig(5), ops.AttentionBackwardConfig(5, 1, rotate=False)):
+    C = ops.AttentionBackwardConfig
+    orders = [C(5, early=True), C(5, lag=True), C(5, 3, early=True, lag=True, atomics=True)]
+    for config in (C(5), C(5, 1, rotate=False), *orders):
         ops.attention_backward(grad, q, k, v, o, lse, config=config, out=out, interpret=CHECKED)
         for got, want in zip(out, reference(grad, q, k, v)[2]):
             near(got, want, q.dtype)
@@ -221,12 +223,13 @@ def test_no_spills():
             assert (used["spill_bytes"], used["remarks"]) == (0, ""), (options, used)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_spills_of_five_products(dim, causal):
+@pytest.mark.parametrize("dim, causal, other", [(64, 0, 0), (64, 1, 1), (128, 0, 1), (128, 1, 0)])
+def test_no_spills_of_five_products(dim, causal, other):
+    """other: in another order, with dQ added from registers."""
     x = plgpu.ShapeDtypeStruct((2, 1024, 4, dim), np.float16)
     lse = plgpu.ShapeDtypeStruct((2, 4, 1024), np.float32)
-    config = ops.AttentionBackwardConfig(5)
+    causal, other = bool(causal), bool(other)
+    config = ops.AttentionBackwardConfig(5, early=other, lag=other, atomics=other)
     found = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal, config=config)
     used = found.fused.fused.lower(x, x, x, x, lse, lse, target="sm_90a").resources()
     assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
@@ -261,6 +264,12 @@ def test_errors_of_gradients():
         ops.attention_backward(q, q, q, q, q, lse, config=5)
     with pytest.raises(ValueError, match="5 or 7 products"):
         ops.attention_backward(q, q, q, q, q, lse, config=ops.AttentionBackwardConfig(6))
+    with pytest.raises(ValueError, match="shared memory does not hold"):
+        q2, config = (
+            np.zeros((1, 16, 2, 128), np.float16),
+            ops.AttentionBackwardConfig(5, 3, lag=True),
+        )
+        ops.attention_backward(q2, q2, q2, q2, q2, lse, config=config)
     with pytest.raises(NotImplementedError, match="deterministic"):
         config = ops.AttentionBackwardConfig(5)
         ops.attention_backward(q, q, q, q, q, lse, config=config, deterministic=True)
