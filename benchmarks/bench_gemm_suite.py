@@ -2,6 +2,7 @@
 
     python benchmarks/bench_gemm_suite.py [--budget SECONDS] [--json FILE] [--only KIND ...]
     python benchmarks/bench_gemm_suite.py --configs [--sizes 512x512x16384:bfloat16:nt ...]
+    python benchmarks/bench_gemm_suite.py --configs --wide --below 0.98 [--of FILE]
 
 Kernels are compiled first, by 16 processes. Every result is checked against float32 on random
 normal operands, in an output poisoned with NaN; torch's error is noted, not judged. Then both are
@@ -13,7 +14,8 @@ ratio is torch's time divided by ours: the median of the rounds and its 95 % con
 --budget: no product is begun after so many seconds; what was left out is named. --configs times
 configurations of ops.matmul on a few products, the best one of each family by the estimate, and
 asks the driver how many clusters of each size run at the same time: what a model of the machine is
-fitted to."""
+fitted to. --wide adds families that the choice does not take yet. --below: in place of a few
+products those that FILE, an earlier run, has below that ratio, the slowest first."""
 
 import argparse
 import concurrent.futures
@@ -22,6 +24,7 @@ import functools
 import math
 import multiprocessing
 import os
+import pathlib
 import time
 
 import results
@@ -30,11 +33,13 @@ from gemm_suite import parse, suite
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import MatmulConfig, matmul
 from pallas_mgpu.ops._matmul_choice import (
+    Rates,
     candidates,
     choose,
     choose_k_major,
     crooked_rows,
     cycles,
+    wide_candidates,
 )
 
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4, "float8_e4m3fn": 4e-3}  # error, relative in the norm
@@ -52,6 +57,10 @@ CONFIG_SIZES = (
     "4x14336x4096:bfloat16:nt",
 )
 FAMILIES = 12  # of configurations that --configs times
+WIDE = 10  # and of those that --wide adds
+# for the order of these: the rate at which an SM takes in swapped operands is one of few rows
+WIDE_RATES = Rates(intake=60)
+EARLIER = pathlib.Path(__file__).parent / "results" / "bench_gemm_suite.json"
 
 
 # ---- compilation ---------------------------------------------------------------------------------
@@ -268,20 +277,37 @@ def print_configs(row):
 
 def family(config):
     """What configurations differ in that are not only more or less of the same."""
-    divided = config.slices > 1, config.shares > 1
+    divided = config.slices > 1, config.shares > 1, config.swapped, config.stream
     return config[:2], config.cluster, config.cluster_n, config.split, config.step, divided
 
 
-def configs_of(gemm):
-    """Of those the chooser looks at, the best one of each family by the estimate, best first."""
+def configs_of(gemm, most, wide):
+    """Of those the chooser looks at, the best one of each family by the estimate, best first, and
+    with wide as many of those that it does not look at."""
     in_bytes = 1 if gemm.dtype.startswith("float8") else 2
     crooked = crooked_rows((gemm.k, gemm.k if gemm.nt else gemm.n), in_bytes)
-    found = candidates(gemm.m, gemm.n, gemm.k, in_bytes=in_bytes, tb=gemm.nt, swaps=True)
-    found.sort(key=lambda c: cycles(gemm.m, gemm.n, gemm.k, c, 132, in_bytes, crooked=crooked))
-    best = {}
-    for cfg in found:
-        best.setdefault(family(cfg), cfg)
-    return [None, *list(best.values())[:FAMILIES]]
+
+    def best(found, most, rates):
+        of_families = {}
+        how = {"in_bytes": in_bytes, "crooked": crooked, "rates": rates}
+        for cfg in sorted(found, key=lambda c: cycles(gemm.m, gemm.n, gemm.k, c, 132, **how)):
+            of_families.setdefault(family(cfg), cfg)
+        return list(of_families.values())[:most]
+
+    shape = gemm.m, gemm.n, gemm.k
+    found = best(candidates(*shape, in_bytes=in_bytes, tb=gemm.nt, swaps=True), most, Rates())
+    if wide:
+        found += best(wide_candidates(*shape, in_bytes=in_bytes, tb=gemm.nt), WIDE, WIDE_RATES)
+    return [None, *found]
+
+
+def slow(path, ratio):
+    """The products of an earlier run below that ratio, the slowest first."""
+    by_case = {}
+    for row in results.read(path)["rows"]:
+        by_case.setdefault(row["case"], {})[row["contestant"]] = row["seconds"][0]
+    found = {n: t["torch"] / t["ops"] for n, t in by_case.items() if len(t) > 1}
+    return sorted((n for n in found if found[n] < ratio), key=found.get)
 
 
 def main():
@@ -293,6 +319,10 @@ def main():
     parser.add_argument("--only", nargs="*", help="classes: aligned, odd, flat, deep")
     parser.add_argument("--sizes", nargs="*", help="MxNxK:dtype[:nt] in place of the suite")
     parser.add_argument("--configs", action="store_true", help="several configurations of each")
+    parser.add_argument("--families", type=int, default=FAMILIES, help="of --configs")
+    parser.add_argument("--wide", action="store_true", help="also what the choice does not take")
+    parser.add_argument("--below", type=float, metavar="RATIO", help="products to time")
+    parser.add_argument("--of", metavar="FILE", default=EARLIER, help="of an earlier run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile-only", action="store_true", help="without a GPU")
     args = parser.parse_args()
@@ -300,9 +330,11 @@ def main():
     FOUND = results.Results(__file__, args.json)
     start = time.perf_counter()
     sizes = args.sizes or (CONFIG_SIZES if args.configs else None)
+    if args.below:
+        sizes = slow(args.of, args.below)
     gemms = [parse(x) for x in sizes] if sizes else suite()
     gemms = [g for g in gemms if not args.only or g.kind in args.only]
-    todo = {g: configs_of(g) if args.configs else [None] for g in gemms}
+    todo = {g: configs_of(g, args.families, args.wide) if args.configs else [None] for g in gemms}
     compile_all([(g, c and tuple(c)) for g in gemms for c in todo[g]])
     if args.compile_only:
         return

@@ -40,6 +40,7 @@ class MatmulConfig(NamedTuple):
     slices: int = 1
     shares: int = 1
     swapped: bool = False
+    stream: bool = False
 
 class MixedConfig(NamedTuple):
     consumers: int = 2

@@ -4,6 +4,7 @@ The estimate counts waves of clusters. A step along K takes what limits it: the 
 L2, the way from barrier to barrier, or the latency of memory. benchmarks/fit_gemm_model.py fits its
 rates to measurements (docs/performance.md)."""
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from pallas_mgpu import _sizes, pl
 from . import _few_rows
 from ._common import SMEM_BYTES, SMS
 from ._scaled import BLOCK
-from ._shares import shares_of
+from ._shares import shares_of, streams_of
 
 
 class MatmulConfig(NamedTuple):
@@ -34,7 +35,10 @@ class MatmulConfig(NamedTuple):
     without scales of blocks; no effect under ``vmap`` and for rows at run time. ``swapped``: the
     transpose of the result is computed, of operands that have changed places: tiles have 64 columns
     of the result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first
-    block of a split adds up all of the tile. Without ``transpose_a`` and scales of blocks."""
+    block of a split adds up all of the tile. Without ``transpose_a`` and scales of blocks.
+    ``stream``: the steps of all tiles, in their order, are cut into shares of the same length, one
+    for each cluster, so that all read from memory until the end; conditions are those of
+    ``shares``, which is then 1."""
 
     consumers: int = 2
     tile_n: int = 256
@@ -50,6 +54,7 @@ class MatmulConfig(NamedTuple):
     slices: int = 1
     shares: int = 1
     swapped: bool = False
+    stream: bool = False
 
 
 class Plan:
@@ -67,14 +72,17 @@ class Plan:
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
         fit = max(int(clusters_at_once(sms, self.cluster)), 1)
         self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split * cfg.slices)
-        self.shares = None  # of the last tiles
-        if cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
+        self.shares = None  # of the last tiles, or of all
+        if cfg.stream and not isinstance(self.total, plgpu.Dim):
+            self.shares = streams_of(self.total, fit, self.steps)
+        elif cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
             self.shares = shares_of(self.total, fit, self.steps, cfg.shares)
         # one tile for each cluster, whatever m turns out to be
         self.single = cfg.split > 1 or _sizes.most(self.total) <= fit
         self.clusters = self.total if self.single else _sizes.minimum(self.total, fit)
         if self.shares:
-            self.clusters = fit if self.total > fit else self.shares.clusters
+            fills = self.total > fit and not cfg.stream
+            self.clusters = fit if fills else self.shares.clusters
             self.single = False
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols if cfg.swapped else self.cols // cfg.split
@@ -120,6 +128,11 @@ _SHARES = 8  # most parts of K of the last tiles
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
 _SWAPPED = 128  # most rows of A that become columns
 
+# What the choice does not take yet, for bench_gemm_suite.py --wide to measure
+_WIDE_TILES = ((3, 160), (3, 96), (3, 64))
+_WIDE_SWAPPED = 1024  # most rows of A that become columns
+_WIDE_PADDING = 1.06  # rows of all tiles, as a multiple of A's
+
 
 def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False):
     """Configurations that make sense for a shape, roughly from large tiles to small ones.
@@ -154,6 +167,44 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False
                 found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
             if split == 1 == consumers and in_bytes == 2 and m <= 128 >= tile_n and k >= 256:
                 found.append(cfg._replace(step=128))  # memory gives 256 bytes of a row faster
+    return found
+
+
+def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
+    """Configurations that `candidates` leaves out: more widths of tiles, swapped operands for more
+    rows than a tile has, and streams."""
+    found, step, grain = [], 128 // in_bytes, 8  # not of int8
+    clusters = ((1, 1), (2, 1), (1, 2))
+    tiles = []
+    if m > _SWAPPED:
+        for count in range(1, pl.cdiv(min(m, _WIDE_SWAPPED), 64) + 1):
+            tile = pl.cdiv(pl.cdiv(m, count), grain) * grain
+            if tile <= 256 and count * tile <= _WIDE_PADDING * m:
+                tiles += [(c, tile, True) for c in (1, 2, 3) if c < 3 or tile <= 192]
+    for consumers, tile in _WIDE_TILES:
+        if m > 64 * (consumers - 1) and tile < max(2 * n, 64) and (tile % 64 == 0 or tb):
+            tiles.append((consumers, tile, False))
+    for (consumers, tile, swapped), (cluster, cluster_n) in itertools.product(tiles, clusters):
+        down, across = (n, m) if swapped else (m, n)
+        if cluster > 1 and down <= 64 * consumers or cluster_n > 1 and across <= tile:
+            continue
+        cfg = MatmulConfig(consumers, tile, 0, cluster, 2, 8, cluster_n, 1, step, swapped=swapped)
+        p = Plan(down, across, k, 4, cfg, sms, in_bytes)
+        if p.stages < 2:
+            continue
+        if in_bytes == 1:
+            cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+        found.append(cfg)
+        found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+        found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
+    few = _swapped(m, n, k, sms, in_bytes) if m <= _SWAPPED else []
+    few += [cfg for cfg in found if cfg.cluster == cfg.cluster_n == 1]
+    whole = [cfg for cfg in few if cfg.split == cfg.slices == cfg.shares == 1]
+    for cfg in whole:
+        down, across = (n, m) if cfg.swapped else (m, n)
+        p = Plan(down, across, k, 4, cfg._replace(stream=True), sms, in_bytes)
+        if p.shares and p.shares.steps >= _SLICE_STEPS:
+            found.append(cfg._replace(stream=True))
     return found
 
 
@@ -276,7 +327,9 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     waves = math.ceil(p.total / clusters_at_once(sms, p.cluster))
     active = p.total * p.cluster / waves
     if p.shares:
-        waves, active = (p.total - p.shares.tiles) // p.clusters, p.clusters * p.cluster
+        active = p.clusters * p.cluster
+        whole = 0 if cfg.stream else p.total - p.shares.tiles
+        waves = whole // p.clusters
     line = cfg.step * in_bytes
     slot = (p.rows + p.cols) * line
     fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * line
@@ -311,7 +364,11 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
         sent = p.sent * cfg.consumers * p.cols * 4 * (cfg.split if cfg.swapped else 1)
         epilogue += rates.split + sent / rates.exchange
     time = waves * (p.steps * step + epilogue) + rates.cluster * math.log2(p.cluster)
-    if p.shares:
+    if cfg.stream and p.shares:  # parts are there when they are wanted
+        parts = 1 + pl.cdiv(p.steps, p.shares.steps)  # one is written, the others are read
+        exchange = parts * p.rows * p.cols * 4 / rates.part
+        time += p.shares.steps * step + pl.cdiv(p.shares.steps, p.steps) * epilogue + exchange
+    elif p.shares:
         exchange = rates.parts + p.shares.each * p.rows * p.cols * 4 / rates.part
         epilogue += exchange
         time += p.shares.rounds * (p.shares.steps * step + epilogue)

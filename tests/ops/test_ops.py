@@ -14,7 +14,9 @@ from pallas_mgpu import nn
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
 from pallas_mgpu.ops._few_rows import candidates as few_rows_candidates
-from pallas_mgpu.ops._matmul_choice import Plan, choose, cycles
+from pallas_mgpu.ops._matmul_choice import Plan, candidates, choose, cycles, wide_candidates
+from pallas_mgpu.ops._scaled import UNSCALED
+from pallas_mgpu.ops.matmul import _check_config, _check_k_major_config
 
 pytestmark = pytest.mark.covering(1, share=True)
 
@@ -205,6 +207,48 @@ CASES = {  # shape, ta, tb, configuration, options
         swapped(2, 40, shares=2),
         {"bias": True, "out_dtype": "float32"},
     ),
+    "swapped, wide, A is shared": (
+        (150, 200, 200),
+        False,
+        True,
+        C(2, 80, 2, 1, cluster_n=2, swapped=True),
+        {"bias": True},
+    ),
+    "swapped, wide, B is shared": (
+        (150, 300, 200),
+        False,
+        False,
+        C(2, 152, 2, 2, swapped=True),
+        {"out_dtype": bf16},
+    ),
+    "streamed shares, persistent": (
+        (200, 130, 330),
+        False,
+        True,
+        C(1, 64, 0, 1, stream=True),
+        {"bias": True, "activation": "relu"},
+    ),
+    "streamed shares of less than a tile, persistent": (
+        (40, 72, 520),
+        False,
+        False,
+        C(1, 64, 0, 1, stream=True),
+        {"out_dtype": bf16},
+    ),
+    "streamed shares, swapped, persistent": (
+        (33, 800, 330),
+        False,
+        True,
+        swapped(2, 40, stream=True),
+        {"bias": True, "out_dtype": "float32"},
+    ),
+    "streamed shares, A is shared, persistent": (
+        (60, 380, 330),
+        False,
+        False,
+        C(1, 64, 0, 1, 2, 8, 2, stream=True),
+        {"bias": True},
+    ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
     "parts that store buffers do not divide": (
@@ -235,10 +279,8 @@ def test_configurations(run, rng, case, monkeypatch):
         sms = 5 if "shares" in case else 3
         monkeypatch.setattr(plgpu, "sm_count", lambda device: sms)
     shape, ta, tb, config, options = CASES[case]
-    if config and config[-2:] != C()[-2:] and isinstance(config, C):  # what the case is about
-        assert bool(planned(shape, config, sms if "persistent" in case else 132)) == (
-            "shares" in case
-        )
+    if isinstance(config, C) and (config.shares > 1 or config.stream):  # what the case is about
+        assert planned(shape, config, sms)
     a, b = operands(rng, *shape, f16, ta, tb)
     bias = rng.standard_normal(shape[1]).astype(f16) if options.pop("bias", False) else None
     got = product(run, a, b, bias, transpose_a=ta, transpose_b=tb, config=config, **options)
@@ -254,6 +296,21 @@ def test_chosen_configurations():
             assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
     assert choose(8192, 8192, 8192)[:2] == (2, 256)
     assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
+
+
+def test_wide_candidates():
+    """What the benchmark of products times beside the choice is legal, and something else."""
+    for m, n, k in ((4, 28672, 4096), (333, 4096, 7168), (2999, 3584, 512)):
+        for in_bytes, tb in ((1, True), (2, True), (2, False)):
+            found = wide_candidates(m, n, k, in_bytes=in_bytes, tb=tb)
+            assert any(cfg.stream for cfg in found)
+            assert not set(found) & set(candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=True))
+            for cfg in found:
+                if in_bytes == 2:
+                    _check_config(cfg, m, False, tb)
+                else:
+                    _check_k_major_config(cfg, UNSCALED, in_bytes)
+                assert cycles(m, n, k, cfg, 132, in_bytes) > 0
 
 
 def fp8(*args, **options):
@@ -377,6 +434,7 @@ def test_out_and_spellings(rng):
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
         (dict(config=C(slices=0)), ValueError, "slices and shares from 1"),
+        (dict(config=C(1, 64, cluster=1, shares=2, stream=True)), ValueError, "or stream, with"),
         (dict(config=F(split=9)), ValueError, "split 1 to 8"),
         (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
         (dict(config=C(4)), ValueError, "1 to 3 consumers"),
