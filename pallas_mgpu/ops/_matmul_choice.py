@@ -4,7 +4,6 @@ The estimate counts waves of clusters. A step along K takes what limits it: the 
 L2, the way from barrier to barrier, or the latency of memory. benchmarks/fit_gemm_model.py fits its
 rates to measurements (docs/performance.md)."""
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -130,6 +129,7 @@ _SWAPPED = 128  # most rows of A that become columns
 
 # What the choice does not take yet, for bench_gemm_suite.py --wide to measure
 _WIDE_TILES = ((3, 160), (3, 96), (3, 64))
+_LONG_TILES = ((2, 128), (1, 256), (1, 128), (2, 64))  # with slots of 256 bytes of a row
 _WIDE_SWAPPED = 1024  # most rows of A that become columns
 _WIDE_PADDING = 1.06  # rows of all tiles, as a multiple of A's
 
@@ -172,40 +172,55 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False
 
 def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
     """Configurations that `candidates` leaves out: more widths of tiles, swapped operands for more
-    rows than a tile has, and streams."""
-    found, step, grain = [], 128 // in_bytes, 8  # not of int8
-    clusters = ((1, 1), (2, 1), (1, 2))
-    tiles = []
+    rows than a tile has, slots of 256 bytes of a row, and streams."""
+    found = []
+    for tile in _wide_tiles(m, n, k, in_bytes, tb):
+        down, across = (n, m) if tile.swapped else (m, n)
+        for cluster, cluster_n in ((1, 1), (2, 1), (1, 2)):
+            if (
+                cluster > 1
+                and down <= 64 * tile.consumers
+                or cluster_n > 1
+                and across <= tile.tile_n
+            ):
+                continue
+            cfg = tile._replace(cluster=cluster, cluster_n=cluster_n)
+            p = Plan(down, across, k, 4, cfg, sms, in_bytes)
+            if p.stages < 2:
+                continue
+            if in_bytes == 1:
+                cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+            found.append(cfg)
+            found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+            found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
+    whole = _swapped(m, n, k, sms, in_bytes) if m <= _SWAPPED else []
+    whole += [cfg for cfg in found if cfg.cluster == cfg.cluster_n == 1]
+    for cfg in whole:
+        if cfg.split == cfg.slices == cfg.shares == 1:
+            cfg = cfg._replace(stream=True)
+            p = Plan(*((n, m) if cfg.swapped else (m, n)), k, 4, cfg, sms, in_bytes)
+            if p.shares and p.shares.steps >= _SLICE_STEPS:
+                found.append(cfg)
+    known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=True))
+    return [cfg for cfg in found if cfg not in known]
+
+
+def _wide_tiles(m, n, k, in_bytes, tb):
+    """Those tiles, as configurations."""
+    step = 128 // in_bytes
+    of = MatmulConfig(cluster=1, step=step)
     if m > _SWAPPED:
         for count in range(1, pl.cdiv(min(m, _WIDE_SWAPPED), 64) + 1):
-            tile = pl.cdiv(pl.cdiv(m, count), grain) * grain
+            tile = pl.cdiv(pl.cdiv(m, count), 8) * 8  # 16 of int8
             if tile <= 256 and count * tile <= _WIDE_PADDING * m:
-                tiles += [(c, tile, True) for c in (1, 2, 3) if c < 3 or tile <= 192]
+                for consumers in (1, 2, 3) if tile <= 192 else (1, 2):
+                    yield of._replace(consumers=consumers, tile_n=tile, swapped=True)
     for consumers, tile in _WIDE_TILES:
         if m > 64 * (consumers - 1) and tile < max(2 * n, 64) and (tile % 64 == 0 or tb):
-            tiles.append((consumers, tile, False))
-    for (consumers, tile, swapped), (cluster, cluster_n) in itertools.product(tiles, clusters):
-        down, across = (n, m) if swapped else (m, n)
-        if cluster > 1 and down <= 64 * consumers or cluster_n > 1 and across <= tile:
-            continue
-        cfg = MatmulConfig(consumers, tile, 0, cluster, 2, 8, cluster_n, 1, step, swapped=swapped)
-        p = Plan(down, across, k, 4, cfg, sms, in_bytes)
-        if p.stages < 2:
-            continue
-        if in_bytes == 1:
-            cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
-        found.append(cfg)
-        found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
-        found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
-    few = _swapped(m, n, k, sms, in_bytes) if m <= _SWAPPED else []
-    few += [cfg for cfg in found if cfg.cluster == cfg.cluster_n == 1]
-    whole = [cfg for cfg in few if cfg.split == cfg.slices == cfg.shares == 1]
-    for cfg in whole:
-        down, across = (n, m) if cfg.swapped else (m, n)
-        p = Plan(down, across, k, 4, cfg._replace(stream=True), sms, in_bytes)
-        if p.shares and p.shares.steps >= _SLICE_STEPS:
-            found.append(cfg._replace(stream=True))
-    return found
+            yield of._replace(consumers=consumers, tile_n=tile)
+    for consumers, tile in _LONG_TILES:
+        if m > 64 * (consumers - 1) and tile < max(2 * n, 64) and 16 * step <= k:
+            yield of._replace(consumers=consumers, tile_n=tile, step=2 * step)
 
 
 def _swapped(m, n, k, sms, in_bytes):

@@ -100,6 +100,7 @@ class Sliced(SeveralKernels):
 
     def __init__(self, slicing, x, slices, interpret):
         self.x, self.slicing, self.adding = x, slicing, _sum_kernel(x, slices, interpret)
+        self.shape = shape_of(x, slices)  # of the sums
 
     def operands(self, a, b, *others):
         """Those of the first kernel, and those of the second one beside the sums."""
