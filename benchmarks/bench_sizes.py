@@ -5,8 +5,10 @@
 For each shape, three alternating contestants (plgpu.testing.do_bench, queued and in CUDA graphs):
 the program for that number of rows alone, the one that takes the rows at run time, and torch. Every
 result is checked on a poisoned output first. Then 200 random numbers of rows from 1 to 8192: how
-many programs they compile, and what they take in all, with synchronisation as an error. Last, what
-a launch takes on the host with sizes that stay and with sizes that change from call to call."""
+many programs they compile, and what they take in all, with synchronisation as an error. Then a
+number of rows that comes often: how many calls pass until it has a program of its own, and how long
+they take. Last, what a launch takes on the host with sizes that stay and with sizes that change from
+call to call."""
 
 import argparse
 import random
@@ -23,7 +25,8 @@ from pallas_mgpu.testing import do_bench
 ROWS = (4, 37, 64, 128, 333, 512, 1000, 2048, 2999, 4096, 8192)
 WEIGHTS = ((4096, 4096), (14336, 4096))
 WIDTHS = (1024, 4096, 8192)
-DATA = {"matmul": [], "rms_norm": [], "gated_linear_unit": [], "random_rows": {}, "launch_us": {}}
+LENGTHS = (100, 1024, 2999, 8192)  # of attention
+OFTEN = 600  # rows that come often: far from what the shared program is tuned for
 
 
 def of_form(static, call, others):
@@ -45,7 +48,7 @@ def compare(name, make, args, others, reference):
         kernel(*args, out=out)
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
         contestants[form] = lambda k=kernel, o=out: k(*args, out=o)
-    row = {"shape": [list(a.shape) for a in args]}
+    row = {}
     for how, graphs in (("queued", False), ("graphs", True)):
         found = do_bench(contestants, ways="queued", rounds=ARGS.rounds, graphs=graphs)["queued"]
         named = {"static": "ops, static", "open": "ops, sizes at run time", "torch": "torch"}
@@ -57,8 +60,7 @@ def compare(name, make, args, others, reference):
         )  # fmt: skip
         row[how] = {n: t.median * 1e6 for n, t in found.items()}
         row[f"{how}_static_over_open"] = found["open"].ratio(found["static"])
-    print(name, row["shape"], {k: v for k, v in row.items() if k != "shape"}, flush=True)
-    DATA[name].append(row)
+    print(name, [tuple(a.shape) for a in args], row, flush=True)
 
 
 def random_rows(n, k):
@@ -76,29 +78,80 @@ def random_rows(n, k):
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     took = time.perf_counter() - start
-    DATA["random_rows"] = {"programs": len(kernels), "seconds": took}
-    print(DATA["random_rows"])
+    print(f"200 numbers of rows: {len(kernels)} programs, {took:.2f} s", flush=True)
+    FOUND.add_samples("random rows", f"{len(kernels)} programs", {"ops": [took]})
+
+
+def often(n, k):
+    """Calls with the same rows until these have a program of their own."""
+    plgpu.clear_caches()
+    b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(OFTEN, k, device="cuda", dtype=torch.bfloat16)
+    for m in range(5, 5 + _open_rows.STATIC):
+        ops.matmul.kernel(a[:m], b, transpose_b=True)
+    shared, samples = ops.matmul.kernel(a, b, transpose_b=True), []
+    start = time.perf_counter()
+    while ops.matmul.kernel(a, b, transpose_b=True) is shared:
+        before = time.perf_counter()
+        ops.matmul(a, b, transpose_b=True)
+        samples.append(time.perf_counter() - before)
+        torch.cuda.synchronize()
+        if before - start > 20:
+            raise RuntimeError(f"{OFTEN} rows have no program of their own after 20 s")
+    took, before = time.perf_counter() - start, time.perf_counter()
+    found = ops.matmul(a, b, transpose_b=True)
+    first = time.perf_counter() - before
+    torch.testing.assert_close(found, a @ b.T, rtol=2e-2, atol=2e-2 * k**0.5)
+    print(f"{OFTEN} rows: own program after {2 * len(samples)} calls, {took:.2f} s; host, us:"
+          f" at most {max(samples[1:]) * 1e6:.0f} before, {first * 1e6:.0f} its first call")  # fmt: skip
+    case = f"matmul, {OFTEN} rows"
+    FOUND.add_samples("often", case, {"ops, calls of the shared program": samples[1:]})
+    FOUND.add_samples("often", case, {"ops, first call of its own program": [first]})
 
 
 def launches(n, k):
     b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     a = torch.randn(64, k, device="cuda", dtype=torch.bfloat16)
     for m in (*range(40, 40 + _open_rows.STATIC), 50, 51):
-        ops.matmul(a[:m], b, transpose_b=True)
+        ops.matmul(a[:m], b, transpose_b=True, deterministic=True)
     for what, rows in (("same", (50,)), ("changing", (50, 51))):
         views = [a[:m] for m in rows]
         outs = [torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for m in rows]
-        calls = [lambda x=x, o=o: ops.matmul(x, b, transpose_b=True, out=o)
+        # deterministic: else they would get programs of their own meanwhile
+        calls = [lambda x=x, o=o: ops.matmul(x, b, transpose_b=True, deterministic=True, out=o)
                  for x, o in zip(views, outs)]  # fmt: skip
         torch.cuda.synchronize()
         start = time.perf_counter()
         for i in range(2000):
             calls[i % len(calls)]()
         took = (time.perf_counter() - start) / 2000
-        DATA["launch_us"][what] = took * 1e6
+        print(f"launch, {what} sizes: {took * 1e6:.2f} us")
         FOUND.add_samples("launch", f"matmul, {what} sizes", {"ops": [took]})
         torch.cuda.synchronize()
-    print(DATA["launch_us"])
+
+
+def attentions(lengths):
+    """Causal, one sequence; torch by what it chooses."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def reference(q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return sdpa(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2).contiguous()
+
+    for length in lengths:
+        q = torch.randn(1, length, 32, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, length, 8, 128, device="cuda").bfloat16() for _ in range(2))
+        others = [
+            lambda i=i, q=q, k=k: ops.attention.kernel(q[:, :i], k[:, :i], k[:, :i], causal=True)
+            for i in range(50, 50 + _open_rows.STATIC)
+        ]
+        compare(
+            "attention",
+            lambda q, k, v: ops.attention.kernel(q, k, v, causal=True),
+            (q, k, v),
+            others,
+            reference,
+        )
 
 
 def main():
@@ -145,7 +198,9 @@ def main():
                 others,
                 lambda x, y: torch.nn.functional.silu(x) * y,
             )
+    attentions(LENGTHS[1::2] if ARGS.quick else LENGTHS)
     random_rows(4096, 4096)
+    often(4096, 4096)
     launches(4096, 4096)
 
 

@@ -1,10 +1,12 @@
 """`specialize`: turns a function that makes kernels into a function of arrays.
 
 `_core.Family` looks up a call by its operands and options, and calls `_Maker` if it has no
-entry."""
+entry. Of calls that come often it is asked for a better kernel, which a thread makes meanwhile."""
 
 import functools
 import inspect
+import threading
+import warnings
 
 from . import _core
 from ._caches import KEPT, add_family
@@ -27,14 +29,20 @@ class ArrayInfo(ShapeDtypeStruct):
 
 
 class _Maker:
-    """Binds calls to the signature. Equal calls share a kernel, however they are spelled."""
+    """Binds calls to the signature. Equal calls share a kernel, however they are spelled.
+
+    ``better``: None, or a function of what ``make`` gets. It returns None, or a function without
+    arguments that makes a kernel for that call alone, and compiles it; this one takes the place of
+    the first one."""
 
     def __init__(self, make, name):
         self.make, self.name = make, name
         self.signature = inspect.signature(make)
         self.made = {}
+        self.better, self.threads = None, {}
 
-    def __call__(self, args, arrays, options):
+    def bind(self, args, arrays, options):
+        """The arguments, the order of the operands in them, and the key of `made`."""
         operands = [ArrayInfo(*x) for x in args]
         by_name = {name: ArrayInfo(*x) for name, x in arrays.items()}
         given = [*operands, *by_name.values()]  # in the order of the call
@@ -58,6 +66,10 @@ class _Maker:
         order = tuple(position[id(x)] for x in values if id(x) in position)
         gpu = _core.target(given[0].device if given else None)["name"]
         key = (gpu, *((type(x), x) for x in (*sorted(bound.kwargs), *values)))
+        return bound, order, key
+
+    def __call__(self, args, arrays, options):
+        bound, order, key = self.bind(args, arrays, options)
         target = self.made.pop(key, None)
         if target is not None:
             self.made[key] = target  # the last one used is the last one in order
@@ -73,8 +85,53 @@ class _Maker:
                 self.made.pop(oldest, None)
         return target, order
 
+    def improve(self, args, arrays, options):
+        """Of a call that comes often: True if `made` has another kernel for it now, None if a
+        thread is making one, False if there is none."""
+        if self.better is None:
+            return False
+        bound, _, key = self.bind(args, arrays, options)
+        thread = self.threads.get(key)
+        if thread is None:
+            make = self.better(*bound.args, **bound.kwargs)
+            if make is None:
+                return False
+            thread = self.threads.setdefault(key, _Making(make, self.name))
+            thread.begin()
+        if not thread.done:
+            return None
+        self.threads.pop(key, None)
+        if thread.found is None:
+            return False
+        self.made[key] = thread.found
+        return True
+
     def forget(self):
         self.made.clear()
+        self.threads.clear()
+
+
+class _Making(threading.Thread):
+    """Makes a kernel that is not needed: without one, ``found`` stays None. The process does not
+    end before it is ``done``: compilers do not like to be left."""
+
+    def __init__(self, make, name):
+        super().__init__(name=f"{name}, compilation")
+        self.make, self.found, self.done = make, None, False
+        self.lock = threading.Lock()
+
+    def begin(self):
+        with self.lock:
+            if self.ident is None:
+                self.start()
+
+    def run(self):
+        try:
+            self.found = self.make()
+        except Exception as e:  # noqa: BLE001 - the first kernel goes on to serve
+            warnings.warn(f"{self.name} failed, and is not tried again: {e}", stacklevel=1)
+        finally:
+            self.done = True
 
 
 def specialize(make=None, *, in_place=True):
@@ -97,7 +154,9 @@ def specialize(make=None, *, in_place=True):
     if make is None:
         return functools.partial(specialize, in_place=in_place)
     maker = _Maker(make, make.__name__)
-    family = functools.update_wrapper(_core.Family(make.__name__, maker, in_place), make)
+    family = functools.update_wrapper(
+        _core.Family(make.__name__, maker, in_place, maker.improve), make
+    )
     family.maker = maker
     add_family(family)
     return family

@@ -7,14 +7,17 @@
  * (call.h); no Python code runs. A miss calls `make`, which binds the arguments to the signature
  * and knows the kernels made for other spellings of the same call.
  *
+ * Calls that come often may deserve a better kernel. Every OFTEN calls `improve` is asked, with the
+ * arguments of `make`: None means later, False never, and True that `make` now makes another one.
+ *
  * A family keeps a limited number of entries; beyond that, the least recently used are dropped. A
  * reader of an entry holds a reference to it, since another thread may remove it meanwhile. */
-#include "call.h"
+#include "kernel.h"
 
 #include <stddef.h>
 #include <structmember.h>
 
-enum { ALIGNMENT = 16, MOST_ENTRIES = 1024 };
+enum { ALIGNMENT = 16, MOST_ENTRIES = 1024, OFTEN = 128 };
 
 typedef struct entry {
   pmpy_signature signature; /* what a table holds */
@@ -23,6 +26,7 @@ typedef struct entry {
   PyObject **values; /* owned, items too; NULL stands for an array */
   PyObject *target;  /* owned: a kernel, or a function of arrays */
   uint64_t used;     /* the family's `now` at the last hit */
+  uint32_t hits;     /* OFTEN and more: there is nothing to ask for */
   bool direct;       /* a kernel whose operands are in the order of the call */
   uint8_t order[PMPY_MAX_PARAMS];
 } entry;
@@ -30,10 +34,10 @@ typedef struct entry {
 typedef struct family {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *dict, *weakrefs;
-  PyObject *name, *make;
-  pmpy_table table; /* of entries */
-  uint64_t now;     /* ticks with each miss */
-  bool in_place;    /* out= may be an operand */
+  PyObject *name, *make, *improve; /* the last one may be NULL */
+  pmpy_table table;                /* of entries */
+  uint64_t now;                    /* ticks with each miss */
+  bool in_place;                   /* out= may be an operand */
 } family;
 
 static PyObject *call_names[4]; /* of keywords: bit 0 out=, bit 1 stream= */
@@ -187,14 +191,15 @@ static int same_values(const entry *e, const request *r) {
 }
 
 /* 1: *found, which is kept; 0: there is none, -1: exception. Comparing runs code of the user,
- * outside of the lock. */
-static int find(family *f, const request *r, entry **found) {
+ * outside of the lock. *often: it is time to ask for a better kernel. */
+static int find(family *f, const request *r, entry **found, bool *often) {
   const pmpy_signature *wanted = &r->signature.is;
   for (uint32_t probe = (uint32_t)wanted->hash;;) {
     entry *e;
     Py_BEGIN_CRITICAL_SECTION(f);
     e = (entry *)pmpy_table_find(&f->table, wanted, &probe);
     if (e) keep(e)->used = f->now;
+    *often = e && e->hits < OFTEN && ++e->hits == OFTEN;
     Py_END_CRITICAL_SECTION();
     if (!e) return 0;
     const int same = e->n_values == r->n_values ? same_values(e, r) : 0;
@@ -266,8 +271,8 @@ static int add_array(PyObject *arrays, PyObject *name, const pmpy_call *c, uint3
   return code;
 }
 
-/* New: make(positional arrays, arrays by name, options) */
-static PyObject *call_make(const family *f, const request *r) {
+/* New: f->make or f->improve of (positional arrays, arrays by name, options) */
+static PyObject *call_with_all(PyObject *function, const request *r) {
   const uint32_t n = (uint32_t)r->n_args;
   PyObject *args = PyTuple_New(n), *arrays = PyDict_New(), *options = PyDict_New(), *made = NULL;
   uint32_t next = n;
@@ -282,7 +287,7 @@ static PyObject *call_make(const family *f, const request *r) {
     if ((value ? PyDict_SetItem(options, name, value) : add_array(arrays, name, &r->c, next++)) < 0)
       goto done;
   }
-  made = PyObject_CallFunctionObjArgs(f->make, args, arrays, options, NULL);
+  made = PyObject_CallFunctionObjArgs(function, args, arrays, options, NULL);
 done:
   Py_XDECREF(options);
   Py_XDECREF(arrays);
@@ -323,12 +328,49 @@ static int copy_key(const request *r, entry *e) {
   return 0;
 }
 
+/* A kernel that is not compiled yet cannot be put into a graph that is being captured. */
+static bool is_captured(const request *r) {
+  void *stream = NULL;
+  if (!r->c.cuda) return false;
+  if (pmpy_call_find_stream(&r->c, r->c.device, &stream) == 0)
+    return pm_stream_is_capturing(r->c.device, stream);
+  PyErr_Clear(); /* the call itself tells */
+  return true;
+}
+
+/* Is there a better kernel than that of an entry with OFTEN hits? If not yet, they count anew. */
+static bool has_better(const family *f, const request *r, entry *e) {
+  if (!f->improve) return false;
+  PyObject *found = is_captured(r) ? Py_NewRef(Py_None) : call_with_all(f->improve, r);
+  if (!found) PyErr_WriteUnraisable(f->name);
+  if (found == Py_None) e->hits = 0;
+  Py_XDECREF(found);
+  return found == Py_True;
+}
+
+static void take_out(family *f, entry *e) {
+  bool there = false;
+  Py_BEGIN_CRITICAL_SECTION(f);
+  const pmpy_signature *s = &e->signature;
+  for (uint32_t probe = (uint32_t)s->hash; !there && (s = pmpy_table_find(&f->table, s, &probe));)
+    there = s == &e->signature;
+  if (there) pmpy_table_remove(&f->table, &e->signature);
+  Py_END_CRITICAL_SECTION();
+  if (there) drop(e);
+}
+
 /* Kept; NULL with an exception. */
 static entry *look(family *f, const request *r) {
   entry *e = NULL;
-  int code = find(f, r, &e);
-  if (code) return code < 0 ? NULL : e;
-  PyObject *made = call_make(f, r);
+  bool often = false;
+  int code = find(f, r, &e, &often);
+  if (code < 0) return NULL;
+  if (code && !(often && has_better(f, r, e))) return e;
+  if (code) {
+    take_out(f, e);
+    drop(e);
+  }
+  PyObject *made = call_with_all(f->make, r);
   e = made ? PyMem_Calloc(1, sizeof *e) : NULL;
   if (made && !e) PyErr_NoMemory();
   if (e) keep(e);
@@ -398,16 +440,18 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
 /* ---- the type ----------------------------------------------------------------------------- */
 
 static PyObject *family_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name", "make", "in_place", NULL};
-  PyObject *name, *make;
+  static char *names[] = {"name", "make", "in_place", "improve", NULL};
+  PyObject *name, *make, *improve = NULL;
   int in_place = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO|p:Family", names, &name, &make, &in_place))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO|pO:Family", names, &name, &make, &in_place,
+                                   &improve))
     return NULL;
   family *f = (family *)type->tp_alloc(type, 0);
   if (!f) return NULL;
   f->vectorcall = family_call;
   f->name = Py_NewRef(name);
   f->make = Py_NewRef(make);
+  f->improve = Py_XNewRef(improve);
   f->in_place = in_place;
   return (PyObject *)f;
 }
@@ -417,6 +461,7 @@ static int family_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(f->dict);
   Py_VISIT(f->make);
+  Py_VISIT(f->improve);
   for (uint32_t i = 0; i < f->table.capacity; i++) {
     entry *e = (entry *)f->table.at[i];
     if (!e) continue;
@@ -441,6 +486,7 @@ static int family_clear(PyObject *self) {
   forget_all(f);
   Py_CLEAR(f->dict);
   Py_CLEAR(f->make);
+  Py_CLEAR(f->improve);
   return 0;
 }
 

@@ -4,7 +4,10 @@ Programs for one number of rows know more, and the first few numbers that a prod
 models that run with few shapes never leave that form. From then on numbers of rows are served in
 buckets of powers of two, by a program each that takes the rows at run time (plgpu.dim). So a stream
 of arbitrary lengths compiles at most `STATIC` + len(_EDGES) - 1 programs, whatever comes, and the
-decision of `rows_of` is the only place that knows."""
+decision of `rows_of` is the only place that knows.
+
+A number of rows that comes again and again may get a program of its own later (specialize's
+``better``): `settle` says so."""
 
 import threading
 
@@ -16,6 +19,7 @@ STATIC = 3  # numbers of rows with a program of their own, for each kind of prod
 # A bucket ends at an edge: the rows of one or two tiles, then four times as many; the last one has
 # several waves of tiles on any GPU.
 _EDGES = (2, 64, 128, 256, 512, 1024, 2048, 1 << 22)
+OWN = 16  # numbers of rows that may get a program of their own later
 TYPICAL = 8192  # rows that the last bucket is tuned for
 ANY_ROWS = (0, 1 << 26)  # edges of kernels that work on each row alone: one program
 
@@ -32,6 +36,13 @@ class _Seen:
                 self.rows.add(m)
             return m in self.rows
 
+    def add(self, m):
+        with self.lock:
+            self.rows.add(m)
+
+    def has_room(self):
+        return len(self.rows) < STATIC + OWN
+
 
 @cached
 def _seen(kind):
@@ -47,6 +58,15 @@ def rows_of(kind, m, edges=_EDGES):
     k = next(k for k, edge in enumerate(edges) if m <= edge)
     rows = plgpu.dim("M", min=edges[k - 1] + 1, max=edges[k])
     return rows, min(edges[k], TYPICAL)
+
+
+def may_settle(kind):
+    return _seen(kind).has_room()
+
+
+def settle(kind, m):
+    """From now on the number of rows m has a program of its own."""
+    _seen(kind).add(m)
 
 
 def sizes_of(kind, sizes, edges, least=1):

@@ -58,8 +58,10 @@ from ._matmul_choice import (
     choose,
     choose_invariant,
     choose_k_major,
+    crooked_rows,
+    cycles,
 )
-from ._open_rows import rows_of
+from ._open_rows import may_settle, rows_of, settle
 from ._padding import needs_padding, padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
@@ -749,12 +751,16 @@ def _may_leave_open(x, a, b, config):
     return config is None and not (x.ta or x.accumulate or needs_padding(a) or needs_padding(b))
 
 
+def _kind(x, a, invariant, interpret):
+    """What distinguishes programs but the rows."""
+    return x._replace(m=0), a.device, invariant, interpret
+
+
 def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
     m = x.m
     if _may_leave_open(x, a, b, config):
-        kind = x._replace(m=0), a.device, invariant, interpret
-        rows, m = rows_of(kind, x.m)
+        rows, m = rows_of(_kind(x, a, invariant, interpret), x.m)
         x = x._replace(m=rows)
     if config is None and (invariant or x.accumulate or x.keep):
         config = choose_invariant(m, x.n, x.k, sms)._replace(serpentine=not invariant)
@@ -1073,7 +1079,8 @@ def matmul(
     batch_invariant: the bits of a row of the result depend on that row of ``a``, ``b``, the dtypes
     and options alone, not on M or on other rows (for the same config, if one is given): K is never
     divided, and a single row goes to the tensor cores, too, which takes longer where M and N are
-    small. deterministic: a call repeats bit for bit, which every call does.
+    small. deterministic: a call repeats bit for bit. Without it, the bits may change once, when a
+    number of rows that came often gets a program of its own.
 
     accumulate: add the product to what ``out`` holds, for example a float32 gradient; without bias
     and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16 bytes
@@ -1108,3 +1115,62 @@ def matmul(
     if a.dtype.name == "float32":
         return _of_float32(x, operands, config, invariant, precision, accumulate, interpret)
     return _of_narrow_types(x, operands, config, invariant, accumulate, interpret)
+
+
+_GAIN = 1.01  # by which a program of its own is to be faster, by the estimate
+
+
+def _own_program(a, b, **options):
+    """specialize's ``better``, for calls whose rows are known at run time only: their own program
+    where the configuration for many numbers of rows takes longer. Its sums may be in another order:
+    not where the caller relies on that."""
+    named = ("bias", "activation", "out_dtype", "transpose_a", "transpose_b")
+    how = {name: options[name] for name in named}
+    ta, tb = how.pop("transpose_a"), how.pop("transpose_b")
+    promised = options["deterministic"] or options["batch_invariant"] or options["return_product"]
+    if promised or options["accumulate"] or a.dtype.itemsize != 2 or max(a.ndim, b.ndim) > 2:
+        return None
+    if _tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device):
+        return None
+    x = _checked(a, b, **how, ta=bool(ta), tb=bool(tb))
+    kind, interpret = _kind(x, a, False, options["interpret"]), options["interpret"]
+    if not (_may_leave_open(x, a, b, options["config"]) and may_settle(kind)):
+        return None
+    rows, typical = rows_of(kind, x.m)
+    sms = plgpu.sm_count(a.device)
+    if isinstance(rows, int) or _time_of(x, typical, sms) < _GAIN * _time_of(x, x.m, sms):
+        return None
+
+    def make():
+        product = _of_16_bits(
+            x, a, b, choose(x.m, x.n, x.k, sms, x.ta, x.tb), False, sms, interpret
+        )
+        if a.device is not None:
+            _compile(product, [a, b] if options["bias"] is None else [a, b, options["bias"]])
+        settle(kind, x.m)
+        return product
+
+    return make
+
+
+def _time_of(x, m, sms):
+    """The estimate with the configuration that is best for m rows."""
+    config = choose(m, x.n, x.k, sms, x.ta, x.tb)
+    crooked = crooked_rows((x.k, x.k if x.tb else x.n), 2)
+    if isinstance(config, FewRowsConfig):
+        return 0  # no estimate; these are never left open
+    return cycles(x.m, x.n, x.k, config, sms, crooked=crooked)
+
+
+def _compile(product, operands):
+    """All kernels of a product, for the cache on disk, from which calls take them."""
+    if isinstance(product, _slices.Sliced):
+        first, second = product.operands(*operands)
+        product.slicing.lower(*first).resources()
+        sums = plgpu.ShapeDtypeStruct(product.shape, product.x.sums)
+        product.adding.lower(sums, *second).resources()
+    else:
+        product.lower(*operands).resources()
+
+
+matmul.maker.better = _own_program

@@ -3,6 +3,10 @@
 import copy
 import gc
 import inspect
+import sys
+import threading
+import time
+import warnings
 import weakref
 
 import numpy as np
@@ -246,3 +250,53 @@ def test_entries_longest_unused_are_dropped():
     for n in (1, 256):
         assert family(x, n=n) == n
     assert made == [1, 256]
+
+
+def test_calls_that_come_often_may_get_another_kernel(monkeypatch):
+    made, asked, answers = [], [], [None, True, False]
+
+    def make(args, arrays, options):
+        made.append(options["n"])
+        count = len(made)
+        return (lambda x: count), (0,)
+
+    def improve(args, arrays, options):
+        asked.append(options["n"])
+        return answers.pop(0) if options["n"] == 1 else 1 / 0
+
+    family = plgpu._core.Family("family", make, True, improve)
+    x = np.zeros(4, np.float32)
+    found = [family(x, n=1) for _ in range(1000)]
+    assert found == [1] * 256 + [2] * 744 and made == [1, 1] and asked == [1] * 3
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: reported.append(args.exc_type))
+    assert [family(x, n=2) for _ in range(300)] == [3] * 300
+    assert asked == [1, 1, 1, 2] and reported == [ZeroDivisionError]
+
+
+def test_a_better_kernel_is_made_in_the_background():
+    begun, go = threading.Event(), threading.Event()
+
+    @plgpu.specialize
+    def f(x, *, fails=False):
+        return lambda x: 1
+
+    def better(x, *, fails):
+        def make():
+            begun.set()
+            assert go.wait(60) and not fails
+            return lambda x: 2
+
+        return make if x.shape[0] > 4 else None
+
+    f.maker.better = better
+    x = np.zeros(8, np.float32)
+    assert [f(x) for _ in range(400)] == [1] * 400 and begun.wait(60)
+    go.set()
+    deadline = time.monotonic() + 60
+    while f(x) == 1:
+        assert time.monotonic() < deadline
+    assert [f(x[:4].copy()) for _ in range(400)] == [1] * 400
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [f(x, fails=True) for _ in range(400)] == [1] * 400
