@@ -55,6 +55,14 @@ class MlaConfig(NamedTuple):
     block: int = 64
     stages: int = 0
 
+class NormBackwardConfig(NamedTuple):
+    members: int = 0
+    cluster: int = 0
+    height: int = 0
+    stages: int = 0
+    contiguous: bool = False
+    copies: bool = False
+
 class NormConfig(NamedTuple):
     height: int = 1
     cluster: int = 1
@@ -530,6 +538,7 @@ def rms_norm_backward(
     *,
     add: np.ndarray | None = None,
     eps: float = 1e-6,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[np.ndarray, np.ndarray]: ...
@@ -541,6 +550,7 @@ def rms_norm_backward(
     *,
     add: A | None = None,
     eps: float = 1e-6,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[A, A]: ...
@@ -552,6 +562,7 @@ def rms_norm_backward(
     *,
     add: np.ndarray | None = None,
     eps: float = 1e-6,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
     stream: Stream | None = None,
@@ -564,6 +575,7 @@ def rms_norm_backward(
     *,
     add: A | None = None,
     eps: float = 1e-6,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,
@@ -577,6 +589,7 @@ def layer_norm_backward(
     add: np.ndarray | None = None,
     bias: Literal[True],
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
@@ -589,6 +602,7 @@ def layer_norm_backward(
     add: np.ndarray | None = None,
     bias: Literal[False] = False,
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[np.ndarray, np.ndarray]: ...
@@ -601,6 +615,7 @@ def layer_norm_backward(
     add: np.ndarray | None = None,
     bias: Literal[True],
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[np.ndarray, np.ndarray]: ...
@@ -613,6 +628,7 @@ def layer_norm_backward(
     add: np.ndarray | None = None,
     bias: Literal[False] = False,
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> np.ndarray: ...
@@ -625,6 +641,7 @@ def layer_norm_backward(
     add: A | None = None,
     bias: Literal[True],
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[A, A, A]: ...
@@ -637,6 +654,7 @@ def layer_norm_backward(
     add: A | None = None,
     bias: Literal[False] = False,
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[A, A]: ...
@@ -649,6 +667,7 @@ def layer_norm_backward(
     add: A | None = None,
     bias: Literal[True],
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> tuple[A, A]: ...
@@ -661,6 +680,7 @@ def layer_norm_backward(
     add: A | None = None,
     bias: Literal[False] = False,
     eps: float = 1e-5,
+    config: NormBackwardConfig | None = None,
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> A: ...

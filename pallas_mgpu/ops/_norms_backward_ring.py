@@ -60,7 +60,7 @@ class Plan:
     """Numbers that follow from the shape, the rows of a tile, the blocks of a cluster, the
     warpgroups of a team, and the rest of a config."""
 
-    def __init__(self, x, names, sms, height, cluster, members, cfg=NormBackwardConfig()):
+    def __init__(self, x, names, sms, height, cluster, members, cfg):
         self.x, self.names, self.height, self.cluster = x, names, height, cluster
         self.members, self.copies, self.contiguous = members, bool(cfg.copies), bool(cfg.contiguous)
         self.segments = cluster * self.members
@@ -89,7 +89,8 @@ class Plan:
         self.stages = min(most, cfg.stages or _STAGES)
 
     def fits(self):
-        return self.stages >= 2 and self.width <= _LONGEST
+        alone = self.teams == 1 or not self.kept  # each team would write the weight
+        return self.stages >= 2 and self.width <= _LONGEST and alone
 
     def scratch(self):
         x, found = self.x, {}

@@ -36,6 +36,7 @@ _OPERANDS = ("grad", "x", "weight", "add")
 _SHORT = 512  # elements of a row that do not pass through shared memory
 _HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
 _PART = 2048  # elements of a part of a longer row
+_CHOSEN = NormBackwardConfig()
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
 
 
@@ -450,7 +451,7 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
 def _checked(name, config):
     """The config, or the default one."""
     if config is None:
-        return NormBackwardConfig()
+        return _CHOSEN
     name = f"{name}_backward"
     if not isinstance(config, NormBackwardConfig):
         raise TypeError(f"{name}: config must be a NormBackwardConfig, got {config!r}")
@@ -468,7 +469,7 @@ def _checked(name, config):
     return config
 
 
-def _ring(x, device, operands, sms, config=NormBackwardConfig()):
+def _ring(x, device, operands, sms, config=_CHOSEN):
     """How rows pass through shared memory; None where they cannot: TMA takes aligned rows. Lanes
     have too many statistics of short rows."""
     if x.n < _SHORT or not {"TMA", "CLUSTER"} <= set(_core.target(device)["features"]):
@@ -529,8 +530,8 @@ def layer_norm_backward(
 
     grad: the gradient of the result; x, weight, eps: the arguments of layer_norm; float16, bfloat16
     or float32. add: an array like ``x`` that is added to the gradient of ``x``. bias: also return
-    the gradient of the bias, in the dtype of ``weight``, or else of ``x``. Results repeat bit for
-    bit.
+    the gradient of the bias, in the dtype of ``weight``, or else of ``x``. config: a
+    :class:`NormBackwardConfig`, for aligned rows from 512 elements on. Results repeat bit for bit.
 
     Returns the gradient of ``x``, or a tuple of it and those of ``weight`` (if there is one) and of
     the bias (if asked for). TypeError, ValueError for other dtypes and shapes.
