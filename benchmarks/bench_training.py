@@ -1,7 +1,7 @@
 """Gradients and training kernels of ops beside torch (cuDNN, cuBLAS), torch.compile and JAX.
 
     python benchmarks/bench_training.py [--only TEXT,TEXT] [--no-compile] [--seconds 500]
-        [--json FILE]
+        [--ways burst,sustained] [--rounds 5] [--json FILE]
     python benchmarks/bench_training.py --device cpu        # tiny shapes, to try the script
 
 Each case is checked against float32 in the same process: results of ours are written over NaN where
@@ -51,11 +51,11 @@ class HostTimer:
 class Bench:
     """The device, the peers and what was found."""
 
-    def __init__(self, arguments):
+    def __init__(self, arguments, file=__file__):
         self.a, self.begin, self.found = arguments, time.perf_counter(), []
         self.tiny = arguments.device == "cpu"
         self.timer = HostTimer() if self.tiny else None
-        self.results = results.Results(__file__, arguments.json)
+        self.results = results.Results(file, arguments.json)
 
     def left(self):
         return self.a.seconds - (time.perf_counter() - self.begin)
@@ -83,8 +83,8 @@ class Bench:
         print(name, flush=True)
         try:
             contestants, errors, work, unit = make()
-            ways = ("burst",) if self.tiny else ("burst", "sustained")
-            rounds = 2 if self.tiny else 5
+            ways = ("burst",) if self.tiny else self.a.ways.split(",")
+            rounds = 2 if self.tiny else self.a.rounds
             times = {
                 way: do_bench(contestants, ways=way, rounds=rounds, timer=self.timer)[way]
                 for way in ways
@@ -116,7 +116,7 @@ class Bench:
             if "failed" in row:
                 print(f"{row['case']} | FAILED {row['failed'][:80]}")
                 continue
-            way = "burst"
+            way = next(iter(row["us"])).rpartition(", ")[2]
             us = {k.rpartition(",")[0]: t for k, t in row["us"].items() if k.endswith(way)}
             ours = {k: t for k, t in us.items() if k.startswith("ours") and "alone" not in k}
             best = min(ours, key=ours.get)
@@ -744,14 +744,17 @@ def cases(b):
     yield case(adamw, *((3, (20, 30)) if b.tiny else (100, (4096, 1024))))
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(argv=None, cases=cases, file=__file__, doc=__doc__, ways="burst,sustained"):
+    """The cases of this file, or of another one."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--only", default="", help="texts of names, with commas")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=500.0, help="no case begins later")
+    parser.add_argument("--ways", default=ways, help="of plgpu.testing.do_bench, with commas")
+    parser.add_argument("--rounds", type=int, default=5)
     results.argument(parser)
-    bench = Bench(parser.parse_args(argv))
+    bench = Bench(parser.parse_args(argv), file)
     for name, make in cases(bench):
         if not any(text in name for text in bench.a.only.split(",")):
             continue
