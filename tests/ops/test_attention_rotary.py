@@ -49,40 +49,53 @@ def rotated(x, tables, how=True, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_forward(rng, case):
+def test_forward(rng, case, how=CHECKED):
     shape, options, more = CASES[case]
     dtype = ml_dtypes.bfloat16 if more else np.float16
     (q, k, v, _), (cos, sin), (of_q, of_k) = operands(rng, shape, more, options, dtype)
     options = given(options)
-    got = ops.attention(q, k, v, cos=cos, sin=sin, interpret=CHECKED, **options)
-    q, k = rotated(q, of_q), rotated(k, of_k)
-    np.testing.assert_array_equal(got, ops.attention(q, k, v, interpret=True, **options))
+    got = ops.attention(q, k, v, cos=cos, sin=sin, interpret=how, **options)
+    how = how and True
+    q, k = rotated(q, of_q, how), rotated(k, of_k, how)
+    np.testing.assert_array_equal(got, ops.attention(q, k, v, interpret=how, **options))
+
+
+GRADIENTS = [
+    ("registers", None),
+    ("shared memory", ops.AttentionBackwardConfig(5)),
+    ("after a prefix", ops.AttentionBackwardConfig(5, early=True, lag=True)),
+    ("long rows", None),
+    ("packed", None),
+]
 
 
 @pytest.mark.parametrize(
     "case, config",
-    [
-        ("registers", None),
-        ("shared memory", ops.AttentionBackwardConfig(5)),
-        ("after a prefix", ops.AttentionBackwardConfig(5)),
-        ("long rows", None),
-        ("packed", None),
-        ("by a kernel before", ops.TensorMemoryBackwardConfig()),
-    ],
+    [*GRADIENTS, ("by a kernel before", ops.TensorMemoryBackwardConfig())],
+    ids=str,
 )
-def test_gradients(rng, case, config):
+def test_gradients(rng, case, config, how=CHECKED):
     shape, options, more = CASES[case]
     (q, k, v, grad), (cos, sin), (of_q, of_k) = operands(rng, shape, more, options)
-    options, rq, rk = given(options), rotated(q, of_q), rotated(k, of_k)
-    o, lse = ops.attention(rq, rk, v, return_lse=True, interpret=True, **options)
+    plain = how and True
+    options, rq, rk = given(options), rotated(q, of_q, plain), rotated(k, of_k, plain)
+    o, lse = ops.attention(rq, rk, v, return_lse=True, interpret=plain, **options)
     options["config"] = config
     backward = ops.attention_backward
-    got = backward(grad, q, k, v, o, lse, cos=cos, sin=sin, interpret=CHECKED, **options)
-    dq, dk, dv = backward(grad, rq, rk, v, o, lse, interpret=True, **options)
-    dq, dk = rotated(dq, of_q, inverse=True), rotated(dk, of_k, inverse=True)
+    got = backward(grad, q, k, v, o, lse, cos=cos, sin=sin, interpret=how, **options)
+    dq, dk, dv = backward(grad, rq, rk, v, o, lse, interpret=plain, **options)
+    dq, dk = rotated(dq, of_q, plain, inverse=True), rotated(dk, of_k, plain, inverse=True)
     for a, b in zip(got, (dq, dk, dv), strict=True):
-        a, b = a.astype(np.float32), b.astype(np.float32)
+        a, b = np.asarray(a).astype(np.float32), np.asarray(b).astype(np.float32)
         assert np.abs(a - b).max() <= 2e-3 * np.abs(b).max()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(rng):
+    for case in CASES:
+        test_forward(rng, case, how=None)
+    for case, config in GRADIENTS:
+        test_gradients(rng, case, config, how=None)
 
 
 def test_emulated(rng):
@@ -95,7 +108,7 @@ def test_emulated(rng):
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=2e-3)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128])
 def test_no_spills(dim):
     x = plgpu.ShapeDtypeStruct((2, 1024, 4, dim), np.float16)
     t, lse = (plgpu.ShapeDtypeStruct(s, np.float32) for s in ((1024, dim // 2), (2, 4, 1024)))

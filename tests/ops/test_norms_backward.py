@@ -107,6 +107,69 @@ def test_rows_through_shared_memory(rng, name, shape, dtype):
     assert len(found) == len(options) + 1
 
 
+C = ops.NormBackwardConfig
+CONFIGS = [  # shape, config
+    ((37, 640), C(contiguous=True)),
+    ((37, 640), C(height=1, stages=2, copies=True)),
+    ((9, 4096), C(copies=True, contiguous=True)),
+    ((9, 4096), C(members=4, copies=True)),
+    ((7, 5000), C(members=1, cluster=4, stages=3)),
+    ((5, 12296), C(cluster=2, copies=True)),
+    ((2, 33000), C(stages=3, contiguous=True)),
+]
+
+
+@pytest.mark.parametrize("shape, config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_configurations(rng, name, shape, config, interpret=True):
+    """The same as without one; no unordered accesses."""
+    dtype = DTYPES[1]
+    grad, x, add = normal(rng, shape, dtype, 3)
+    (w,) = normal(rng, shape[-1:], dtype, 1)
+    options = {"add": add} | ({"bias": True} if name == "layer_norm" else {})
+    how = plgpu.InterpretParams(detect_races=True) if interpret else None
+    call = getattr(ops, f"{name}_backward")
+    found = call(grad, x, w, config=config, interpret=how, **options)
+    want = gradients(name, grad, x, w, 1e-5)
+    want = want[0] + add.astype(np.float64), *want[1:]
+    for got, expected, rows in zip(found, want, (1, rows_of(shape), rows_of(shape))):
+        check(got, expected, dtype, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [C(), *{config for _, config in CONFIGS}], ids=str)
+def test_configurations_on_a_gpu(rng, config):
+    done = 0
+    for shape in ((3001, 640), (1000, 4096), (700, 5000), (400, 12296), (150, 33000)):
+        for name in ("rms_norm", "layer_norm"):
+            try:
+                test_configurations(rng, name, shape, config, interpret=False)
+            except ValueError as e:
+                assert "cannot pass through shared memory" in str(e)
+                continue
+            done += 1
+    assert done
+
+
+@pytest.mark.parametrize(
+    "config, error, text",
+    [
+        (5, TypeError, "must be a NormBackwardConfig"),
+        (C(members=3), ValueError, "1, 2 or 4 members"),
+        (C(cluster=16), ValueError, "a cluster of 1, 2, 4 or 8"),
+        (C(stages=1), ValueError, "2 stages or more"),
+        (C(height=2, members=2), ValueError, "rows of 1024 elements cannot pass"),
+        (C(height=64), ValueError, "rows of 1024 elements cannot pass"),
+    ],
+)
+def test_wrong_configurations(config, error, text):
+    x = np.zeros((200, 1024), np.float32)
+    with pytest.raises(error, match=f"rms_norm_backward: .*{text}"):
+        ops.rms_norm_backward(x, x, config=config, interpret=True)
+    with pytest.raises(ValueError, match="rows of 77 elements cannot pass"):
+        ops.rms_norm_backward(x[:, :77].copy(), x[:, :77].copy(), config=C(), interpret=True)
+
+
 def test_layer_norm_far_from_zero(rng):
     """The mean is a thousand times the deviation from it."""
     (x,) = normal(rng, (6, 4096), DTYPES[0], 1)
