@@ -14,6 +14,8 @@ from . import ops
 from ._jax import TARGET, call_special, varying  # noqa: F401
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "attention",
     "column_sums",
     "cross_entropy",
@@ -229,6 +231,51 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5, out_dtype=None, batch_inv
     return _layer_norm(options, x, weight, bias)
 
 
+def _add_rms_forward(options, x, residual, weight):
+    y, total = ops.add_rms_norm(x, residual, **_given(weight=weight), **options)
+    return (y, total), (total, weight)
+
+
+def _add_rms_backward(options, saved, grads):
+    total, weight = saved
+    given = _given(weight=weight)
+    found = ops.rms_norm_backward(grads[0], total, **given, add=grads[1], **options)
+    dx, dw = (found, None) if weight is None else found
+    return dx, dx, dw
+
+
+_add_rms_norm = _differentiable(_add_rms_forward, _add_rms_backward)
+
+
+def add_rms_norm(x, residual, weight=None, *, eps=1e-6):
+    """:func:`pallas_mgpu.ops.add_rms_norm` with gradients by ``x``, ``residual`` and ``weight``."""
+    return _add_rms_norm(_options(eps=eps), x, residual, weight)
+
+
+def _add_layer_forward(options, x, residual, weight, bias):
+    given = _given(weight=weight, bias=bias)
+    y, total = ops.add_layer_norm(x, residual, **given, **options)
+    return (y, total), (total, weight, bias)
+
+
+def _add_layer_backward(options, saved, grads):
+    total, weight, bias = saved
+    given = _given(weight=weight)
+    wanted = {"add": grads[1], "bias": bias is not None}
+    found = ops.layer_norm_backward(grads[0], total, **given, **wanted, **options)
+    dx, *rest = found if isinstance(found, tuple) else (found,)
+    dw = None if weight is None else rest.pop(0)
+    return dx, dx, dw, rest[0].astype(bias.dtype) if rest else None
+
+
+_add_layer_norm = _differentiable(_add_layer_forward, _add_layer_backward)
+
+
+def add_layer_norm(x, residual, weight=None, bias=None, *, eps=1e-5):
+    """:func:`pallas_mgpu.ops.add_layer_norm` with gradients by all arrays."""
+    return _add_layer_norm(_options(eps=eps), x, residual, weight, bias)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 
@@ -362,19 +409,26 @@ def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None):
     return _gated_linear_unit(_options(activation=activation, out_dtype=out_dtype), gate, up)
 
 
-_rotary = _differentiable(
-    lambda options, x, cos, sin: (ops.rotary(x, cos, sin, **options), (cos, sin)),
-    lambda options, saved, grad: (
-        ops.rotary(grad, *saved, inverse=not options["inverse"]),
-        None,
-        None,
-    ),
-)
+def _rotary_forward(options, x, cos, sin, weight):
+    kept = x if weight is not None else None
+    return ops.rotary(x, cos, sin, **_given(weight=weight), **options), (kept, cos, sin, weight)
 
 
-def rotary(x, cos, sin, *, inverse=False):
-    """:func:`pallas_mgpu.ops.rotary` with the gradient by ``x``; the angles are constants."""
-    return _rotary(_options(inverse=inverse), x, cos, sin)
+def _rotary_backward(options, saved, grad):
+    x, *angles, weight = saved
+    if weight is None:
+        return ops.rotary(grad, *angles, inverse=not options["inverse"]), None, None, None
+    dx, dw = ops.rotary_backward(grad, x, *angles, weight, eps=options["eps"])
+    return dx, None, None, dw
+
+
+_rotary = _differentiable(_rotary_forward, _rotary_backward)
+
+
+def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6):
+    """:func:`pallas_mgpu.ops.rotary` with gradients by ``x`` and ``weight``; the angles are
+    constants."""
+    return _rotary(_options(inverse=inverse, eps=eps), x, cos, sin, weight)
 
 
 def _entropy_forward(options, logits, targets):

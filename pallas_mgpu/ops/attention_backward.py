@@ -211,6 +211,11 @@ def attention_backward(
         config = TensorMemoryBackwardConfig()
     on_blackwell = isinstance(config, TensorMemoryBackwardConfig)
     most = _attention_backward_tensor_memory_seven.MOST if on_blackwell else 0
+    if q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.shape[3] != v.shape[3]:
+        raise NotImplementedError(
+            f"{name}: values of another width than keys, got {v.shape[3]} and {k.shape[3]}; pad q"
+            " and k, or v, o and grad, with zeros and give scale"
+        )
     _check(q, k, v, name, (64, 128, 256), most)
     batch, queries, heads, dim = q.shape
     for what, x in (("grad", grad), ("o", o)):

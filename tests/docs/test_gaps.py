@@ -386,6 +386,7 @@ CASES = {
         *on_older(ops.attention, keys, keys, keys),
         (ValueError, lambda: on("sm_100a", ops.attention, heads, heads, keys)),
         lambda: on("sm_90a", ops.attention_backward, *[keys] * 5, lse),
+        lambda: ops.attention_backward(heads, heads, heads, keys, heads, lse, interpret=True),
         lambda: ops.attention_backward(
             *[heads] * 5,
             lse,

@@ -342,6 +342,29 @@ def test_norms(rng):
     compare(pj.column_sums, lambda x: x.sum(0), x)
 
 
+def test_norms_of_sums(rng):
+    x, r, w, b = half(rng, 6, 130), half(rng, 6, 130), half(rng, 130), half(rng, 130)
+
+    def both(f):
+        def run(*arrays):
+            y, total = f(*arrays)
+            return y + 2 * total
+
+        return run
+
+    def rms(x, r, w):
+        return norm(x + r, 1e-6) * w, x + r
+
+    def layer(x, r, w, b):
+        total = x + r
+        return norm(total - total.mean(-1, keepdims=True), 1e-5) * w + b, total
+
+    compare(both(pj.add_rms_norm), both(rms), x, r, w)
+    compare(both(pj.add_layer_norm), both(layer), x, r, w, b)
+    plain = both(lambda x, r: layer(x, r, 1, 0))
+    compare(both(lambda x, r: pj.add_layer_norm(x, r)), plain, x, r)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(causal, rng):
     def theirs(q, k, v):
@@ -422,7 +445,12 @@ def test_rotary_and_cross_entropy(rng):
         return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
 
     x = half(rng, 2, 10, 3, 32)
-    compare(lambda x: pj.rotary(x, jnp.cos(angles), jnp.sin(angles)), rotated, x)
+    tables = jnp.cos(angles), jnp.sin(angles)
+    compare(lambda x: pj.rotary(x, *tables), rotated, x)
+    compare(
+        lambda x, w: pj.rotary(x, *tables, w), lambda x, w: rotated(norm(x, 1e-6) * w),
+        x, half(rng, 32),
+    )  # fmt: skip
     targets = jnp.asarray([3, 0, 40], jnp.int32)
 
     def losses(x):

@@ -788,6 +788,7 @@ def checked():
             *(q, k, k, True, None, half(1, 2, 1, 40).requires_grad_(), None, None),
             *(torch.tensor([3], dtype=torch.int32), None, False, None, 0.25),
         ),
+        "attention_lse with other values": (q.detach(), k.detach(), half(1, 40, 1, 128)),
         "attention with rotary": (
             *(q, k, k, True, None, None, None, None, None, None, False, None, 0.0),
             *(torch.rand(40, 32), torch.rand(40, 32)),
