@@ -3,7 +3,10 @@
 Without a batch of its own, B is multiplied with all rows of A at once. Otherwise batch dimensions
 that follow each other and that the same operands have are merged, and the product of two matrices
 is mapped (plgpu.vmap) over what is left: one launch, whose blocks have the batch as an outer axis.
-Arrays are reshaped, never copied, but to padded rows."""
+Arrays are reshaped, never copied, but by the kernels that pad, transpose or split the operands of a
+product of two matrices, which are mapped in the same way.
+
+Bias and scales are those of all matrices. Scales may have the batch dimensions of their operand."""
 
 import itertools
 import math
@@ -11,7 +14,7 @@ from typing import NamedTuple
 
 import pallas_mgpu as plgpu
 
-from ._padding import Padded, padding_of, with_padding
+from ._padding import Padded, with_padding
 from ._slices import Sliced
 
 
@@ -34,6 +37,25 @@ class Plan(NamedTuple):
         """The shape of an operand without the dimensions that it does not have."""
         own = (group[0] for group in self.groups if group[1 + which])
         return (*own, *shape[-2:])
+
+
+class Extra(NamedTuple):
+    """What follows a and b. ``of``: the number of the operand whose batch dimensions it may have,
+    None for the bias."""
+
+    info: plgpu.ArrayInfo
+    of: int | None
+
+    def is_batched(self, operands):
+        return self.of is not None and self.info.ndim == operands[self.of].ndim > 2
+
+    def check(self, name, operands):
+        """ValueError for batch dimensions that are not the operand's."""
+        if self.is_batched(operands) and self.info.shape[:-2] != operands[self.of].shape[:-2]:
+            raise ValueError(
+                f"matmul: the batch dimensions of {name} must be those of {'ab'[self.of]},"
+                f" {operands[self.of].shape[:-2]}, or none; got shape {self.info.shape}"
+            )
 
 
 def plan_of(a, b):
@@ -89,27 +111,61 @@ class _Reshaped:
         return _reshaped(found, self.shape) if out is None else out
 
 
-def product(a, b, ta, tb, make, interpret, extra):
-    """The function of arrays with batches. make(a, b, batch): what multiplies such matrices, one
-    of so many. extra: how many operands follow a and b."""
+def _matrix(info, shape):
+    """One of the matrices of an array."""
+    size = math.prod(shape) * info.dtype.itemsize
+    return plgpu.ArrayInfo(shape, info.dtype, info.device, info.aligned and size % 16 == 0)
+
+
+def _of_all_rows(plan, a, b, ta, extras):
+    """Shapes of the operands as those of one product of all rows; None where it is not one."""
+    if ta or any(has_b for *_, has_b in plan.groups):
+        return None
+    m, rows = a.shape[-2], math.prod(plan.shape) * a.shape[-2]
+    shapes = [(rows, a.shape[-1]), b.shape[-2:]]
+    for extra in extras:
+        shape = extra.info.shape
+        if extra.of == 0 and extra.is_batched((a, b)):
+            if shape[-2] != m:  # a number for each matrix
+                return None
+            shape = (rows, shape[-1])
+        elif extra.of == 0 and extra.info.size != 1:  # for the rows of each matrix
+            return None
+        elif extra.is_batched((a, b)):
+            shape = shape[-2:]
+        shapes.append(shape)
+    return shapes
+
+
+def product(a, b, ta, tb, make, extras):
+    """The function of arrays with batches. extras: a list of Extra. make(infos of a, b and extras,
+    batch): what multiplies such matrices, one of so many."""
     plan = plan_of(a, b)
     m, n = a.shape[-1 if ta else -2], b.shape[-2 if tb else -1]
     result = (*plan.shape, m, n)
-    info = lambda x, shape: plgpu.ArrayInfo(shape, x.dtype, x.device, x.aligned)  # noqa: E731
-    if not ta and not any(has_b for *_, has_b in plan.groups):  # one product of all rows
-        rows = math.prod(plan.shape) * m
-        shapes = (rows, a.shape[-1]), b.shape[-2:]
-        inner = make(info(a, shapes[0]), info(b, shapes[1]), 1)
-        return _Reshaped(inner, shapes, (rows, n), result)
-    shapes = plan.operand(a.shape, 0), plan.operand(b.shape, 1)
-    batch = math.prod(plan.extents)
-    one = make(*(plgpu.ArrayInfo(s[-2:], x.dtype, x.device) for s, x in zip(shapes, (a, b))), batch)
-    pads = [padding_of(info(x, s), interpret) for s, x in zip(shapes, (a, b))]
-    axes = [(*of, *(None,) * extra) for of in zip(plan.axes(0), plan.axes(1))]
-    one = one.product if isinstance(one, Padded) else one
-    if isinstance(one, Sliced):
-        inner = one.mapped(_mapped, axes)
-    else:
-        inner = _mapped(one, axes)
-    inner = with_padding(inner, [*pads, *(None,) * extra])
+    infos = [a, b, *(extra.info for extra in extras)]
+    shapes = _of_all_rows(plan, a, b, ta, extras)
+    if shapes:
+        whole = [plgpu.ArrayInfo(s, x.dtype, x.device, x.aligned) for s, x in zip(shapes, infos)]
+        return _Reshaped(make(*whole, 1), shapes, (shapes[0][0], n), result)
+    owners = [0, 1, *(x.of if x.is_batched((a, b)) else None for x in extras)]
+    none = [None] * len(plan.groups)
+    axes = [none if of is None else plan.axes(of) for of in owners]
+    shapes = [x.shape if of is None else plan.operand(x.shape, of) for x, of in zip(infos, owners)]
+    ones = [
+        plgpu.ArrayInfo(x.shape, x.dtype, x.device, x.aligned)
+        if of is None
+        else _matrix(x, x.shape[-2:])
+        for x, of in zip(infos, owners)
+    ]
+    one, pads = make(*ones, math.prod(plan.extents)), [None] * len(infos)
+    while isinstance(one, Padded):
+        pads = [inner or pad for inner, pad in zip(one.pads, pads)]
+        one = one.product
+    pads = [
+        _mapped(pad, [(0,) for axis in of if axis == 0]) if pad else None
+        for pad, of in zip(pads, axes)
+    ]
+    inner = one.mapped(_mapped, [*zip(*axes)]) if isinstance(one, Sliced) else None
+    inner = with_padding(inner or _mapped(one, [*zip(*axes)]), pads)
     return _Reshaped(inner, shapes, (*plan.extents, m, n), result)

@@ -136,6 +136,7 @@ class Scales:
 
 
 def added(total, value, of_rows, of_columns):
+    value = value.astype(jnp.float32)  # int32 of int8 operands
     return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
 
 
@@ -144,10 +145,10 @@ class BlockScales:
 
     ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that are
     worked on at a time, rows of all blocks of a cluster. ``reach``: columns of all tiles, elements
-    of K of all steps. ``consumers``: of a block."""
+    of K of all steps. ``consumers``: of a block. ``dtype``: of the sums of a product."""
 
-    def __init__(self, a, b, m, tile, reach, consumers):
-        self.a, self.b, self.m, self.consumers = a, b, m, consumers
+    def __init__(self, a, b, m, tile, reach, consumers, dtype=jnp.float32):
+        self.a, self.b, self.m, self.consumers, self.dtype = a, b, m, consumers, dtype
         self.cols = min(tile[1], BLOCK)  # of a product
         self.products = tile[1] // self.cols
         self.ragged = m % tile[0] != 0
@@ -198,7 +199,7 @@ class BlockScales:
                 sums, following = [], None
                 for total, b, of_part in zip(totals, parts, of_columns):
                     with plgpu.ext.ordered_section(self.consumers):
-                        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+                        acc[...] = jnp.zeros(acc.shape, self.dtype)
                         plgpu.wgmma(acc, a, b)
                     if following is None:  # under the first product
                         following = load(jnp.minimum(s + 1, steps - 1))
@@ -213,10 +214,10 @@ class BlockScales:
             totals = [self.zeros() for _ in range(self.products)]
             return lax.fori_loop(0, steps, step, (totals, load(0)))[0]
 
-        return pl.run_scoped(with_accumulator, plgpu.ACC((64, self.cols)))
+        return pl.run_scoped(with_accumulator, plgpu.ACC((64, self.cols), self.dtype))
 
     def in_pairs(self, steps, load, wait, release, late):
-        accumulators = plgpu.ACC((64, self.cols))
+        accumulators = plgpu.ACC((64, self.cols), self.dtype)
 
         def issue(acc, s):
             a, (b,) = wait(s)

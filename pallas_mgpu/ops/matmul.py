@@ -111,8 +111,9 @@ class Product(NamedTuple):
 
     @property
     def sums(self):
-        """The dtype of sums."""
-        return jnp.dtype(jnp.int32 if self.dtypes[0].name == "int8" else jnp.float32)
+        """The dtype of sums over K; with scales of blocks they are scaled."""
+        exact = self.dtypes[0].name == "int8" and not self.forms.blocks
+        return jnp.dtype(jnp.int32 if exact else jnp.float32)
 
     def transposed(self):
         """The Product of the kernel that makes the transpose of the result."""
@@ -378,8 +379,9 @@ class _Block(WarpSpecialized):
                 p.tiles_n * cfg.cluster_n * p.cols,
                 p.steps * cfg.split * cfg.slices * cfg.step,
             )
+            tile, of_product = (rows, p.cols), x._replace(forms=UNSCALED).sums
             scales = BlockScales(
-                self.scale_a, self.scale_b, x.m, (rows, p.cols), reach, p.consumers
+                self.scale_a, self.scale_b, x.m, tile, reach, p.consumers, of_product
             )
         elif x.forms != UNSCALED:
             scales = Scales(x.forms, self.scale_a, self.scale_b, x.m, rows)
@@ -864,10 +866,6 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     bias, scale_a, scale_b, None for no array."""
     a, b, bias, scale_a, scale_b = operands
     forms, in_bytes = forms_of(scale_a, scale_b, x.m, x.n, x.k), a.dtype.itemsize
-    if forms.blocks and a.dtype.name == "int8":
-        raise NotImplementedError(
-            "matmul: scales of blocks with int8 operands; one for each row of a and column of b"
-        )
     if config is None and invariant:
         config = choose_invariant(x.m, x.n, x.k, sms, in_bytes, forms.blocks)
     config = config or choose_k_major(x.m, x.n, x.k, sms, forms.blocks, in_bytes)
@@ -990,30 +988,53 @@ def _of_narrow_types(x, operands, config, invariant, accumulate, interpret):
 
 def _of_batches(a, b, bias, scales, config, invariant, **options):
     """The product of arrays with batch dimensions. options: the other ones."""
-    if a.dtype.itemsize != 2 or any(s is not None for s in scales) or options["accumulate"]:
+    if options["accumulate"] or any(s is not None and s.dtype.name != "float32" for s in scales):
         raise NotImplementedError(
-            "matmul: batch dimensions with accumulate=True, scales or other than 16-bit operands;"
-            f" multiply matrix by matrix, got {a.dtype}{a.shape} and {b.dtype}{b.shape}"
+            "matmul: batch dimensions with accumulate=True or scales of 8 bits; multiply matrix by"
+            f" matrix, got {a.dtype}{a.shape} and {b.dtype}{b.shape}"
         )
     if min(a.ndim, b.ndim) < 2 or 0 in a.shape or 0 in b.shape:
         raise ValueError(
             f"matmul: a and b must have two dims or more, and elements, got {a.shape} and {b.shape}"
         )
     ta, tb = bool(options["transpose_a"]), bool(options["transpose_b"])
-    on_hopper = not (_tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device))
+    others = {"bias": (bias, None), "scale_a": (scales[0], 0), "scale_b": (scales[1], 1)}
+    extras = {n: _batches.Extra(*x) for n, x in others.items() if x[0] is not None}
+    for name, extra in extras.items():
+        extra.check(name, (a, b))
 
-    def make(a, b, batch):
+    def make(a, b, *rest, batch):
+        given = dict(zip(extras, rest))
         found = config
-        if found is None and on_hopper and batch > 1:
-            x = _checked(a, b, bias, None, None, ta, tb)
-            sms = max(plgpu.sm_count(a.device) // batch, 1)
-            how = () if invariant else (ta, tb)
-            found = (choose_invariant if invariant else choose)(x.m, x.n, x.k, sms, *how)
-        return matmul.__wrapped__(
-            a, b, bias=bias, config=found, batch_invariant=invariant, **options
-        )
+        if found is None and batch > 1:
+            found = _choose_for_batch(a, b, batch, given, invariant, options)
+        how = {"config": found, "batch_invariant": invariant, **options}
+        return matmul.__wrapped__(a, b, **given, **how)
 
-    return _batches.product(a, b, ta, tb, make, options["interpret"], int(bias is not None))
+    def make_one(*infos):
+        return make(*infos[:-1], batch=infos[-1])
+
+    return _batches.product(a, b, ta, tb, make_one, list(extras.values()))
+
+
+def _choose_for_batch(a, b, batch, given, invariant, options):
+    """The configuration for one of so many matrices; None on other GPUs than Hopper."""
+    if _tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device):
+        return None
+    ta, tb = bool(options["transpose_a"]), bool(options["transpose_b"])
+    scaled = "scale_a" in given or "scale_b" in given
+    x = _checked(a, b, given.get("bias"), None, None, ta, tb, scaled)
+    sms, in_bytes = max(plgpu.sm_count(a.device) // batch, 1), a.dtype.itemsize
+    tf32 = options["precision"] == "tf32"
+    if in_bytes == 2 or in_bytes == 4 and not tf32:
+        k = x.k * (1 if in_bytes == 2 else _float32.PARTS)
+        return (choose_invariant if invariant else choose)(
+            x.m, x.n, k, sms, *(() if invariant else (ta, tb))
+        )
+    blocks = forms_of(given.get("scale_a"), given.get("scale_b"), x.m, x.n, x.k).blocks
+    if invariant:
+        return choose_invariant(x.m, x.n, x.k, sms, in_bytes, blocks)
+    return choose_k_major(x.m, x.n, x.k, sms, blocks, in_bytes)
 
 
 @plgpu.specialize(in_place=False)
@@ -1053,10 +1074,12 @@ def matmul(
     infinities give NaN. "tf32" (Hopper): the tensor cores read 10 bits of each mantissa, cut off;
     the relative error of a term is below 2**-9.
 
-    16-bit operands may have batch dimensions before these two, which broadcast as in NumPy:
-    (..., M, K) and (..., K, N) give (..., M, N), in one launch (and those that pad odd rows).
+    Operands may have batch dimensions before these two, which broadcast as in NumPy: (..., M, K)
+    and (..., K, N) give (..., M, N), in one launch (and those that pad, transpose or split
+    operands). Scales are those of all matrices, or have the batch dimensions of their operand
+    before two of their own: (..., 1, 1); (..., M, 1) and (..., 1, N); or those of blocks.
     ``batch_invariant`` then holds for the number of matrices, too. NotImplementedError for batches
-    of other operands, scales and ``accumulate``.
+    with scales of 8 bits and ``accumulate``.
 
     scale_a, scale_b: float32 arrays that 8-bit operands are multiplied with, None for ones. One
     number, of shape (), (1,) or (1, 1); or one for each row of the product, (M,) or (M, 1), and
@@ -1101,7 +1124,8 @@ def matmul(
         if return_product:
             _check_kept(None, a, max(a.ndim, b.ndim), config)
         options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
-        options |= {"transpose_a": ta, "transpose_b": tb, "interpret": interpret}
+        options |= {"transpose_a": ta, "transpose_b": tb, "precision": precision}
+        options |= {"interpret": interpret}
         return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
     scaled = scale_a is not None or scale_b is not None
     x = _checked(a, b, bias, activation, out_dtype, ta, tb, scaled)

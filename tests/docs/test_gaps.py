@@ -431,7 +431,14 @@ CASES = {
         lambda: ops.matmul(
             zeros(2, 8, 8), zeros(2, 8, 8), accumulate=True, out=zeros(2, 8, 8, dtype=F32)
         ),
-        lambda: ops.matmul(zeros(2, 8, 8, dtype=F32), zeros(2, 8, 8, dtype=F32)),
+        lambda: ops.matmul(
+            zeros(2, 16, 128, dtype=E4M3),
+            zeros(2, 16, 128, dtype=E4M3),
+            transpose_b=True,
+            scale_a=zeros(1, 1, 32, 16, dtype=ml_dtypes.float8_e8m0fnu),
+            scale_b=zeros(1, 1, 32, 16, dtype=ml_dtypes.float8_e8m0fnu),
+        ),
+        lambda: ops.matmul(zeros(2, 8, 8), zeros(2, 8, 8), activation="relu", return_product=True),
     ],
     "`ops.matmul` with `accumulate=True`": [
         lambda: ops.matmul(
@@ -469,13 +476,6 @@ CASES = {
         *on_older(ops.matmul, *[zeros(8, 8, dtype=np.int8)] * 2),
         lambda: on("sm_100a", ops.matmul, *[zeros(8, 8, dtype=np.int8)] * 2),
         lambda: on("sm_100a", ops.matmul, *[zeros(8, 8, dtype=F32)] * 2, precision="tf32"),
-        lambda: ops.matmul(
-            zeros(8, 256, dtype=np.int8),
-            zeros(8, 256, dtype=np.int8),
-            transpose_b=True,
-            scale_a=zeros(8, 2, dtype=F32),
-            scale_b=zeros(1, 2, dtype=F32),
-        ),
     ],
     "`ops.ragged_dot` of 8-bit floats": [
         lambda: ops.ragged_dot(zeros(8, 64, dtype=E4M3), zeros(1, 64, 64, dtype=E4M3), sizes[:1]),

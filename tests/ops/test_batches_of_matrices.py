@@ -10,14 +10,14 @@ from pallas_mgpu.ops import MatmulConfig as C
 from pallas_mgpu.ops import matmul
 
 bf16, f32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+E4M3, I8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
 
 
 def product(run, a, b, **options):
     """The result as a call gives it, each kernel run in the way of the test."""
     f = matmul.kernel(a, b, **options, interpret=None if run.way == "cuda" else True)
     arrays = [a, b, *(x for x in options.values() if isinstance(x, np.ndarray))]
-    shapes = f.shapes + (None,) * (len(arrays) - 2)
-    given = [x if s is None else x.reshape(s) for x, s in zip(arrays, shapes)]
+    given = [x.reshape(s) for x, s in zip(arrays, f.shapes, strict=True)]
     return by_steps(run.call, f.product, given).reshape(f.shape)
 
 
@@ -52,6 +52,88 @@ def test_against_numpy(run, rng, case):
     np.testing.assert_allclose(got.astype(f32), want, rtol=1e-2, atol=1e-2)
 
 
+SCALED = {  # dtype, shapes of a and b, of their scales or None, options
+    "8 bits": (E4M3, (3, 20, 48), (3, 24, 48), None, None, {"transpose_b": True}),
+    "8 bits, transposed first": (E4M3, (2, 40, 20), (3, 1, 40, 24), (), (), {"transpose_a": True}),
+    "8 bits, odd": (E4M3, (3, 9, 61), (3, 33, 61), (3, 9, 1), (33,), {"transpose_b": True}),
+    "a number for each": (
+        E4M3,
+        (3, 20, 48),
+        (24, 48),
+        (3, 1, 1),
+        (1,),
+        {"transpose_b": True, "bias": True},
+    ),
+    "rows and columns of each": (
+        I8,
+        (2, 3, 20, 40),
+        (3, 40, 24),
+        (2, 3, 20, 1),
+        (3, 1, 24),
+        {"bias": True},
+    ),
+    "all rows at once": (E4M3, (2, 3, 7, 40), (24, 40), (2, 3, 7, 1), None, {"transpose_b": True}),
+    "rows of all": (E4M3, (3, 20, 48), (24, 48), (20,), None, {"transpose_b": True}),
+    "blocks": (E4M3, (2, 70, 300), (2, 130, 300), (2, 70, 3), (2, 2, 3), {"transpose_b": True}),
+    "blocks, all rows": (I8, (2, 9, 300), (130, 300), (2, 9, 3), (2, 3), {"transpose_b": True}),
+    "exact sums": (I8, (3, 20, 40), (3, 40, 24), None, None, {}),
+    "slices": (
+        I8,
+        (2, 70, 330),
+        (2, 33, 330),
+        (2, 70, 1),
+        None,
+        {"transpose_b": True, "config": C(1, 64, 0, 1, slices=3, step=128), "bias": True},
+    ),
+    "float32": (f32, (3, 20, 40), (3, 40, 24), None, None, {"bias": True}),
+    "float32, odd": (f32, (2, 19, 41), (2, 23, 41), None, None, {"transpose_b": True}),
+    "tf32": (f32, (3, 20, 40), (3, 40, 24), None, None, {"precision": "tf32"}),
+}
+
+
+def spread_scales(scale, shape, blocks):
+    """A scale as a factor of the operand with that shape, (..., rows, K)."""
+    if blocks:  # of 128 elements of K, and as many rows of B
+        scale = np.repeat(scale, 128, -1)[..., : shape[-1]]
+        return scale if blocks == 1 else np.repeat(scale, 128, -2)[..., : shape[-2], :]
+    return scale[:, None] if scale.ndim == 1 else scale
+
+
+@pytest.mark.covering(2, share=True)
+@pytest.mark.parametrize("case", SCALED)
+def test_other_dtypes(run, rng, case):
+    dtype, shape_a, shape_b, scale_a, scale_b, options = SCALED[case]
+    options = dict(options)
+    if dtype == I8:
+        a, b = (rng.integers(-128, 128, s).astype(I8) for s in (shape_a, shape_b))
+    else:
+        a, b = (rng.standard_normal(s).astype(dtype) for s in (shape_a, shape_b))
+    left = a.astype(np.float64)
+    left = left.swapaxes(-1, -2) if options.get("transpose_a") else left
+    right = b.astype(np.float64)
+    right = right if options.get("transpose_b") else right.swapaxes(-1, -2)  # (..., N, K)
+    of_blocks = "blocks" in case
+    if scale_a is not None:
+        options["scale_a"] = rng.uniform(0.5, 2, scale_a).astype(f32)
+        left = left * spread_scales(options["scale_a"], left.shape, of_blocks)
+    if scale_b is not None:
+        options["scale_b"] = x = rng.uniform(0.5, 2, scale_b).astype(f32)
+        x = x.swapaxes(-1, -2) if x.ndim > 1 and not of_blocks else x
+        right = right * spread_scales(x, right.shape, 2 * of_blocks)
+    want = left @ right.swapaxes(-1, -2)
+    if options.pop("bias", False):
+        bias = rng.standard_normal(want.shape[-1]).astype(f32)
+        options = {"bias": bias, **options}  # operands come in this order
+        want = want + bias
+    got = product(run, a, b, **options)
+    assert got.shape == want.shape
+    if case == "exact sums":
+        np.testing.assert_array_equal(got, want)
+    else:
+        unit = 1e-2 if got.dtype == bf16 else 4e-3 if "precision" in options else 1e-4
+        np.testing.assert_allclose(got.astype(f32), want, rtol=unit, atol=4 * unit)
+
+
 def test_out_is_written_where_it_is(rng):
     a, b = (rng.standard_normal(s).astype(bf16) for s in ((2, 3, 8, 16), (16, 24)))
     out = np.full((2, 3, 8, 24), np.nan, bf16)
@@ -83,7 +165,24 @@ def test_misuse(a, b, options, exception, match):
         matmul(np.zeros(a, bf16), np.zeros(b, bf16), **options, interpret=True)
 
 
-def test_8_bit_operands_have_no_batches():
-    x = plgpu.ShapeDtypeStruct((2, 16, 16), ml_dtypes.float8_e4m3fn)
-    with pytest.raises(NotImplementedError, match="other than 16-bit operands"):
-        matmul.kernel(x, x)
+@pytest.mark.parametrize(
+    "scales, exception, match",
+    [
+        ({"scale_a": (3, 16, 1)}, ValueError, r"of scale_a must be those of a, \(2,\), or none"),
+        ({"scale_b": (1, 1, 16)}, ValueError, r"of scale_b must be those of b, \(2,\), or none"),
+        ({"scale_a": (2, 5, 1)}, ValueError, "scale_a must have one of the shapes"),
+        ({"scale_a": (2, 16)}, ValueError, "scale_a must have one of the shapes"),
+    ],
+)
+def test_scales_that_do_not_fit(scales, exception, match):
+    x = plgpu.ShapeDtypeStruct((2, 16, 16), E4M3)
+    scales = {name: plgpu.ShapeDtypeStruct(shape, f32) for name, shape in scales.items()}
+    with pytest.raises(exception, match=match):
+        matmul.kernel(x, x, transpose_b=True, **scales)
+
+
+def test_scales_of_8_bits_have_no_batches():
+    x = plgpu.ShapeDtypeStruct((2, 16, 128), E4M3)
+    scale = plgpu.ShapeDtypeStruct((2, 1, 1, 32, 16), ml_dtypes.float8_e8m0fnu)
+    with pytest.raises(NotImplementedError, match="scales of 8 bits"):
+        matmul.kernel(x, x, transpose_b=True, scale_a=scale, scale_b=scale)

@@ -23,6 +23,13 @@ CASES = {  # m, n, k, transpose_a, transpose_b, configuration
     "swapped, K in two": (5, 70, 520, False, True, C(1, 8, 0, 1, split=2, step=64, swapped=True)),
 }
 
+BLOCK_CASES = [
+    None,
+    C(2, 256, 2, 1, step=128),  # in turns
+    C(1, 128, 0, 1, split=2, step=128),
+    C(2, 64, 0, 2, step=128, slices=2),
+]
+
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scaled", [False, True], ids=["sums", "scales"])
@@ -97,11 +104,20 @@ def test_misuse(change, exception, match):
         ops.matmul(interpret=True, **given)
 
 
-def test_scales_of_blocks():
-    scales = np.ones((32, 2), F32), np.ones((1, 2), F32)
-    a = np.zeros((32, 256), np.int8)
-    with pytest.raises(NotImplementedError, match="scales of blocks with int8"):
-        ops.matmul(a, a, transpose_b=True, scale_a=scales[0], scale_b=scales[1], interpret=True)
+@pytest.mark.covering(2, share=True)
+@pytest.mark.parametrize("config", BLOCK_CASES, ids=str)
+def test_scales_of_blocks(run, rng, config):
+    m, n, k = 150, 200, 600
+    a, b = (rng.integers(-128, 128, s).astype(np.int8) for s in ((m, k), (n, k)))
+    scale_a, scale_b = (rng.random(s).astype(F32) + 0.5 for s in ((m, 5), (2, 5)))
+    wide = np.repeat(scale_a, 128, 1)[:, :k], np.repeat(np.repeat(scale_b, 128, 0), 128, 1)[:n, :k]
+    want = (a * wide[0]).astype(np.float64) @ (b * wide[1]).T.astype(np.float64)
+    options = {"transpose_b": True, "config": config, "out_dtype": F32}
+    given = {"scale_a": scale_a, "scale_b": scale_b}
+    how = None if run.way == "cuda" else True
+    f = ops.matmul.kernel(a, b, **given, **options, interpret=how)
+    got = by_steps(run.call, f, [a, b, scale_a, scale_b])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100a"])
