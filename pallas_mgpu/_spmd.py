@@ -124,6 +124,20 @@ class DeviceMesh(_Frozen):
         )
 
     @property
+    def timeout(self):
+        """Seconds after which waits end, as given; None: PALLAS_MGPU_MESH_SECONDS."""
+        return self._watch.timeout
+
+    def replace(self, **changes):
+        """A mesh with the given parameters of the constructor changed. Without a group, ``memory``
+        is left out, too."""
+        if changes.get("group", self.group) is None:
+            changes.setdefault("memory", None)
+        return super().replace(**changes)
+
+    __replace__ = replace  # of `copy`
+
+    @property
     def closed(self):
         """Was this mesh, or one equal to it, closed?"""
         return self._watch.closed
@@ -183,8 +197,7 @@ class DeviceMesh(_Frozen):
     def __reduce__(self):
         if self.group is not None:
             raise TypeError("DeviceMesh: a mesh with a process group cannot be pickled")
-        after = self._watch.timeout
-        make = functools.partial(DeviceMesh, devices=self.devices, timeout=after)
+        make = functools.partial(DeviceMesh, devices=self.devices, timeout=self.timeout)
         return make, (self.shape, self.axis_names)
 
     def __eq__(self, other):

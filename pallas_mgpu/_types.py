@@ -88,8 +88,9 @@ class _Frozen:
         return f"{type(self).__name__}({body})"
 
     def replace(self, **changes):
-        """A copy with the given fields changed."""
-        return type(self)(**{**{k: getattr(self, k) for k in self._names}, **changes})
+        """A copy with the given parameters of the constructor changed."""
+        names = inspect.signature(type(self)).parameters
+        return type(self)(**{k: getattr(self, k) for k in names} | changes)
 
     __replace__ = replace  # of `copy`
 

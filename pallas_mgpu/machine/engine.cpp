@@ -138,7 +138,7 @@ extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int l
   if (&b == t->block) {
     x.gathered.join(t->clock);
   } else {
-    for (u32 k = m.n_clock - MAX_ENGINES; k < m.n_clock; k++)
+    for (u32 k = m.first_engine; k < m.n_clock; k++)
       if (x.gathered.seen[k] < t->clock.seen[k]) x.gathered.seen[k] = t->clock.seen[k];
     x.gathered.carried.join(t->clock.carried);
     if (release) x.far.join(t->clock);
@@ -841,7 +841,7 @@ struct Commit : TensorOp {
  * came before it, and what threads of that block had told the issuer. */
 static void learn_of(Clock &to, const Block &b, const Commit &c) {
   if (&b == c.block) return to.join(c.clock);
-  const u32 engines = m.n_clock - MAX_ENGINES, first = b.threads[0].rank;
+  const u32 engines = m.first_engine, first = b.threads[0].rank;
   for (u32 a = 0; a < m.n_clock; a++) {
     if (a < engines && a - first >= b.threads.size()) continue;
     to.seen[a] = std::max(to.seen[a], c.clock.seen[a]);

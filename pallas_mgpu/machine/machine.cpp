@@ -77,7 +77,7 @@ std::string host_name_of(const Began &c) { return name_of(c.first, c.device); }
 
 static std::string by(u16 who) {
   char text[160] = "by unknown";
-  const u32 first = m.n_clock - MAX_ENGINES;
+  const u32 first = m.first_engine;
   const char *const kinds[] = {"barrier",     "products",   "store_reads", "store_writes",
                                "tensor_core", "tmem_loads", "tmem_stores"};
   if (who < first) {
@@ -214,9 +214,10 @@ void Clock::meet(const Clock &o) {
 void Clock::fence(bool global) { raise(fenced[global], seen); }
 
 u16 host_new_agent(AgentKind kind, const Block *b, u32 number) {
-  const u32 k = m.engines < MAX_ENGINES ? m.engines++ : MAX_ENGINES - 1; /* the last ones share */
+  const u32 most = (u32)m.agents.size();
+  const u32 k = m.engines < most ? m.engines++ : most - 1; /* the last ones share */
   m.agents[k] = {kind, (u32)(b - &m.blocks[0]), number};
-  return (u16)(m.n_clock - MAX_ENGINES + k);
+  return (u16)(m.first_engine + k);
 }
 
 u32 host_when(u64 n) {
@@ -780,7 +781,7 @@ static void make_block(Block &b, HostIndex first, u32 number) {
 
 /* What other blocks and their engines do to a block's memory comes before its end. */
 static void check_visits(Block &b) {
-  const u32 me = (u32)(&b - &m.blocks[0]), engines = m.n_clock - MAX_ENGINES;
+  const u32 me = (u32)(&b - &m.blocks[0]), engines = m.first_engine;
   std::vector<u32> known = b.met.empty() ? b.threads[0].clock.seen : b.met;
   for (const Thread &t : b.threads)
     for (u32 k = 0; k < m.n_clock; k++) known[k] = std::max(known[k], t.clock.seen[k]);
@@ -828,13 +829,22 @@ static void end_block(Block &b) {
   }
 }
 
+/* Clocks have entries for so many engines: mbarriers, products, copies. */
+enum : u32 { LEAST_ENGINES = 256, BLOCK_ENGINES = 64 };
+
 /* These clusters, by their numbers in the grids of all devices, all at once. */
 static void run_clusters(const std::vector<u32> &clusters) {
   const HostIndex n = {m.grid.x / m.cluster.x, m.grid.y / m.cluster.y, m.grid.z / m.cluster.z};
   const u32 size = m.cluster_blocks, count = (u32)clusters.size() * size;
   const u32 each = n.x * n.y * n.z;
   /* As large as for the first ones, which are the most: memory remembers accesses by numbers. */
-  m.n_clock = std::max<u32>(m.n_clock, count * m.block_threads + MAX_ENGINES);
+  const u32 threads = count * m.block_threads;
+  const u32 engines = std::max<u32>(LEAST_ENGINES, count * BLOCK_ENGINES);
+  if (threads + engines > m.n_clock) {
+    m.n_clock = threads + engines;
+    m.first_engine = threads;
+    m.agents.resize(engines);
+  }
   m.blocks.resize(count);
   m.engines = 0;
   for (u32 k = 0; k < count; k++) {

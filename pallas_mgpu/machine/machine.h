@@ -59,7 +59,7 @@ struct Clock {
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
-enum : u16 { NOBODY = 0xffff, MANY = 0xfffe, MAX_ENGINES = 256, MAX_READERS = 16 };
+enum : u16 { NOBODY = 0xffff, MANY = 0xfffe, MAX_READERS = 16 };
 
 /* of one byte */
 struct Mark {
@@ -364,12 +364,13 @@ struct Machine {
   u64 stride = 0;              /* from what one device has to the same of the next one */
   std::map<const void *, Semaphore> semaphores; /* by their word */
   std::map<const void *, Clock> variables;      /* of the program: what was released there */
-  u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
+  u32 block_threads, shared_bytes;
+  u32 n_clock, first_engine; /* entries of a clock: of threads, and of engines from there on */
   u64 random;
   u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
   u32 clock;        /* all clocks of this cluster began after it */
   u32 engines, top; /* agents that are engines; the latest clock of any */
-  Agent agents[MAX_ENGINES];
+  std::vector<Agent> agents;
   const u8 *loose; /* by line: lanes of one warpgroup may store to one place there, one wins */
   u32 n_loose;
   bool leaves;           /* failed checks are noted, and the program goes on */

@@ -29,7 +29,7 @@ static Crowd &crowd_of(Region &r, size_t at) {
   return c;
 }
 
-static bool is_engine(u16 who) { return who < MANY && who >= m.n_clock - MAX_ENGINES; }
+static bool is_engine(u16 who) { return who < MANY && who >= m.first_engine; }
 
 static const char *whom(u16 who, char *text, size_t size) {
   if (is_engine(who)) return "an engine";
@@ -556,7 +556,7 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
 /* ---- the end of a launch on several devices ------------------------------------------------- */
 
 static u32 device_of(u16 who) {
-  const u32 first = m.n_clock - MAX_ENGINES;
+  const u32 first = m.first_engine;
   return m.blocks[who < first ? who / m.block_threads : m.agents[who - first].block].device;
 }
 

@@ -37,7 +37,7 @@ _THREADS = 4  # warpgroups of a block
 # SMs that take part by default: bytes of a result from which on it is so many
 _DEFAULT_SMS = (64 << 20, 128), (2 << 20, 64), (0, 16)
 _PIECE = 8192  # bytes that a worker moves at a time
-_ITEM = 32768  # bytes that one flag tells of, at most
+_ITEM = 32768  # bytes that one flag tells of, at most, on two devices
 _SLOTS = 4  # of staging memory, for the items of a worker
 _SMALL = 65536  # bytes of an array that all devices sum
 _DIRECT = 1 << 21  # bytes of a part from which on copies go directly to where they belong
@@ -79,9 +79,12 @@ class Workers:
 
     def hear(self, kind, item=0):
         """Wait until all others have told it in this launch, or of this item of it."""
-        for d in self.others():
-            flag = self.flags.at[self.number, kind, d]
+
+        def wait(k):
+            flag = self.flags.at[self.number, kind, (self.me + k) % self.size]
             plgpu.semaphore_wait(flag, self.epoch + item, decrement=False)
+
+        each(1, self.size, wait)
 
     def meet(self, kind):
         self.tell(kind)
@@ -192,10 +195,19 @@ class Workers:
         self.sent = first + trips
 
 
-def _item(n, itemsize, workers):
-    """Elements of an item of a part of n elements: they are shared among the workers."""
-    size = 2048
-    while size < _ITEM and size * workers < n * itemsize:
+def each(first, end, do):
+    """do(k) for each k; one is no loop."""
+    if end - first == 1:
+        return do(first)
+    lax.fori_loop(first, end, lambda k, _: do(k), None)
+
+
+def _item(n, itemsize, workers, devices):
+    """Elements of an item of a part of n elements: they are shared among the workers. With more
+    devices items are smaller, so that as many bytes are on the way, and staging memory stays so
+    large."""
+    size, most = 2048, max(2 * _ITEM // devices, 2048)
+    while size * 2 <= most and size * workers < n * itemsize:
         size *= 2
     return size // itemsize
 
@@ -694,7 +706,7 @@ def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
         options["scratch_types"] = _bulk.scratch(_THREADS, dtype)
     elif not kind.endswith(("_directly", "_of_columns")):
         part = pl.cdiv(n, size) if kind == "all_reduce" else n
-        item = _item(part, dtype.itemsize, blocks * _THREADS)
+        item = _item(part, dtype.itemsize, blocks * _THREADS, size)
         blocks = min(blocks, pl.cdiv(pl.cdiv(part, item), _THREADS))
         staging = [((_SLOTS, blocks * _THREADS, size, item), dtype)]
 
@@ -753,11 +765,16 @@ def _size(mesh, axis_name):
     return dict(mesh.axes)[axis_name]
 
 
+@functools.cache
+def _known(dtype):
+    """That of an array, of whatever library."""
+    return plgpu.ShapeDtypeStruct((), str(dtype).removeprefix("torch.")).dtype
+
+
 def _dtype(x, what):
-    name = str(x.dtype).removeprefix("torch.")
-    found = plgpu.ShapeDtypeStruct((), name).dtype
+    found = _known(x.dtype)
     if found.kind in "iu" and found.itemsize == 8:
-        raise NotImplementedError(f"{what}: {name}; use a dtype of at most 32 bits")
+        raise NotImplementedError(f"{what}: {found.name}; use a dtype of at most 32 bits")
     return found
 
 

@@ -41,7 +41,7 @@ from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, StaticTiles
 from ._matmul_choice import MatmulConfig, candidates, clusters_at_once, cycles
 from ._padding import cropping, padding
-from .distributed import Collective
+from .distributed import Collective, each
 from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
@@ -49,6 +49,7 @@ _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
+_UNROLLED = 4  # devices whose summands are all loaded at once, at most
 # For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
 # cycles until what blocks that divide K send each other is added, and until the first rows of
 # another device are there; how much longer products take whose blocks share no operands.
@@ -361,7 +362,7 @@ class _GatherPlan(Plan):
 
     def staging(self):
         columns = self.steps * self.split * self.cfg.step
-        return [((2, self.parts, self.x.m, columns), self.x.dtypes[0]), *super().staging()]
+        return [((2, self.parts - 1, self.x.m, columns), self.x.dtypes[0]), *super().staging()]
 
     def pieces_of(self, band):
         return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
@@ -389,7 +390,8 @@ class _GatherBlock(_DeviceBlock):
             def _():
                 self.hear(shard, cell, p.pieces_of(band))
 
-        sources = [(own, self.a), (~own, self.staging.at[self.half, shard])]
+        arrival = jnp.maximum(t // p.tiles, 1) - 1  # the shards of others, in this order
+        sources = [(own, self.a), (~own, self.staging.at[self.half, arrival])]
         return self.fetch_steps(it0, row, col, first * p.cfg.step, sources, own, arrived)
 
     def courier(self):
@@ -411,17 +413,20 @@ class _GatherBlock(_DeviceBlock):
             row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
             return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
-        for step in range(1, self.size):
+        def send(step):
+            """To the device so many places before this one."""
             to = (self.me + self.size - step) % self.size
-            target = self.on(self.staging, to).at[self.half, self.me]
+            target = self.on(self.staging, to).at[self.half, step - 1]
             self.carry(
                 self.pieces,
                 trips * (step - 1),
                 trips,
                 lambda j: self.a.at[place(j)[1]],
-                lambda j, target=target: [target.at[place(j)[1]]],
-                lambda j, to=to: self.tell(to, place(j)[0]),
+                lambda j: [target.at[place(j)[1]]],
+                lambda j: self.tell(to, place(j)[0]),
             )
+
+        each(1, self.size, send)
 
     def consumer(self, me):
         def multiply(t, it0):
@@ -510,7 +515,7 @@ class _SumPlan(Plan):
         """What came from the others, in two halves, and what is to be sent."""
         share, f32 = (self.chunks, self.consumers), np.dtype(np.float32)
         return [
-            ((2, self.parts, *share, self.units, *self.part), f32),
+            ((2, self.parts - 1, *share, self.units, *self.part), f32),
             ((_WAITING, *share, self.blocks, *self.part), f32),
             *super().staging(),
         ]
@@ -557,9 +562,13 @@ class _SumBlock(_DeviceBlock):
     def unit(self, t):
         return t % self.plan.each * self.plan.cluster + self.in_cluster
 
+    def other(self, k):
+        """Number k of the other devices, in the order of the ranks."""
+        return k + (self.me <= k).astype(jnp.int32)
+
     def others(self):
-        """The other devices, in the order of the ranks."""
-        return self.others_of(self.me, self.size)
+        """The other devices, from the next one on."""
+        return [(self.me + k) % self.size for k in range(1, self.size)]
 
     # ---- producer
 
@@ -620,7 +629,10 @@ class _SumBlock(_DeviceBlock):
             return found.reshape((p.pieces, p.piece)).at[j % p.pieces]
 
         source = self.waiting.at[w % _WAITING]
-        target = self.on(self.staging, device).at[self.half, self.me]
+        # among the others there; the compiler cannot tell that it is in bounds
+        number = self.me - (self.me > device).astype(jnp.int32)
+        number = jnp.clip(number, 0, self.size - 2)
+        target = self.on(self.staging, device).at[self.half, number]
 
         def there(j):
             pl.when(j % of_chunk == of_chunk - 1)(lambda: self.tell(device, unit))
@@ -640,8 +652,11 @@ class _SumBlock(_DeviceBlock):
         def hear(t, k):
             pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
             for c in range(p.chunks):
-                for d in self.others():
-                    self.hear(d, self.unit(t), p.chunks, c + 1)
+                each(
+                    0,
+                    self.size - 1,
+                    lambda k, c=c: self.hear(self.other(k), self.unit(t), p.chunks, c + 1),
+                )
                 plgpu.barrier_arrive(self.came.at[c])
 
         def step(w, k):
@@ -683,19 +698,27 @@ class _SumBlock(_DeviceBlock):
     def total(self, t, w, me, value, k):
         p, unit = self.plan, self.unit(t)
 
+        def summand(c, d):
+            """Of the other device number d."""
+            panels = self.staging.at[self.half, d, c, me, unit].transpose((1, 0, 2))
+            return panels[...].reshape(64, p.chunk)
+
         def summands(c):
             plgpu.barrier_wait(self.came.at[c], phase=k)
-            for d in self.others():
-                panels = self.staging.at[self.half, d, c, me, unit].transpose((1, 0, 2))
-                yield panels[...].reshape(64, p.chunk)
+            return (summand(c, d) for d in range(self.size - 1))
 
         # as many as registers have room for
         ahead = min(2, p.chunks) if self.size == 2 else 0
         coming = [list(summands(c)) for c in range(ahead)]
 
         def total_of(c):
-            found = coming.pop(0) if coming else summands(c)
-            total = _in_order(self.me, self.columns(value, c), found, self.size)
+            own = self.columns(value, c)
+            if self.size > _UNROLLED:
+                plgpu.barrier_wait(self.came.at[c], phase=k)
+                total = self.total_in_turn(own, lambda d: summand(c, d))
+            else:
+                found = coming.pop(0) if coming else summands(c)
+                total = _in_order(self.me, own, found, self.size)
             if ahead and c + ahead < p.chunks:
                 coming.append(list(summands(c + ahead)))
             if c == p.chunks - 1:
@@ -704,6 +727,18 @@ class _SumBlock(_DeviceBlock):
 
         chunks = _Chunks(p.chunks, total_of)
         self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
+
+    def total_in_turn(self, own, summand):
+        """The sum in the order of the ranks; the next summand is loaded while one is added."""
+
+        def add(d, carry):
+            total, coming = carry
+            total = lax.select(self.me == d, total + own, total) + coming
+            return total, summand(jnp.minimum(d + 1, self.size - 2))
+
+        start = jnp.zeros_like(own), summand(0)
+        total, _ = lax.fori_loop(0, self.size - 1, add, start)
+        return lax.select(self.me == self.size - 1, total + own, total)
 
 
 class _EverySumBlock(_SumBlock):
@@ -758,10 +793,8 @@ class _EverySumBlock(_SumBlock):
         p, sends = self.plan, self.sends()
         before = sends * (p.chunks * p.consumers * p.pieces - p.rows // p.result_piece[0])
         self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
-        for d in self.others():
-            self.tell(d, p.units)
-        for d in self.others():
-            self.hear(d, p.units, p.blocks)
+        each(1, self.size, lambda k: self.tell((self.me + k) % self.size, p.units))
+        each(1, self.size, lambda k: self.hear((self.me + k) % self.size, p.units, p.blocks))
 
 
 @cached

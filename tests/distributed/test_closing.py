@@ -2,6 +2,7 @@
 case_mesh_close of runtime/fake_driver.py; with a process group: fake_ranks.py."""
 
 import contextlib
+import dataclasses
 import pickle
 import time
 
@@ -70,6 +71,24 @@ def test_equal_meshes_close_together_and_new_ones_begin_anew(xs):
     assert pickle.loads(pickle.dumps(a)) == c
     b.close()
     assert not c.closed
+
+
+def test_replace(xs):
+    """Of the parameters that make a mesh; the timeout stays."""
+    mesh = plgpu.DeviceMesh((2, 3), ("a", "b"))
+    assert mesh.replace() == mesh
+    other = mesh.replace(shape=(3, 2))
+    assert other == plgpu.DeviceMesh((3, 2), ("a", "b")) and other.name == "a=3,b=2"
+    assert dataclasses.replace(mesh, axis_names=("c", "d")).axes == (("c", 2), ("d", 3))
+    with pytest.raises(ValueError, match="one name for each axis"):
+        mesh.replace(shape=(6,))
+    with pytest.raises(TypeError, match="nonsense"):
+        mesh.replace(nonsense=1)
+    mesh = make()
+    mesh.close()
+    new = mesh.replace()
+    assert not new.closed and new.timeout is None
+    np.testing.assert_array_equal(plgpu.spmd(KERNEL, new)(xs)[1], xs[0])
 
 
 def test_with_statement(xs):

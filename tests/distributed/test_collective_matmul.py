@@ -133,11 +133,11 @@ def test_configs(rng, f, config):
             np.testing.assert_array_equal(one, want)
 
 
-@pytest.mark.parametrize("tile_n", only_long([64, 256], 64))
+@pytest.mark.parametrize("n, tile_n", only_long([(2, 64), (4, 256)], (2, 64)))
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
-def test_on_the_emulated_machine(rng, make, tile_n):
-    """Calls in a row, with the flags and the staging memory of the last."""
-    n, (m, k, cols), f16 = 2, (140, 200, 136), np.dtype(np.float16)
+def test_on_the_emulated_machine(rng, make, n, tile_n):
+    """Calls in a row, with the flags and the staging memory of the last; more steps than slots."""
+    (m, k, cols), f16 = ((140, 200, 136), (72, 136, 72))[n // 4], np.dtype(np.float16)
     rows = n * m if make is ops._scattered else m
     a = [rng.integers(-3, 4, (rows, k)).astype(f16) for _ in range(n)]
     b = [rng.integers(-3, 4, (k, cols)).astype(f16) for _ in range(n)]
@@ -159,13 +159,16 @@ def test_on_the_emulated_machine(rng, make, tile_n):
             np.testing.assert_array_equal(got[0], want)
 
 
-@pytest.mark.parametrize("shape", [(1024, 4096, 2048), (4096, 8192, 4096), (1500, 520, 2056)])
+PROGRAMS = [(2, (1024, 4096, 2048)), (8, (8192, 8192, 8192)), (4, (1500, 520, 2056))]
+
+
+@pytest.mark.parametrize("n, shape", PROGRAMS, ids=str)
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
-def test_programs(make, shape):
+def test_programs(make, n, shape):
     """For sm_90a, without spills, no wait that serialises products, and no copy by lanes."""
-    mesh, bf, (m, k, cols) = plgpu.DeviceMesh(2, "x"), np.dtype(bfloat16), shape
+    mesh, bf, (m, k, cols) = plgpu.DeviceMesh(n, "x"), np.dtype(bfloat16), shape
     f = make(mesh, "x", m, k, cols, bf, bf, 132, None)
-    rows = 2 * m if make is ops._scattered else m
+    rows = n * m if make is ops._scattered else m
     struct = plgpu.ShapeDtypeStruct
     low = f.lower(struct((rows, k), bf), struct((k, cols), bf))
     used = low.resources()

@@ -276,10 +276,12 @@ def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48, interpret=None):
     return distributed._collective(mesh, "x", kind, np.dtype(dtype), out, view, blocks, interpret)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("kind", problems(2))
-def test_host(kind, rng):
+def test_host(kind, n, rng):
     """Calls in a row on the emulated machine, with the flags and the staging memory of the last."""
-    n, columns = 2, 250 if kind.endswith("in_bulk") else 48  # more pieces than slots
+    columns = 250 if kind.endswith("in_bulk") else 48  # more pieces than slots
     f = made(plgpu.DeviceMesh(n, "x"), kind, n, blocks=1, columns=columns)
     x = [np.round(a * 8) for a in shards(rng, n, (64, columns))]
     out = problems(n, columns)[kind][0]
