@@ -23,6 +23,12 @@ there.
 Where there is one wave of tiles, all of them would be ready at its end, and the transfer begin
 there. Blocks of a cluster then divide K among them, and go through the tiles in more waves.
 
+The other way (`transfer="pull"`) nobody stores to another device: couriers fetch. Rows are
+fetched from the operands of the others, which are ready once these have begun, and must stay until
+all have told that they have fetched them. Summands wait in memory of their own device until a
+fourth warp of the producer of the block that adds them, the *puller*, hears of them; it copies them
+to memory of its own device and raises the flags that the couriers of others would.
+
 Staging memory has two halves, and flags count up, as in distributed.py. All blocks run at once, so
 that a block that waits for one of another device waits for one that runs.
 
@@ -49,6 +55,7 @@ _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
+TRANSFERS = "push", "pull"
 _UNROLLED = 4  # devices whose summands are all loaded at once, at most
 # For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
 # cycles until what blocks that divide K send each other is added, and until the first rows of
@@ -121,6 +128,7 @@ class Plan(_KernelPlan):
 
 def _plan(kind, x, blocks, parts, tmem, given, **options):
     """The plan for a configuration, or the fastest one."""
+    couriers = 2 if kind is _PullSumPlan and options.get("dealt") else 1
 
     def plan(cfg):
         return kind(x, cfg, blocks, parts, **options)
@@ -128,7 +136,7 @@ def _plan(kind, x, blocks, parts, tmem, given, **options):
     if tmem:
         return plan(MatmulConfig(2, 128, 4, 1, serpentine=False))
     if given:
-        return plan(_fitted(given))
+        return plan(_fitted(given, couriers))
     found = []
     for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices * cfg.shares > 1 or cfg.cluster * cfg.cluster_n > blocks:
@@ -139,13 +147,15 @@ def _plan(kind, x, blocks, parts, tmem, given, **options):
         steps = pl.cdiv(x.k, cfg.step)
         for split in (1, 2, 4) if alone else (1,):
             if split == 1 or split <= blocks and steps >= 8 * split and cfg.tile_n >= 64 * split:
-                found.append(plan(_fitted(cfg._replace(buffers=1, split=split))))
+                fitted = _fitted(cfg._replace(buffers=1, split=split), couriers)
+                found.append(plan(fitted))
     return min(found, key=lambda p: p.time())
 
 
-def _fitted(cfg):
+def _fitted(cfg, couriers=1):
     """The same with as many slots as there is room for."""
-    used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2) + _PIECES * math.prod(_PIECE) * 2
+    used = cfg.consumers * (cfg.buffers * 8192 + cfg.tile_n * 2)
+    used += couriers * _PIECES * math.prod(_PIECE) * 2
     most = min((SMEM_BYTES - used) // ((64 * cfg.consumers + cfg.tile_n) * cfg.step * 2), 12)
     return cfg._replace(stages=min(cfg.stages or most, most))
 
@@ -195,24 +205,38 @@ class _DeviceBlock(_Block):
         """Raises this device's flag of a kind on another one."""
         plgpu.semaphore_signal(self.flags.at[flag, 0, self.me], device_id={self.axis: device})
 
+    def raised(self, device, flag):
+        """Raises the flag of a kind that another device has here."""
+        plgpu.semaphore_signal(self.flags.at[flag, 0, device])
+
+    def step_back(self, step):
+        """The device so many places before this one."""
+        return (self.me + self.size - step) % self.size
+
+    def among(self, x, device):
+        """The number of device x among the others of a device."""
+        # the compiler cannot tell that it is in bounds
+        return jnp.clip(x - (x > device).astype(jnp.int32), 0, self.size - 2)
+
     def hear(self, device, flag, times=1, n=None):
         """Waits until `device` has raised its flag n times in this launch; it does so `times` times
         in each one. n: all of them by default."""
         target = self.epoch * times if n is None else (self.epoch - 1) * times + n
         plgpu.semaphore_wait(self.flags.at[flag, 0, device], target, decrement=False)
 
-    def carry(self, slots, first, n, source, targets, there=None):
+    def carry(self, slots, first, n, source, targets, there=None, arrived=None):
         """A warp copies pieces j < n from source(j) to all of targets(j), by TMA through slots of
-        shared memory. there(j) is called when piece j is there. first: pieces carried before."""
-        ahead = _PIECES - _LEAVING
+        shared memory. there(j) is called when piece j is there. first: pieces carried before.
+        arrived: the barriers of the slots."""
+        ahead, arrived = _PIECES - _LEAVING, self.arrived if arrived is None else arrived
 
         def load(j):
             slot = (first + j) % _PIECES
-            plgpu.copy_gmem_to_smem(source(j), slots.at[slot], self.arrived.at[slot])
+            plgpu.copy_gmem_to_smem(source(j), slots.at[slot], arrived.at[slot])
 
         def send(j, _):
             it = first + j
-            plgpu.barrier_wait(self.arrived.at[it % _PIECES], phase=it // _PIECES)
+            plgpu.barrier_wait(arrived.at[it % _PIECES], phase=it // _PIECES)
             *others, last = targets(j)
             for target in others:
                 plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], target, commit_group=False)
@@ -348,6 +372,7 @@ class _GatherPlan(Plan):
         self.across = self.slab // wide  # pieces of a cell side by side
         self.band = self.group * self.rows * cfg.cluster
         self.bands = pl.cdiv(x.m, self.band)
+        self.flags = self.bands * self.slabs
         last = x.m - (self.bands - 1) * self.band
         # pieces of a cell
         self.pieces, self.last_pieces = (
@@ -391,18 +416,21 @@ class _GatherBlock(_DeviceBlock):
                 self.hear(shard, cell, p.pieces_of(band))
 
         arrival = jnp.maximum(t // p.tiles, 1) - 1  # the shards of others, in this order
-        sources = [(own, self.a), (~own, self.staging.at[self.half, arrival])]
+        sources = [(own, self.a), (~own, self.arrivals(arrival))]
         return self.fetch_steps(it0, row, col, first * p.cfg.step, sources, own, arrived)
 
-    def courier(self):
-        """The pieces of this block, to the device before this one first: it needs them next."""
+    def arrivals(self, number):
+        return self.staging.at[self.half, number]
+
+    def block_pieces(self):
+        """How many pieces of a device's rows this block moves, and place(j), for piece j of them:
+        the cell, and the rows and columns."""
         p = self.plan
         per_band = p.slabs * p.pieces
         total = (p.bands - 1) * per_band + p.slabs * p.last_pieces
         trips = (total - self.block + (p.blocks - 1)) // p.blocks
 
         def place(j):
-            """Cell, rows and columns of piece j of this block."""
             g = self.block + j * p.blocks
             band = jnp.minimum(g // per_band, p.bands - 1)
             inside, pieces = g - band * per_band, p.pieces_of(band)
@@ -413,9 +441,14 @@ class _GatherBlock(_DeviceBlock):
             row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
             return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
+        return trips, place
+
+    def courier(self):
+        """The pieces of this block, to the device before this one first: it needs them next."""
+        trips, place = self.block_pieces()
+
         def send(step):
-            """To the device so many places before this one."""
-            to = (self.me + self.size - step) % self.size
+            to = self.step_back(step)
             target = self.on(self.staging, to).at[self.half, step - 1]
             self.carry(
                 self.pieces,
@@ -439,16 +472,64 @@ class _GatherBlock(_DeviceBlock):
         self.tiles().consume(multiply, jnp.int32(0))
 
 
+class _PullGatherPlan(_GatherPlan):
+    """The same with flags of blocks that have begun, and that have fetched all."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.begun, self.fetched = self.flags, self.flags + 1
+        self.flags += 2
+
+    def staging(self):
+        ((_, *shape), dtype), *others = super().staging()
+        return [((1, *shape), dtype), *others]  # only blocks of this device write it
+
+
+class _PullGatherBlock(_GatherBlock):
+    def arrivals(self, number):
+        return self.staging.at[0, number]
+
+    def courier(self):
+        """The pieces of this block, of the device after this one first: they are needed next."""
+        p, (trips, place) = self.plan, self.block_pieces()
+
+        def step_on(k):
+            return (self.me + k) % self.size
+
+        def fetch(step):
+            source = step_on(step)
+            self.hear(source, p.begun)
+            self.carry(
+                self.pieces,
+                trips * (step - 1),
+                trips,
+                lambda j: self.on(self.a, source).at[place(j)[1]],
+                lambda j: [self.arrivals(step - 1).at[place(j)[1]]],
+                lambda j: self.raised(source, place(j)[0]),
+            )
+            self.tell(source, p.fetched)
+
+        first = self.block == 0
+        pl.when(first)(lambda: each(1, self.size, lambda k: self.tell(step_on(k), p.begun)))
+        each(1, self.size, fetch)
+        pl.when(first)(
+            lambda: each(1, self.size, lambda k: self.hear(step_on(k), p.fetched, p.blocks))
+        )
+
+
 @cached
-def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
+def _gathered(
+    mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None, pull=False
+):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _plan(_GatherPlan, x, blocks, size, tmem, config)
+    plan = _plan(_PullGatherPlan if pull else _GatherPlan, x, blocks, size, tmem, config)
+    block = _PullGatherBlock if pull else _GatherBlock
 
     def body(refs, flags, epochs, **scratch):
         named = plan.named(refs, "staging") | scratch
         named["o"] = named["o"].reshape((size, m, n))
-        _GatherBlock(plan, axis, named, flags, epochs).run()
+        block(plan, axis, named, flags, epochs).run()
 
     return Collective(
         mesh,
@@ -458,7 +539,7 @@ def _gathered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=Fal
         plan.staging(),
         plan.clusters,
         interpret,
-        flags=(plan.bands * plan.slabs, 1),
+        flags=(plan.flags, 1),
         scratch_types=_scratch(plan, tmem),
         **plan.options(),
     )
@@ -489,6 +570,7 @@ class _SumPlan(Plan):
     def __init__(self, x, cfg, blocks, parts, dealt=False):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
         self.units = self.each * self.cluster  # shares that devices send to each other
+        self.flags = self.units + 1
         self.part = (self.chunk // _PANEL, 64, _PANEL)
         part = 64 * self.chunk
         self.piece = min(math.prod(_PIECE) // 2, part)  # elements
@@ -572,14 +654,17 @@ class _SumBlock(_DeviceBlock):
 
     # ---- producer
 
+    def roles(self):
+        """Of the warps of the producer."""
+        return [super().producer, self.courier, self.listener]
+
     def producer(self):
-        produce = super().producer
+        roles = self.roles()
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(produce)
-            pl.when(warp == 1)(self.courier)
-            pl.when(warp == 2)(self.listener)
+            for k, role in enumerate(roles):
+                pl.when(warp == k)(role)
 
     def fetch_tile(self, t, it0):
         first = self.first_step() * self.cfg.step
@@ -606,6 +691,11 @@ class _SumBlock(_DeviceBlock):
         """How many tiles the courier carries something of."""
         return self.sends()
 
+    def carried(self):
+        """How many pieces of summands the courier carries."""
+        p = self.plan
+        return self.sends() * (p.chunks * p.consumers * p.pieces)
+
     def fill(self, w, write):
         """A consumer calls write(), which makes what the courier carries of tile w."""
         slot = w % _WAITING
@@ -617,34 +707,40 @@ class _SumBlock(_DeviceBlock):
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
 
-    def carry_summands(self, w):
-        p, t = self.plan, self.tiles().tile(w)
-        device, unit = self.part(t, False), self.unit(t)
+    def carry_share(self, before, source, target, told, arrived=None):
+        """A block's share of a tile, from a place (memory, number in it) to another one. told():
+        is called when a chunk is there. before: shares carried before."""
+        p = self.plan
         of_chunk = p.consumers * p.pieces
         n = p.chunks * of_chunk
 
         def piece(memory, unit, j):
-            """Piece j of a block's share of a tile."""
             found = memory.at[j // of_chunk, j // p.pieces % p.consumers, unit]
             return found.reshape((p.pieces, p.piece)).at[j % p.pieces]
 
-        source = self.waiting.at[w % _WAITING]
-        # among the others there; the compiler cannot tell that it is in bounds
-        number = self.me - (self.me > device).astype(jnp.int32)
-        number = jnp.clip(number, 0, self.size - 2)
-        target = self.on(self.staging, device).at[self.half, number]
-
-        def there(j):
-            pl.when(j % of_chunk == of_chunk - 1)(lambda: self.tell(device, unit))
-
         self.carry(
-            self.pieces[0],
-            w * n,
+            self.pieces[0] if arrived is None else self.pulled,
+            before * n,
             n,
-            lambda j: piece(source, self.block, jnp.minimum(j, n - 1)),  # it is not beyond
-            lambda j: [piece(target, unit, j)],
-            there,
+            lambda j: piece(*source, jnp.minimum(j, n - 1)),  # it is not beyond
+            lambda j: [piece(*target, j)],
+            lambda j: pl.when(j % of_chunk == of_chunk - 1)(told),
+            arrived,
         )
+
+    def carry_summands(self, w):
+        t = self.tiles().tile(w)
+        device, unit = self.part(t, False), self.unit(t)
+        source = self.waiting.at[w % _WAITING], self.block
+        there = self.on(self.staging, device).at[self.half, self.among(self.me, device)]
+        self.carry_share(w, source, (there, unit), lambda: self.tell(device, unit))
+
+    def outgoing(self, w, c, me):
+        """Where a consumer's part of chunk c of tile w is to be left."""
+        return self.waiting.at[w % _WAITING, c, me, self.block]
+
+    def arrivals(self, number):
+        return self.staging.at[self.half, number]
 
     def listener(self):
         p, tiles = self.plan, self.tiles()
@@ -690,7 +786,7 @@ class _SumBlock(_DeviceBlock):
     def send(self, w, me, value):
         def write():
             for c in range(self.plan.chunks):
-                panels = self.waiting.at[w % _WAITING, c, me, self.block].transpose((1, 0, 2))
+                panels = self.outgoing(w, c, me).transpose((1, 0, 2))
                 panels[...] = self.columns(value, c).reshape(panels.shape)
 
         self.fill(w, write)
@@ -700,7 +796,7 @@ class _SumBlock(_DeviceBlock):
 
         def summand(c, d):
             """Of the other device number d."""
-            panels = self.staging.at[self.half, d, c, me, unit].transpose((1, 0, 2))
+            panels = self.arrivals(d).at[c, me, unit].transpose((1, 0, 2))
             return panels[...].reshape(64, p.chunk)
 
         def summands(c):
@@ -791,36 +887,122 @@ class _EverySumBlock(_SumBlock):
     def courier(self):
         super().courier()
         p, sends = self.plan, self.sends()
-        before = sends * (p.chunks * p.consumers * p.pieces - p.rows // p.result_piece[0])
+        before = self.carried() - sends * (p.rows // p.result_piece[0])
         self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
         each(1, self.size, lambda k: self.tell((self.me + k) % self.size, p.units))
         each(1, self.size, lambda k: self.hear((self.me + k) % self.size, p.units, p.blocks))
 
 
+class _PullSumPlan(_SumPlan):
+    """The same with a flag for each share that is to be fetched."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.ready = self.flags  # and the following ones
+        self.flags += self.units
+
+    def scratch(self):
+        found = super().scratch()
+        if self.dealt:  # the courier carries sums meanwhile
+            found["pulled"] = plgpu.SMEM((_PIECES, self.piece), jnp.float32)
+            found["pulled_arrived"] = plgpu.Barrier(num_barriers=_PIECES)
+        return found
+
+    def staging(self):
+        """What is to be fetched, in two halves, and what was."""
+        ((_, *shape), dtype), _, *others = super().staging()
+        return [((2, *shape), dtype), (tuple(shape), dtype), *others]
+
+
+class _PullSumBlock(_SumBlock):
+    def roles(self):
+        return [*super().roles(), self.puller]
+
+    def outgoing(self, w, c, me):
+        t = self.tiles().tile(w)
+        number = self.among(self.part(t, False), self.me)
+        return self.staging.at[self.half, number, c, me, self.unit(t)]
+
+    def arrivals(self, number):
+        return self.waiting.at[number]
+
+    def carry_summands(self, w):
+        """They are fetched."""
+        t = self.tiles().tile(w)
+        self.tell(self.part(t, False), self.plan.ready + self.unit(t))
+
+    def carried(self):
+        return 0
+
+    def own_tiles(self):
+        """How many tiles this block sums."""
+        return self.tiles().count() - self.sends()
+
+    def puller(self):
+        """What this block adds, from the device before this one first: it began with it."""
+        p, tiles, sends, own = self.plan, self.tiles(), self.sends(), self.own_tiles()
+        if p.dealt:
+            arrived = self.pulled_arrived
+        else:
+            self.pulled, arrived = self.pieces[0], self.arrived
+
+        def fetch(step):
+            source = self.step_back(step)
+            here = self.arrivals(self.among(source, self.me))
+            there = self.on(self.staging, source).at[self.half, self.among(self.me, source)]
+
+            def share(i, _):
+                unit = self.unit(tiles.tile(sends + i))
+                self.hear(source, p.ready + unit)
+                self.carry_share(
+                    (step - 1) * own + i,
+                    (there, unit),
+                    (here, unit),
+                    lambda: self.raised(source, unit),
+                    arrived,
+                )
+
+            lax.fori_loop(0, own, share, None)
+
+        each(1, self.size, fetch)
+
+
+class _PullEverySumBlock(_EverySumBlock, _PullSumBlock):
+    def own_tiles(self):
+        return self.filled_tiles() - self.sends()
+
+
 @cached
-def _scattered(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
+def _scattered(
+    mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None, pull=False
+):
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _plan(_SumPlan, x, blocks, size, tmem, config)
+    plan = _plan(_PullSumPlan if pull else _SumPlan, x, blocks, size, tmem, config)
+    block = _PullSumBlock if pull else _SumBlock
 
     def body(refs, flags, epochs, **scratch):
         named = plan.named(refs, "staging", "waiting") | scratch
         named["a"] = named["a"].reshape((size, m, named["a"].shape[1]))
-        _SumBlock(plan, axis, named, flags, epochs).run()
+        block(plan, axis, named, flags, epochs).run()
 
     return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem)
 
 
 @cached
-def _reduced(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None):
+def _reduced(
+    mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None, pull=False
+):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _plan(_SumPlan, x, blocks, size, tmem, config, dealt=True)
+    kind = _PullSumPlan if pull else _SumPlan
+    plan = _plan(kind, x, blocks, size, tmem, config, dealt=True)
+    block = _PullEverySumBlock if pull else _EverySumBlock
 
     def body(refs, flags, epochs, **scratch):
         named = plan.named(refs, "staging", "waiting") | scratch
-        _EverySumBlock(plan, axis, named, flags, epochs).run()
+        block(plan, axis, named, flags, epochs).run()
 
     return _summing("matmul_all_reduce", mesh, body, plan, interpret, tmem)
 
@@ -834,7 +1016,7 @@ def _summing(name, mesh, body, plan, interpret, tmem):
         plan.staging(),
         plan.clusters,
         interpret,
-        flags=(plan.units + 1, 1),
+        flags=(plan.flags, 1),
         scratch_types=_scratch(plan, tmem),
         **plan.options(),
     )
@@ -885,7 +1067,9 @@ def _cropped(mesh, shape, n, dtype, interpret):
     return plgpu.spmd(cropping(shape, n, dtype, interpret), mesh, ordered=False)
 
 
-def _prepare(what, a, b, mesh, axis_name, out_dtype, blocks, config, interpret, scatters=False):
+def _prepare(
+    what, a, b, mesh, axis_name, out_dtype, blocks, config, transfer, interpret, scatters=False
+):
     """Checks a call. The operands, with rows that TMA can address; the shape of a device's result;
     its dtype; and a function of (make, n) that makes the kernel for n columns."""
     (m, k, n), dtype = _operands(a, b, mesh, what)
@@ -897,7 +1081,11 @@ def _prepare(what, a, b, mesh, axis_name, out_dtype, blocks, config, interpret, 
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     tmem = _has_tensor_memory(mesh)
     blocks = plgpu.sm_count() if blocks is None else distributed._blocks(blocks, what)
-    how = out_dtype, blocks, interpret, tmem, config
+    if transfer not in TRANSFERS:
+        raise ValueError(f"{what}: transfer must be one of {TRANSFERS}, got {transfer!r}")
+    if tmem and transfer == "pull":
+        raise NotImplementedError(f'{what}: transfer="pull" on Blackwell; use "push"')
+    how = out_dtype, blocks, interpret, tmem, config, transfer == "pull"
     _checked(config, what, m, tmem)
     operands = [_aligned(z, mesh, interpret) for z in (a, b)]
     return operands, (m, n), out_dtype, lambda make, n: make(mesh, axis, m, k, n, dtype, *how)
@@ -912,6 +1100,7 @@ def all_gather_matmul(
     out_dtype=None,
     blocks=None,
     config=None,
+    transfer="push",
     interpret=None,
     out=None,
 ):
@@ -921,8 +1110,11 @@ def all_gather_matmul(
     ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays as for
     :func:`all_gather`. ``blocks``: SMs of each device, all by default. ``config``: on
     Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k) and
-    (k, n); chosen from the shape by default."""
-    how = axis_name, out_dtype, blocks, config, interpret
+    (k, n); chosen from the shape by default. ``transfer``: which device moves the data, by stores
+    or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``, the one
+    that needs it. With a process group, ``"pull"`` copies an ``a`` that is not from
+    ``plgpu.symm_empty``."""
+    how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, (_, n), _, kernel = _prepare("all_gather_matmul", a, b, mesh, *how)
     return kernel(_gathered, n)(*operands, out=out)
 
@@ -936,6 +1128,7 @@ def matmul_reduce_scatter(
     out_dtype=None,
     blocks=None,
     config=None,
+    transfer="push",
     interpret=None,
     out=None,
 ):
@@ -944,7 +1137,7 @@ def matmul_reduce_scatter(
     a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
     the rows have no equal parts. Else as :func:`all_gather_matmul`."""
-    how = axis_name, out_dtype, blocks, config, interpret
+    how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, (_, n), _, kernel = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
     return kernel(_scattered, n)(*operands, out=out)
 
@@ -958,6 +1151,7 @@ def matmul_all_reduce(
     out_dtype=None,
     blocks=None,
     config=None,
+    transfer="push",
     interpret=None,
     out=None,
 ):
@@ -966,7 +1160,7 @@ def matmul_all_reduce(
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
     devices. Summands are float32, added in the order of the devices. Else as
     :func:`matmul_reduce_scatter`."""
-    how = axis_name, out_dtype, blocks, config, interpret
+    how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, (m, n), out_dtype, kernel = _prepare("matmul_all_reduce", a, b, mesh, *how)
     whole = 16 // out_dtype.itemsize
     if m == 1 or n % whole == 0:
