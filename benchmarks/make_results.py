@@ -335,7 +335,7 @@ def page(files, pictures):
     sections = []
     for path, data in known:
         note = path.with_suffix(".md")
-        part = path.stem.removeprefix(data["benchmark"]).strip("_")
+        part = path.stem.removeprefix(data["benchmark"]).strip("_").replace("_", " ")
         sections.append(section(data, note.read_text() if note.exists() else "", part))
     return "\n\n".join([HEAD, *pictures, *sections]) + "\n"
 

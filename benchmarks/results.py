@@ -15,6 +15,7 @@ what one contestant took in one way of timing:
 
 The file is written after every case, so that a run that is cut off keeps what it has."""
 
+import functools
 import json
 import os
 import platform
@@ -61,6 +62,7 @@ def _script():
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
+@functools.cache  # a file is written after every case
 def _output(*command):
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""One process of several, each with its GPU: `gpu_ranks.py CASE`, started by test_groups.py."""
+"""One process of several, each with its GPU: `gpu_ranks.py CASE...`, started by test_groups.py."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def start(timeout=20, **options):
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     return plgpu.DeviceMesh((n,), "x", group=True, timeout=timeout, **options)
 
 
@@ -83,6 +84,7 @@ def collectives(mesh):
                     assert torch.equal(got, total)
                 want = torch.cat([part(y) for y in all_x])
                 assert torch.equal(distributed.all_to_all(x, mesh), want)
+    large(mesh)
     sizes = torch.full((n,), 2, dtype=torch.int32, device="cuda")
     x = data(2 * n, 300)
     out, received = distributed_ragged.ragged_all_to_all(x, sizes, mesh)
@@ -96,6 +98,22 @@ def collectives(mesh):
     torch.testing.assert_close(normed.float(), want, rtol=1e-2, atol=1e-2)
 
 
+def large(mesh):
+    """Arrays that are copied directly to where they belong, and that take all slots."""
+    shape = (n, 8 << 20)
+    all_x = [data(*shape, of=r) for r in range(n)]
+    total = sum(x.float() for x in all_x).to(torch.bfloat16)
+    parts = [x.chunk(n)[rank] for x in all_x]
+    for x in (all_x[rank], symmetric(mesh, all_x[rank])):
+        assert torch.equal(distributed.all_gather(x, mesh), torch.cat(all_x))
+        assert torch.equal(distributed.all_to_all(x, mesh), torch.cat(parts))
+        assert torch.equal(distributed.reduce_scatter(x, mesh), total.chunk(n)[rank])
+        assert torch.equal(distributed.all_reduce(x, mesh), total)
+    columns = data(64, 1001 * n)
+    want = torch.cat([data(64, 1001 * n, of=r) for r in range(n)], 1)
+    assert torch.equal(distributed.all_gather(columns, mesh, axis=1), want)
+
+
 def case_products():
     mesh = start()
     for m, k, columns in [(128, 64, 128), (257, 130, 129), (1024, 512, 768)]:
@@ -104,12 +122,13 @@ def case_products():
         total = sum(x.float() @ y.float() for x, y in zip(a, b))
         own = data(m, k)
         gathered = torch.cat([data(m, k, of=r) for r in range(n)])
-        for _ in range(2):
-            got = distributed_matmul.all_gather_matmul(own, b[rank], mesh)
+        for transfer in ("push", "pull") * 2:
+            how = {"transfer": transfer}
+            got = distributed_matmul.all_gather_matmul(own, b[rank], mesh, **how)
             close(got, gathered.float() @ b[rank].float())
-            got = distributed_matmul.matmul_reduce_scatter(a[rank], b[rank], mesh)
+            got = distributed_matmul.matmul_reduce_scatter(a[rank], b[rank], mesh, **how)
             close(got, total.chunk(n)[rank])
-            close(distributed_matmul.matmul_all_reduce(a[rank], b[rank], mesh), total)
+            close(distributed_matmul.matmul_all_reduce(a[rank], b[rank], mesh, **how), total)
 
 
 def close(got, want):
@@ -181,7 +200,8 @@ def case_late():
 
 
 if __name__ == "__main__":
-    globals()["case_" + sys.argv[1]]()
-    torch.cuda.synchronize()
+    for case in sys.argv[1:]:
+        globals()["case_" + case]()
+        torch.cuda.synchronize()
     sys.stdout.flush()
     os._exit(0)
