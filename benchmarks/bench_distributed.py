@@ -484,7 +484,8 @@ def transfers(w, dtype="float16"):
     for shape in [*shapes[:3], (1024, 4096, 4096)] if w.n == 2 and not w.dry else shapes[:2]:
         for kind in KINDS:
             for transfer in distributed_matmul.TRANSFERS:
-                yield partial(product, w, kind, *shape, dtype, transfer)
+                if transfer != "engine" or kind == KINDS[0] and shape[1] % 8 == 0:
+                    yield partial(product, w, kind, *shape, dtype, transfer)
 
 
 def product(w, kind, m, k, cols, dtype, transfer=None):

@@ -58,6 +58,14 @@ def peers_of(x):
     return None
 
 
+def peer_tensor(x, rank):
+    """A tensor of `new_tensor` in PyTorch's symmetric memory, as another process of its group has
+    it."""
+    handle = _symmetric[x.data_ptr()][1]
+    offset = (x.data_ptr() - handle.buffer_ptrs[handle.rank]) // x.element_size()
+    return handle.get_buffer(rank, tuple(x.shape), x.dtype, offset)
+
+
 def release(watch):
     """Give up the memory of a mesh that is closed: all ranks meet, each forgets the addresses of
     its peers, they meet again, and free what NVSHMEM has, in one order. If they cannot meet, what

@@ -29,11 +29,17 @@ all have told that they have fetched them. Summands wait in memory of their own 
 fourth warp of the producer of the block that adds them, the *puller*, hears of them; it copies them
 to memory of its own device and raises the flags that the couriers of others would.
 
+The copy engines (`transfer="engine"`) take rows without a courier: the host enqueues copies to the
+others on a stream of its own, a band of rows and then its flag at a time, whose value a kernel left
+for them when it ended. A kernel ends when no block of any device needs its staging memory any more,
+so that the copies of the next call need not wait.
+
 Staging memory has two halves, and flags count up, as in distributed.py. All blocks run at once, so
 that a block that waits for one of another device waits for one that runs.
 
 On Blackwell each consumer issues its own products of 64 rows, into tensor memory."""
 
+import functools
 import math
 
 import numpy as np
@@ -42,6 +48,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._symmetric import _torch, peer_tensor
 
 from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, StaticTiles
@@ -55,7 +62,7 @@ _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
-TRANSFERS = "push", "pull"
+TRANSFERS = "push", "pull", "engine"
 _UNROLLED = 4  # devices whose summands are all loaded at once, at most
 # For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
 # cycles until what blocks that divide K send each other is added, and until the first rows of
@@ -517,21 +524,139 @@ class _PullGatherBlock(_GatherBlock):
         )
 
 
+class _EngineGatherPlan(_GatherPlan):
+    """The same with a cell for each band, and a flag of blocks that need no rows any more."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.slab, self.slabs, self.pieces, self.last_pieces = self.steps * self.split, 1, 1, 1
+        self.done, self.flags = self.bands, self.bands + 1
+
+    def scratch(self):
+        return super().scratch() | {"drained": plgpu.Barrier(num_arrivals=self.consumers)}
+
+    def staging(self):
+        """The value of the flags of the next call. Rows arrive in an operand."""
+        _, *others = super().staging()
+        return [((1,), np.dtype(np.int32)), *others]
+
+
+class _EngineGatherBlock(_GatherBlock):
+    def arrivals(self, number):
+        return self.staging.at[number]
+
+    def courier(self):
+        p = self.plan
+        others = [(self.me + k) % self.size for k in range(1, self.size)]
+        plgpu.barrier_wait(self.drained)
+        for d in others:
+            self.tell(d, p.done)
+
+        @pl.when(self.block == 0)
+        def _():
+            for d in others:
+                self.hear(d, p.done, p.blocks)
+            self.turn[0] = self.epoch + 1
+
+    def consumer(self, me):
+        super().consumer(me)
+        plgpu.barrier_arrive(self.drained)
+
+
+class _EngineGather(Collective):
+    """The kernel, and the copies of its rows to the other devices."""
+
+    def __init__(self, plan, mesh, *args, **options):
+        if mesh.devices is not None or mesh.memory == "nvshmem" or len(mesh.shape) > 1:
+            raise NotImplementedError(
+                'all_gather_matmul: transfer="engine" on GPUs of one process, with memory of'
+                ' NVSHMEM, and on a mesh of several axes; use "push" or "pull"'
+            )
+        super().__init__(mesh, *args, **options)
+        self.plan, self.stream, self.there = plan, None, {}
+        self.rows = plgpu.symm_empty((plan.parts - 1, plan.x.m, plan.x.k), plan.x.dtypes[0], mesh)
+        self.turn, self.flags = self.lasting[0], self.lasting[-2]
+        for x in [self.turn] if mesh.group is not None else self.turn:
+            x[...] = 1
+
+    def __call__(self, a, b, out=None):
+        if self.mesh.group is None:
+            for d, rows in enumerate(a):
+                self._send(d, rows, self.turn[d], lambda x, to: x[to])
+            return super().__call__(a, b, self.rows, out=out)
+        torch = _torch()
+        rank = _torch(".distributed").get_rank(self.mesh.group)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            self._send(rank, a, self.turn, self._of_peer)
+        made = super().__call__(a, b, self.rows, out=out)
+        current.wait_stream(self.stream)
+        return made
+
+    def _of_peer(self, x, rank):
+        key = x.data_ptr(), rank
+        if key not in self.there:
+            self.there[key] = peer_tensor(x, rank)
+        return self.there[key]
+
+    def _send(self, me, rows, turn, of):
+        """Enqueue the copies of device `me`. of(x, device): the lasting array of a device."""
+        n, band = self.mesh.size, self.plan.band
+        for step in range(1, n):
+            to = (me - step) % n  # the device before this one needs its rows first
+            for k, first in enumerate(range(0, self.plan.x.m, band)):
+                at = slice(first, first + band)
+                assign(of(self.rows, to)[step - 1, at], rows[at])
+                assign(of(self.flags, to)[k, 0, me : me + 1], turn)
+
+
+def assign(target, source):
+    """Copies an array; tensors by the copy engine, as they are contiguous."""
+    target.copy_(source) if hasattr(target, "copy_") else target.__setitem__(..., source)
+
+
+GATHERS = {
+    "push": (_GatherPlan, _GatherBlock),
+    "pull": (_PullGatherPlan, _PullGatherBlock),
+    "engine": (_EngineGatherPlan, _EngineGatherBlock),
+}
+
+
 @cached
 def _gathered(
-    mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None, pull=False
+    mesh,
+    axis,
+    m,
+    k,
+    n,
+    dtype,
+    out_dtype,
+    blocks,
+    interpret,
+    tmem=False,
+    config=None,
+    transfer="push",
 ):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    plan = _plan(_PullGatherPlan if pull else _GatherPlan, x, blocks, size, tmem, config)
-    block = _PullGatherBlock if pull else _GatherBlock
+    kind, block = GATHERS[transfer]
+    plan = _plan(kind, x, blocks, size, tmem, config)
+    by_engine = transfer == "engine"
 
     def body(refs, flags, epochs, **scratch):
-        named = plan.named(refs, "staging") | scratch
+        if by_engine:
+            a, b, staging, o, turn, *others = refs
+            named = plan.named((a, b, o, staging, turn, *others), "staging", "turn") | scratch
+        else:
+            named = plan.named(refs, "staging") | scratch
         named["o"] = named["o"].reshape((size, m, n))
         block(plan, axis, named, flags, epochs).run()
 
-    return Collective(
+    make = functools.partial(_EngineGather, plan) if by_engine else Collective
+    return make(
         mesh,
         body,
         "all_gather_matmul",
@@ -974,11 +1099,23 @@ class _PullEverySumBlock(_EverySumBlock, _PullSumBlock):
 
 @cached
 def _scattered(
-    mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None, pull=False
+    mesh,
+    axis,
+    m,
+    k,
+    n,
+    dtype,
+    out_dtype,
+    blocks,
+    interpret,
+    tmem=False,
+    config=None,
+    transfer="push",
 ):
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
+    pull = transfer == "pull"
     plan = _plan(_PullSumPlan if pull else _SumPlan, x, blocks, size, tmem, config)
     block = _PullSumBlock if pull else _SumBlock
 
@@ -992,10 +1129,22 @@ def _scattered(
 
 @cached
 def _reduced(
-    mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem=False, config=None, pull=False
+    mesh,
+    axis,
+    m,
+    k,
+    n,
+    dtype,
+    out_dtype,
+    blocks,
+    interpret,
+    tmem=False,
+    config=None,
+    transfer="push",
 ):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
+    pull = transfer == "pull"
     kind = _PullSumPlan if pull else _SumPlan
     plan = _plan(kind, x, blocks, size, tmem, config, dealt=True)
     block = _PullEverySumBlock if pull else _EverySumBlock
@@ -1083,9 +1232,14 @@ def _prepare(
     blocks = plgpu.sm_count() if blocks is None else distributed._blocks(blocks, what)
     if transfer not in TRANSFERS:
         raise ValueError(f"{what}: transfer must be one of {TRANSFERS}, got {transfer!r}")
-    if tmem and transfer == "pull":
-        raise NotImplementedError(f'{what}: transfer="pull" on Blackwell; use "push"')
-    how = out_dtype, blocks, interpret, tmem, config, transfer == "pull"
+    if tmem and transfer != "push":
+        raise NotImplementedError(f'{what}: transfer="{transfer}" on Blackwell; use "push"')
+    if transfer == "engine" and (what != "all_gather_matmul" or k * dtype.itemsize % 16):
+        raise NotImplementedError(
+            f'{what}: transfer="engine" is there for all_gather_matmul, with rows of a multiple of'
+            ' 16 bytes; use "push" or "pull"'
+        )
+    how = out_dtype, blocks, interpret, tmem, config, transfer
     _checked(config, what, m, tmem)
     operands = [_aligned(z, mesh, interpret) for z in (a, b)]
     return operands, (m, n), out_dtype, lambda make, n: make(mesh, axis, m, k, n, dtype, *how)
@@ -1112,7 +1266,8 @@ def all_gather_matmul(
     Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k) and
     (k, n); chosen from the shape by default. ``transfer``: which device moves the data, by stores
     or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``, the one
-    that needs it. With a process group, ``"pull"`` copies an ``a`` that is not from
+    that needs it; ``"engine"``, the copy engines, with a process group, rows of a multiple of 16
+    bytes and a mesh of one axis. With a process group, ``"pull"`` copies an ``a`` that is not from
     ``plgpu.symm_empty``."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, (_, n), _, kernel = _prepare("all_gather_matmul", a, b, mesh, *how)

@@ -129,6 +129,12 @@ def case_products():
             got = distributed_matmul.matmul_reduce_scatter(a[rank], b[rank], mesh, **how)
             close(got, total.chunk(n)[rank])
             close(distributed_matmul.matmul_all_reduce(a[rank], b[rank], mesh, **how), total)
+    for k in range(3):
+        x = symmetric(mesh, data(4096, 512, seed=k))
+        gathered = torch.cat([data(4096, 512, of=r, seed=k) for r in range(n)]).float()
+        for _ in range(5):
+            got = distributed_matmul.all_gather_matmul(x, b[rank][:512], mesh, transfer="engine")
+        close(got, gathered @ b[rank][:512].float())
 
 
 def close(got, want):

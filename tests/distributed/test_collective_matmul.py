@@ -133,6 +133,47 @@ def test_configs(rng, f, config):
             np.testing.assert_array_equal(one, want)
 
 
+TRANSFERS = [
+    (f, t) for f in FUNCTIONS for t in ops.TRANSFERS[1:] if t == "pull" or f is FUNCTIONS[0]
+]
+
+
+@pytest.mark.parametrize("n, shape", [(2, (290, 136, 272)), (3, (66, 104, 33))], ids=str)
+@pytest.mark.parametrize("f, transfer", TRANSFERS)
+def test_transfers(way, rng, f, transfer, n, shape):
+    """Rows and summands that the devices which need them fetch, or that the host has copied: many
+    tiles of a block, call after call."""
+    if way == "cuda" and transfer == "engine":
+        pytest.skip("with a process group: gpu_ranks.py")
+    m, k, cols = shape
+    a = operands(rng, n, (n * m if f is ops.matmul_reduce_scatter else m, k), np.float16)
+    b = operands(rng, n, (k, cols), np.float16)
+    mesh, (x, y) = on(way, n, a, b)
+    config = MatmulConfig(1, 64, cluster=2, group=1, stages=3) if n == 2 else None
+    options = {"blocks": 4, "config": config, "transfer": transfer, "out_dtype": np.float32}
+    for seed in range(3):
+        options["interpret"] = None if way == "cuda" else params(seed)
+        got = f(x, y, mesh, **options)
+    if f is ops.all_gather_matmul:
+        wants = [np.concatenate(a).astype(np.float32) @ one.astype(np.float32) for one in b]
+    else:
+        total = sum(p.astype(np.float32) @ q.astype(np.float32) for p, q in zip(a, b, strict=True))
+        wants = np.split(total, n) if f is ops.matmul_reduce_scatter else [total] * n
+    for one, want in zip(got, wants, strict=True):
+        np.testing.assert_allclose(np.asarray(one), want, rtol=1e-4, atol=3e-4)
+
+
+def test_transfers_that_are_not_there(rng):
+    mesh = plgpu.DeviceMesh(2, "x")
+    a, b = operands(rng, 2, (4, 12), np.float16), operands(rng, 2, (12, 8), np.float16)
+    with pytest.raises(ValueError, match=r"one of \('push', 'pull', 'engine'\), got 'fetch'"):
+        ops.all_gather_matmul(a, b, mesh, transfer="fetch")
+    with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
+        ops.all_gather_matmul(a, b, mesh, transfer="engine")
+    with pytest.raises(NotImplementedError, match='use "push" or "pull"'):
+        ops.matmul_reduce_scatter(a, b, mesh, transfer="engine")
+
+
 @pytest.mark.parametrize("n, tile_n", only_long([(2, 64), (4, 256)], (2, 64)))
 @pytest.mark.parametrize("make", [ops._gathered, ops._scattered, ops._reduced])
 def test_on_the_emulated_machine(rng, make, n, tile_n):
