@@ -40,6 +40,15 @@ def new_tensor(spec, mesh, multicast):
     return x, handle
 
 
+def own_tensor(spec):
+    """A tensor of zeros that no other process reaches."""
+    torch = _torch()
+    dtype = getattr(torch, spec.dtype.name)
+    x = torch.empty(spec.shape, dtype=dtype, device=torch.device("cuda")).zero_()
+    torch.cuda.current_stream().synchronize()
+    return x
+
+
 def _drop(at, gone):
     if at in _symmetric and _symmetric[at][0] is gone:
         del _symmetric[at]

@@ -21,6 +21,7 @@ summands need no order."""
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 from pallas_mgpu._spmd import is_symmetric
+from pallas_mgpu._symmetric import own_tensor
 
 from . import _bulk
 from ._common import overlap_launches
@@ -592,11 +594,25 @@ def _sum_by_multicast(w, x, out, window, view):
 # ---- calls --------------------------------------------------------------------------------------
 
 
+class Own(NamedTuple):
+    """Lasting memory of a kernel that no other device accesses."""
+
+    shape: tuple
+    dtype: np.dtype
+
+
+def _lasting(spec, mesh, multicast):
+    if isinstance(spec, Own) and mesh.group is not None:
+        return own_tensor(spec)
+    return plgpu.symm_empty(*spec, mesh, multicast=multicast)
+
+
 class Collective:
     """One kernel on one mesh, with the memory in which its devices meet."""
 
     def __init__(self, mesh, body, name, outs, staging, blocks, interpret, **options):
-        """body(refs, flags, epochs): of the operands, the outs and the staging memory."""
+        """body(refs, flags, epochs): of the operands, the outs and the staging memory: shapes and
+        dtypes, or Own."""
         threads = options.pop("num_threads", _THREADS)
         workers, kinds = options.pop("flags", (blocks * _THREADS, 2))
         windows = options.pop("windows", [])  # of staging memory that NVLink multicasts to
@@ -604,7 +620,7 @@ class Collective:
             *windows,
             *staging,
             ((workers, kinds, mesh.size), np.int32),
-            ((options.pop("epochs", blocks * _THREADS),), np.int32),
+            Own((options.pop("epochs", blocks * _THREADS),), np.dtype(np.int32)),
         ]
         self.fresh, self.mesh = outs, mesh
         if mesh.devices is None and mesh.group is None:
@@ -629,9 +645,7 @@ class Collective:
             **options,
         )
         self.call = plgpu.spmd(kernel, mesh, ordered=False)
-        self.lasting = [
-            plgpu.symm_empty(*s, mesh, multicast=k < len(windows)) for k, s in enumerate(shapes)
-        ]
+        self.lasting = [_lasting(s, mesh, k < len(windows)) for k, s in enumerate(shapes)]
         self.remote, self.windows = None, {}
 
     def __call__(self, *args, out=None):

@@ -54,7 +54,7 @@ from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, StaticTiles
 from ._matmul_choice import MatmulConfig, candidates, clusters_at_once, cycles
 from ._padding import cropping, padding
-from .distributed import Collective, each
+from .distributed import Collective, Own, each
 from .matmul import Product, _Block, _check_config, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
@@ -126,7 +126,7 @@ class Plan(_KernelPlan):
     def staging(self):
         """Sums of parts of K for each block, of two tiles."""
         shape = (2, self.blocks, self.split, self.consumers, *self.panels)
-        return [(shape, np.dtype(np.float32))] if self.split > 1 else []
+        return [Own(shape, np.dtype(np.float32))] if self.split > 1 else []
 
     def named(self, refs, *names):
         """The operands, the result and the staging memory by name."""
@@ -489,7 +489,7 @@ class _PullGatherPlan(_GatherPlan):
 
     def staging(self):
         ((_, *shape), dtype), *others = super().staging()
-        return [((1, *shape), dtype), *others]  # only blocks of this device write it
+        return [Own((1, *shape), dtype), *others]
 
 
 class _PullGatherBlock(_GatherBlock):
@@ -538,7 +538,7 @@ class _EngineGatherPlan(_GatherPlan):
     def staging(self):
         """The value of the flags of the next call. Rows arrive in an operand."""
         _, *others = super().staging()
-        return [((1,), np.dtype(np.int32)), *others]
+        return [Own((1,), np.dtype(np.int32)), *others]
 
 
 class _EngineGatherBlock(_GatherBlock):
@@ -723,7 +723,7 @@ class _SumPlan(Plan):
         share, f32 = (self.chunks, self.consumers), np.dtype(np.float32)
         return [
             ((2, self.parts - 1, *share, self.units, *self.part), f32),
-            ((_WAITING, *share, self.blocks, *self.part), f32),
+            Own((_WAITING, *share, self.blocks, *self.part), f32),
             *super().staging(),
         ]
 
@@ -1036,7 +1036,7 @@ class _PullSumPlan(_SumPlan):
     def staging(self):
         """What is to be fetched, in two halves, and what was."""
         ((_, *shape), dtype), _, *others = super().staging()
-        return [((2, *shape), dtype), (tuple(shape), dtype), *others]
+        return [((2, *shape), dtype), Own(tuple(shape), dtype), *others]
 
 
 class _PullSumBlock(_SumBlock):

@@ -129,12 +129,34 @@ def case_products():
             got = distributed_matmul.matmul_reduce_scatter(a[rank], b[rank], mesh, **how)
             close(got, total.chunk(n)[rank])
             close(distributed_matmul.matmul_all_reduce(a[rank], b[rank], mesh, **how), total)
-    for k in range(3):
-        x = symmetric(mesh, data(4096, 512, seed=k))
-        gathered = torch.cat([data(4096, 512, of=r, seed=k) for r in range(n)]).float()
-        for _ in range(5):
-            got = distributed_matmul.all_gather_matmul(x, b[rank][:512], mesh, transfer="engine")
-        close(got, gathered @ b[rank][:512].float())
+
+
+def case_engine():
+    """Rows by the copy engines: calls in a row with new rows, and replays of a graph."""
+    mesh = start()
+    b, x = data(512, 768, seed=9), symmetric(mesh, data(4096, 512))
+    out = torch.empty((4096 * n, 768), dtype=b.dtype, device="cuda")
+
+    def call():
+        distributed_matmul.all_gather_matmul(x, b, mesh, transfer="engine", out=out)
+
+    def check(f, seed):
+        x.copy_(data(4096, 512, seed=seed))
+        gathered = torch.cat([data(4096, 512, of=r, seed=seed) for r in range(n)])
+        dist.barrier()
+        out.fill_(77)
+        f()
+        close(out, gathered.float() @ b.float())
+
+    for seed in range(4):
+        check(call, seed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            call()
+    for seed in range(4, 12):
+        check(graph.replay if seed % 2 else call, seed)
 
 
 def close(got, want):

@@ -49,7 +49,9 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.gpu
 @needs_torch
 @two_gpus
-@pytest.mark.parametrize("cases", ["collectives products graphs", "closing late", "nvshmem"])
+@pytest.mark.parametrize(
+    "cases", ["collectives products graphs", "engine", "closing late", "nvshmem"]
+)
 def test_torchrun(cases):
     """A process for each GPU of the machine; processes take long to start, so some cases share
     them."""
