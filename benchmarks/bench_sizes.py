@@ -6,8 +6,8 @@ For each shape, three alternating contestants (plgpu.testing.do_bench, queued an
 the program for that number of rows alone, the one that takes the rows at run time, and torch. Every
 result is checked on a poisoned output first. Then 200 random numbers of rows from 1 to 8192: how
 many programs they compile, and what they take in all, with synchronisation as an error. Then a
-number of rows that comes often: how many calls pass until it has a program of its own, and how long
-they take. Last, what a launch takes on the host with sizes that stay and with sizes that change from
+number of rows that comes often: how many calls pass until it has a program of its own, and how
+long they take. Last, what a launch takes on the host with sizes that stay and with sizes that change from
 call to call."""
 
 import argparse
@@ -102,8 +102,9 @@ def often(n, k):
     found = ops.matmul(a, b, transpose_b=True)
     first = time.perf_counter() - before
     torch.testing.assert_close(found, a @ b.T, rtol=2e-2, atol=2e-2 * k**0.5)
-    print(f"{OFTEN} rows: own program after {2 * len(samples)} calls, {took:.2f} s; host, us:"
-          f" at most {max(samples[1:]) * 1e6:.0f} before, {first * 1e6:.0f} its first call")  # fmt: skip
+    most = max(samples[1:]) * 1e6
+    print(f"{OFTEN} rows: own program after {2 * len(samples)} calls, {took:.2f} s; host, us:")
+    print(f"at most {most:.0f} before, {first * 1e6:.0f} its first call")
     case = f"matmul, {OFTEN} rows"
     FOUND.add_samples("often", case, {"ops, calls of the shared program": samples[1:]})
     FOUND.add_samples("often", case, {"ops, first call of its own program": [first]})
