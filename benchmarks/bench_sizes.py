@@ -7,8 +7,8 @@ the program for that number of rows alone, the one that takes the rows at run ti
 result is checked on a poisoned output first. Then 200 random numbers of rows from 1 to 8192: how
 many programs they compile, and what they take in all, with synchronisation as an error. Then a
 number of rows that comes often: how many calls pass until it has a program of its own, and how
-long they take. Last, what a launch takes on the host with sizes that stay and with sizes that change from
-call to call."""
+long they take. Last, what a launch takes on the host with sizes that stay and with sizes that
+change from call to call."""
 
 import argparse
 import random
