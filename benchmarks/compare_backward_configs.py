@@ -60,6 +60,13 @@ def attention_configs(dim):
             for atomics in (False, True):
                 name = "5" + ", early" * early + ", lag" * lag + ", atomics" * atomics
                 found[name] = C(5, early=early, lag=lag, atomics=atomics)
+    for early in (False, True):
+        for atomics in (False, True):
+            name = "5, persistent" + ", early" * early + ", atomics" * atomics
+            found[name] = C(5, early=early, atomics=atomics, persistent=True)
+    found["5, persistent, lag, atomics"] = C(5, lag=True, atomics=True, persistent=True)
+    if dim == 64:
+        found["5, persistent, early, lag"] = C(5, early=True, lag=True, persistent=True)
     found["5, early, atomics, 3 stages"] = C(5, 3, early=True, atomics=True)
     found["5, early, lag, atomics, 3 stages"] = C(5, 3, early=True, lag=True, atomics=True)
     if dim == 64:

@@ -79,6 +79,7 @@ class AttentionBackwardConfig(NamedTuple):
     early: bool = False
     lag: bool = False
     atomics: bool = False
+    persistent: bool = False
 
 class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True

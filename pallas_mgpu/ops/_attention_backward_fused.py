@@ -16,6 +16,10 @@ dS has two buffers. When a consumer multiplies, the other one has stored dS of t
 finished its product of the step before, which read the other buffer; so one barrier a step is
 enough, and a buffer is free when its turn comes again.
 
+A config changes the order (AttentionBackwardConfig). With `lag`, dQ of a step is multiplied in the
+next one, and four buffers take the place of two: a consumer that stores dS of step i knows, from
+its wait for dS of step i - 2, that the other one has finished dQ of step i - 4.
+
 Registers are what limits the tile: dK and dV take 128 of a lane's 240, S and dP 64. The statistics
 of the queries are columns here, 16 values each; delta is loaded when lse is no longer needed."""
 
@@ -26,18 +30,38 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_backward_seven import CONSUMERS, ROWS, ByKeys, Plan, padded, statistics
-from ._attention_scores import Ranges
-from ._common import SMEM_BYTES, overlap_launches, store, warp_specialized
+from ._attention_backward_seven import (
+    CONSUMERS,
+    ROWS,
+    ByKeys,
+    Plan,
+    _Block,
+    padded,
+    statistics,
+)
+from ._attention_scores import PLAIN
+from ._common import (
+    SMEM_BYTES,
+    CountedTiles,
+    StaticTiles,
+    overlap_launches,
+    store,
+    warp_specialized,
+)
 
 _F32 = np.float32
 
 
 class FusedPlan(Plan):
-    """How the kernel is tiled. cfg: an AttentionBackwardConfig."""
+    """How the kernel is tiled. cfg: an AttentionBackwardConfig. cores: of the GPU."""
 
-    def __init__(self, x, cfg):
+    def __init__(self, x, cfg, cores=1):
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
+        self.persistent, self.total = bool(cfg.persistent), self.clusters
+        if self.persistent:
+            self.clusters = min(cores, self.total)
+            uneven = x.causal or x.scores != PLAIN
+            self.counted = bool(uneven) and self.total > self.clusters
         self.block, self.stages, self.rotate = 64, cfg.stages or 2, bool(cfg.rotate)
         self.early, self.lag, self.atomics = bool(cfg.early), bool(cfg.lag), bool(cfg.atomics)
         self.turns = x.dim == 64
@@ -51,7 +75,8 @@ class FusedPlan(Plan):
         own, ring = 2 * ROWS * n * item, 2 * self.block * (n * item + 4)
         ds, dq = CONSUMERS * 64 * self.block * item, CONSUMERS * self.block * 64 * 4
         used = own + self.stages * ring + self.buffers * ds + (0 if self.atomics else dq)
-        return used + 256 <= SMEM_BYTES  # barriers
+        rest = 1280 if self.persistent else 256  # barriers, and numbers of tiles
+        return used + rest <= SMEM_BYTES
 
     def scratch(self):
         x = self.x
@@ -65,18 +90,21 @@ class FusedPlan(Plan):
             more["dq_smem"] = smem((CONSUMERS, self.block, 64), np.dtype(_F32))
         if self.lag:
             more["ds_full"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.buffers)
+        if self.persistent and self.counted:
+            more |= CountedTiles.scratch(CONSUMERS)
         return super().scratch() | more
 
 
 class _Fused(ByKeys):
     """dK, dV and dQ of a tile of keys."""
 
-    def __init__(self, plan, refs):
-        super().__init__(plan, refs)
-        x = self.x
-        self.ranges = Ranges(x, True, refs.get("low"), refs.get("high"), exact=True)
+    exact = True
+
+    def place(self, t):
+        _Block.place(self, t)
+        plan = self.plan
         self.first, self.count = self.ranges.blocks(self.row, ROWS, plan.block)
-        self.steps = self.count * x.group
+        self.steps = self.count * self.x.group
         self.start = jnp.int32(0)
         if plan.rotate:
             self.start = self.row // ROWS * self.count // plan.tiles
@@ -86,8 +114,14 @@ class _Fused(ByKeys):
         return self.first + lax.select(j >= self.count, j - self.count, j)
 
     def sums(self, me, dk_acc, dv_acc):
-        p, x = self.plan, self.x
         plgpu.barrier_wait(self.own_full)
+        self.add(me, dk_acc, dv_acc, 0)
+        plgpu.ext.named_barrier_sync(2, CONSUMERS)  # the results take the place of the keys
+        self.store_sums(me, dk_acc, dv_acc)
+
+    def add(self, me, dk_acc, dv_acc, base):
+        """The products of a tile, whose first step is number `base` of all tiles."""
+        p, x = self.plan, self.x
 
         def step(it, carry):
             j, g, *before = carry
@@ -120,7 +154,7 @@ class _Fused(ByKeys):
                 plgpu.wgmma(dv_acc, probabilities, grad)
                 plgpu.wgmma(dk_acc, ds, q)
             if p.lag:
-                pl.when(it > 0)(lambda: self.add_queries(me, it - 1, *before))
+                pl.when(it > base)(lambda: self.add_queries(me, it - 1, *before))
             else:
                 self.add_queries(me, it, head, queries)
             plgpu.wgmma_wait(0)
@@ -129,13 +163,10 @@ class _Fused(ByKeys):
             there = lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
             return (*there, head, queries) if p.lag else there
 
-        zero = jnp.int32(0)
-        *_, head, queries = lax.fori_loop(0, self.steps, step, (zero,) * (4 if p.lag else 2))
+        zero, end = jnp.int32(0), base + self.steps
+        *_, head, queries = lax.fori_loop(base, end, step, (zero,) * (4 if p.lag else 2))
         if p.lag:
-            last = self.steps - 1
-            pl.when(last >= 0)(lambda: self.add_queries(me, last, head, queries))
-        plgpu.ext.named_barrier_sync(2, CONSUMERS)  # the results take the place of the keys
-        self.store_sums(me, dk_acc, dv_acc)
+            pl.when(self.steps > 0)(lambda: self.add_queries(me, end - 1, head, queries))
 
     def early(self, s_acc, p_acc, lse, delta, tile, of_values):
         """P and dS; dV is multiplied before dS is computed. of_values: its accumulator, and dO."""
@@ -189,16 +220,90 @@ class _Fused(ByKeys):
         store(self.dq_smem.at[me], dq, there, reduction_op="add")
 
 
+class _Persistent(_Fused):
+    """The same by a block for each SM, which gets one tile after the other. While a consumer stores
+    the results of a tile, by way of its buffers for dS, its keys and values of the next one come,
+    and the first blocks of queries."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        cluster = lax.axis_index("cluster")
+        if plan.counted:
+            counted = self.tile_numbers, self.tile_full, self.tile_empty, None
+            self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
+        else:
+            self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
+
+    def place(self, t):
+        super().place(jnp.clip(t, 0, self.plan.total - 1))  # so that copies know that it is inside
+
+    def producer(self):
+        def work(t, it):
+            self.place(t)
+            return self.fetch_passing(it)
+
+        self.ring.drain(self.tiles.produce(work, jnp.int32(0)))
+
+    def fetch_mine(self, me, t):
+        """A consumer's keys and values of a tile, which is placed."""
+        self.place(t)
+        at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
+        for k, source in enumerate((self.k, self.v)):
+            plgpu.copy_gmem_to_smem(source.at[at], self.own_smem.at[k, me], self.own_full)
+
+    def consumer(self, me):
+        shape, zero = (64, self.x.dim), jnp.int32(0)
+        first = self.tiles.tile(zero)
+        self.fetch_mine(me, first)
+
+        def one(state):
+            def tile(dk_acc, dv_acc):
+                w, t, it = state
+                self.place(t)
+                plgpu.barrier_wait(self.own_full, phase=w)
+                self.add(me, dk_acc, dv_acc, it)
+                it = it + self.steps
+                plgpu.ext.named_barrier_sync(2, CONSUMERS)  # nobody reads the keys any more
+                following = self.tiles.tile(w + 1)
+                pl.when(following < self.plan.total)(lambda: self.fetch_mine(me, following))
+                self.place(t)
+                self.finish(me, dk_acc, dv_acc)
+                return w + 1, following, it
+
+            return pl.run_scoped(tile, plgpu.ACC(shape), plgpu.ACC(shape))
+
+        lax.while_loop(lambda state: state[1] < self.plan.total, one, (zero, first, zero))
+
+    def finish(self, me, dk_acc, dv_acc):
+        """The results, through the buffers for dS: dK waits for dV where these are few."""
+        x, parts = self.x, self.x.dim // 64
+        dv = plgpu.wgmma_accumulator_load(dv_acc).astype(x.dtype)
+        self.store_parts(me, dv, self.dv, 0)
+        apart = 2 * parts <= self.plan.buffers
+        if not apart:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dk = plgpu.wgmma_accumulator_load(dk_acc) * _F32(x.scale)
+        dk = self.rotated(dk, self.row + me * 64).astype(x.dtype)
+        self.store_parts(me, dk, self.dk, parts if apart else 0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dS of the next tile takes the buffers
+
+    def store_parts(self, me, value, target, first):
+        rows = pl.ds(self.row + me * 64, 64)
+        for c in range(self.x.dim // 64):
+            there = target.at[self.b, rows, self.head, pl.ds(c * 64, 64)]
+            store(self.ds_smem.at[first + c, me], value[:, c * 64 : (c + 1) * 64], there)
+
+
 @cached
-def kernel(x, cfg, interpret):
-    plan = FusedPlan(x, cfg)
+def kernel(x, cfg, cores, interpret):
+    plan = FusedPlan(x, cfg, cores)
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
         names = *x.kernel_operands, "dk", "dv", "dq"
         refs |= dict(zip(names, others, strict=True))
         overlap_launches()
-        _Fused(plan, refs).run()
+        (_Persistent if plan.persistent else _Fused)(plan, refs).run()
 
     return warp_specialized(
         body,

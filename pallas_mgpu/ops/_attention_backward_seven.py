@@ -77,13 +77,20 @@ class _Block(WarpSpecialized):
     """What both kernels share. own: the two arrays whose rows a block owns; passing: those that go
     through the ring."""
 
+    exact = False  # do rows beyond the last one see nothing?
+
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.x, self.refs = plan.x, refs
         self.plain = self.x.scores == PLAIN and self.x.dim < 256
-        self.ranges = Ranges(plan.x, plan.by_keys, refs.get("low"), refs.get("high"))
+        ranges = refs.get("low"), refs.get("high")
+        self.ranges = Ranges(plan.x, plan.by_keys, *ranges, exact=self.exact)
         self.ring = Ring(plan.stages, self.full, self.empty, self.first_smem, self.second_smem)
-        t = lax.axis_index("cluster")
+        self.place(lax.axis_index("cluster"))
+
+    def place(self, t):
+        """This block works on tile number t from here on."""
+        plan = self.plan
         tile, self.head, self.b = (
             t % plan.tiles,
             t // plan.tiles % plan.heads,
@@ -162,17 +169,17 @@ class _Block(WarpSpecialized):
 class ByKeys(_Block):
     """dK and dV of a tile of keys."""
 
-    def __init__(self, plan, refs):
-        super().__init__(plan, refs)
-        x, n = self.x, plan.block
-        self.blocks = pl.cdiv(x.queries, n)
+    def place(self, t):
+        super().place(t)
+        x, n = self.x, self.plan.block
+        blocks = pl.cdiv(x.queries, n)
         self.first = jnp.int32(0)
         if x.causal:
-            self.first = jnp.minimum(self.row // n, self.blocks)
+            self.first = jnp.minimum(self.row // n, blocks)
         if x.scores != PLAIN:
             self.first, self.count = self.ranges.blocks(self.row, ROWS, n)
         else:
-            self.count = self.blocks - self.first  # of each head
+            self.count = blocks - self.first  # of each head
         self.steps = self.count * x.group
 
     def block_at(self, j):
@@ -180,8 +187,13 @@ class ByKeys(_Block):
         return self.first + j
 
     def producer(self):
-        x, n = self.x, self.plan.block
         self.fetch_own(self.k, self.v)
+        self.fetch_passing(jnp.int32(0))
+        self.ring.drain(self.steps)
+
+    def fetch_passing(self, it):
+        """The blocks of queries of a tile, from step `it` of all tiles on; the step after them."""
+        x, n = self.x, self.plan.block
 
         def head(g, it):
             h = self.head * x.group + g
@@ -197,8 +209,7 @@ class ByKeys(_Block):
 
             return lax.fori_loop(0, self.count, one, it)
 
-        lax.fori_loop(0, x.group, head, jnp.int32(0))
-        self.ring.drain(self.steps)
+        return lax.fori_loop(0, x.group, head, it)
 
     def consumer(self, me):
         shape = (64, self.x.dim)

@@ -51,7 +51,8 @@ class AttentionBackwardConfig(typing.NamedTuple):
     at once. ``early``: dV is multiplied before dS is computed, dK before dS is stored. ``lag``: dQ
     of a step is multiplied a step later, when both consumers have long stored dS, so that they need
     not keep in step. ``atomics``: dQ is added from registers instead of by copies from shared
-    memory. The last three have not been timed."""
+    memory. ``persistent``: a block for each SM gets one tile of keys after the other, and the next
+    one comes while the results of a tile are stored. The last four have not been timed."""
 
     products: int = 7
     stages: int = 0
@@ -59,6 +60,7 @@ class AttentionBackwardConfig(typing.NamedTuple):
     early: bool = False
     lag: bool = False
     atomics: bool = False
+    persistent: bool = False
 
 
 class _Keys:
@@ -76,7 +78,7 @@ class _Keys:
 class Gradients:
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
-    def __init__(self, x, config, bias_dtype, interpret, deterministic):
+    def __init__(self, x, config, bias_dtype, cores, interpret, deterministic):
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
         self.rotations = _attention_rotary.Gradients(x, self.on_blackwell, interpret)
         x = x._replace(angles=0) if self.on_blackwell else x
@@ -97,7 +99,7 @@ class Gradients:
             fused = _attention_backward_tensor_memory.kernel(x, config, interpret)
             self.fused = FusedKernels(x, fused, interpret)
         elif config.products == 5:
-            fused = _attention_backward_fused.kernel(x, config, interpret)
+            fused = _attention_backward_fused.kernel(x, config, cores, interpret)
             self.fused = FusedKernels(x, fused, interpret)
         else:
             self.statistics = statistics(x, interpret)
@@ -248,4 +250,5 @@ def attention_backward(
         if config.products == 5 and not _attention_backward_fused.FusedPlan(x, config).fits:
             raise ValueError(f"{name}: shared memory does not hold the buffers of {config}")
     bias_dtype = bias.dtype if bias_gradient else None
-    return Gradients(x, config, bias_dtype, interpret, bool(deterministic))
+    cores = plgpu.sm_count(q.device)
+    return Gradients(x, config, bias_dtype, cores, interpret, bool(deterministic))

@@ -181,6 +181,27 @@ def test_on_a_gpu(rng, name):
 @pytest.mark.gpu
 def test_five_products_on_a_gpu(rng):
     test_five_products_in_bfloat16(rng, interpret=None)
+    for shape in ((2, 1000, 12, 128, 900, 6), (3, 777, 16, 64, 1500, 16)):
+        test_persistent_blocks(rng, None, shape)
+
+
+@pytest.mark.parametrize("shape", [(1, 330, 4, 64, 300, 2), (1, 200, 2, 128, 333, 2)], ids=str)
+def test_persistent_blocks(rng, monkeypatch, shape):
+    """Of several tiles each; also where tiles are handed out by a counter, and without queries."""
+    if monkeypatch:
+        monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 2)
+    how = CHECKED if monkeypatch else None
+    batch, queries, heads, dim, keys, kv_heads = shape
+    q, grad = rng.standard_normal((2, batch, queries, heads, dim)).astype(np.float16)
+    k, v = rng.standard_normal((2, batch, keys, kv_heads, dim)).astype(np.float16)
+    C = ops.AttentionBackwardConfig
+    configs = C(5, persistent=True), C(5, early=True, lag=True, atomics=True, persistent=True)
+    for config, options in zip(configs, ({"causal": True}, {"window": (30, 20)})):
+        o, lse = ops.attention(q, k, v, return_lse=True, interpret=how and True, **options)
+        operands = grad, q, k, v, o, lse
+        found = ops.attention_backward(*operands, config=config, interpret=how, **options)
+        for got, want in zip(found, reference(grad, q, k, v, **options)[2]):
+            near(got, want, q.dtype)
 
 
 def test_five_products_in_bfloat16(rng, interpret=CHECKED):
