@@ -83,6 +83,9 @@ class Bench:
         print(name, flush=True)
         try:
             contestants, errors, work, unit = make()
+            wrong = [k for k, e in errors.items() if e != e]
+            if wrong:
+                raise ArithmeticError(f"NaN in results of {', '.join(wrong)}")
             ways = ("burst",) if self.tiny else self.a.ways.split(",")
             rounds = 2 if self.tiny else self.a.rounds
             times = {
@@ -131,8 +134,9 @@ def error(got, want):
 
 
 def errors_of(found, want):
-    """The greatest error of each contestant's results."""
-    return {k: max(error(a, b) for a, b in zip(r, want, strict=True)) for k, r in found.items()}
+    """The greatest error of each contestant's results; NaN if one of them has a NaN."""
+    of_each = {k: [error(a, b) for a, b in zip(r, want, strict=True)] for k, r in found.items()}
+    return {k: float(torch.tensor(errors).max()) for k, errors in of_each.items()}
 
 
 def grads(y, leaves, grad):
