@@ -1,6 +1,6 @@
 """A sample of kernel_mutants.py: kernels of ops and examples with one broken synchronisation, which
 the interpreter and the emulated machine must notice. `--long` judges one in twenty of each kind of
-change, `--exhaustive` all."""
+change that is not known to be equivalent, `--exhaustive` all."""
 
 import collections
 import functools
@@ -27,24 +27,29 @@ def kernels():
 
 
 @functools.cache
+def all_mutants(name):
+    return kernel_mutants.all_mutants(kernels()[name])
+
+
+@functools.cache
 def some_of_each_kind():
     """Kernel -> of its mutants those that make one in twenty of each kind in all kernels, or else
-    its first one."""
+    its first one. Those that neither judge can notice take longest, and are left out."""
     found, counts = {}, collections.Counter()
-    for name, kernel in kernels().items():
-        all_of_it = kernel_mutants.all_mutants(kernel)
-        for m in all_of_it:
+    for name in kernels():
+        wrong = [m for m in all_mutants(name) if not kernel_mutants.reason(m.name)]
+        for m in wrong:
             kind = kernel_mutants.kind_of(m.name)
             if counts[kind] % 20 == 0:
                 found.setdefault(name, []).append(m)
             counts[kind] += 1
-        found.setdefault(name, all_of_it[:1])
+        found.setdefault(name, wrong[:1])
     return found
 
 
 def missed(found, judges):
     """Those that a judge does not notice."""
-    expected = kernel_mutants.results(found[0].kernel, judges)
+    expected = kernel_mutants.results(found[0].kernel, judges, seeds=(0,))
     out = []
     for m in found:
         graph = kernel_mutants.lowered(m.text)
@@ -60,13 +65,13 @@ SAMPLE = ["matmul", "softmax, cluster", "timeline.1"]
 @pytest.mark.parametrize("name", only_long(KERNELS, *SAMPLE))
 def test_a_sample(name):
     """Some mutants, by both judges."""
-    found = kernel_mutants.all_mutants(kernels()[name])
+    found = all_mutants(name)
     some = [next(m for m in found if re.search(pattern, m.name)) for pattern in KERNELS[name]]
     assert not missed(some, tuple(kernel_mutants.JUDGES))
 
 
 def test_each_reason_is_needed():
-    names = [m.name for kernel in kernels().values() for m in kernel_mutants.all_mutants(kernel)]
+    names = [m.name for name in kernels() for m in all_mutants(name)]
     for pattern in kernel_mutants.EQUIVALENT:
         assert any(re.search(pattern, name) for name in names), pattern
     assert len(names) >= 500 and len(names) == len(set(names))
@@ -93,7 +98,7 @@ def check(rows):
 @pytest.mark.long
 @pytest.mark.parametrize("k", range(MOST))
 def test_some_of_each_kind(k):
-    check(kernel_mutants.judge(some_of_each_kind()[name_of(k)]))
+    check(kernel_mutants.judge(some_of_each_kind()[name_of(k)], seeds=(0,)))
 
 
 @pytest.mark.exhaustive
