@@ -653,6 +653,7 @@ EQUIVALENT = {
     r"^matmul_all_reduce: .*semaphore_wait at .*decrement=False\)( #2)?$": BEGIN,
     r"^matmul_all_reduce: .*wait_smem_to_gmem.*(_LEAVING|\(0\)).* #2": BEGIN,
     r"^matmul_all_reduce: earlier semaphore_signal at .*flags.at.flag": BEGIN,
+    r"^ragged_all_to_all: .* wait_smem_to_gmem at _bulk.py: .*wait_read_only=True\) #3$": LAST,
     r"^softmax\.0: ": PLAIN,
     r"^triton_kernels.* commit_smem at .*jnp.dot": "mma multiplies from registers here",
 }
