@@ -32,12 +32,12 @@ class MatmulConfig(NamedTuple):
     and added up by a second kernel. ``shares``: parts of K of the last tiles, which are too few for
     all SMs; one block of each of them adds them up. Above 1 with a split and slices of 1 and
     without scales of blocks; no effect under ``vmap`` and for rows at run time. ``swapped``: the
-    transpose of the result is computed, of operands that have changed places: tiles have 64 columns
-    of the result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first
-    block of a split adds up all of the tile. Without ``transpose_a`` and scales of blocks.
-    ``stream``: the steps of all tiles, in their order, are cut into shares of the same length, one
-    for each cluster, so that all read from memory until the end; conditions are those of
-    ``shares``, which is then 1."""
+    transpose of the result is computed from the swapped operands: tiles have 64 columns of the
+    result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first block of a
+    split adds up all of the tile. Without ``transpose_a`` and scales of blocks. ``stream``: the
+    steps of all tiles, in their order, are cut into shares of the same length, one for each
+    cluster, so that all read from memory until the end; conditions are those of ``shares``, which
+    is then 1."""
 
     consumers: int = 2
     tile_n: int = 256

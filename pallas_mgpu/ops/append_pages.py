@@ -208,12 +208,12 @@ def append_pages(
     of sequence b goes to the position ``lengths[b] + i``. Rows beyond the page table, and those
     whose page does not exist, are dropped. No position may be written twice.
 
-    cos, sin: [positions, n], of angles; the keys are rotated by those of their position, as
-    :func:`rotary` does: the pairs are (i, i + n), elements from 2 * n on stay. Positions beyond the
-    last one have its angles. k_scale, v_scale: float32 [kv_heads] or [batch, kv_heads]; 8-bit
-    caches get ``k / k_scale`` and ``v / v_scale``, rounded to the nearest number and cut off at
-    the largest ones (127 for int8). All is computed in float32. One program serves any batch of one
-    row, and one any number of rows of one sequence.
+    cos, sin: [positions, n]; the keys are rotated by the angle of their position, as by
+    :func:`rotary`: the pairs are (i, i + n), and elements from 2 * n on are unchanged. Positions
+    beyond the last one have its angles. k_scale, v_scale: float32 [kv_heads] or [batch, kv_heads];
+    8-bit caches get ``k / k_scale`` and ``v / v_scale``, rounded to nearest and saturated (127 for
+    int8). Everything is computed in float32. One program serves all batches of one row each, and
+    one all numbers of rows of a single sequence.
 
     Returns (k_pages, v_pages). TypeError, ValueError for other dtypes and shapes, and for ``out=``.
     """

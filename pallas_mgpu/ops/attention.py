@@ -954,11 +954,11 @@ def attention(
     determined by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
     the logarithm -inf.
 
-    mask (Hopper, head_dim up to 128): a function ``f(b, h, i, j)`` of int32 arrays, the batch
-    entry, the head, the query and the key, that returns which pairs are there. It is traced in the
-    kernel, replaces causal, window and cu_seqlens, and must be the same function object at each
-    call. mask_data: an array whose ref is its fifth argument. block_mask: what :func:`block_mask`
-    returns for them, computed at each call by default.
+    mask (Hopper, head_dim up to 128): a function ``f(b, h, i, j)`` of int32 arrays (the batch
+    entry, the head, the query and the key) that says which queries attend to which keys. It is
+    traced in the kernel, replaces causal, window and cu_seqlens, and must be the same function
+    object at each call. mask_data: an array whose ref is its fifth argument. block_mask: what
+    :func:`block_mask` returns for them, computed at each call by default.
 
     cos, sin: rotary embedding of q and k as by :func:`rotary`; [length, head_dim / 2], float16,
     bfloat16 or float32, of the angles of rows: query i and key i have row i, with bottom_right and

@@ -85,11 +85,10 @@ class _Problem(NamedTuple):
 
 
 class AttentionDecodeConfig(NamedTuple):
-    """How attention_decode is tiled. ``consumers``: warpgroups that take the blocks of keys by
-    turns, up to 4 (fewer where shared memory has no room for them, 1 where the results of a key
-    head are many); ``stages``: slots of the rings of
-    keys and values; ``lanes``: key heads that blocks of the grid work on side by side, a divisor of
-    their number. 0: chosen."""
+    """How attention_decode is tiled. ``consumers``: warpgroups that process blocks of keys
+    alternately, up to 4 (fewer if shared memory has no room for them, 1 if a key head has many
+    results); ``stages``: slots of the rings of keys and values; ``lanes``: key heads on which
+    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen."""
 
     consumers: int = 0
     stages: int = 0
@@ -576,7 +575,8 @@ def attention_decode(
     config=None,
     interpret=None,
 ):
-    """``softmax(scale * q @ k.T) @ v`` of a few queries and a long cache, whose keys blocks divide.
+    """``softmax(scale * q @ k.T) @ v`` of a few queries and a long cache, whose keys
+    are divided among blocks.
 
     q: [batch, queries, heads, head_dim]; k: [batch, capacity, kv_heads, head_dim]; v: like k, with
     its own last dim; float16 or bfloat16, row-major; dims from 32 to 256 in steps of 8; up to 64

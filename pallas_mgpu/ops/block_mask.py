@@ -119,10 +119,10 @@ def block_mask(q, k, *, mask_data=None, mask=None, by_batch=False, by_head=False
     """The blocks of keys that each tile of 128 queries needs, for :func:`attention` (Hopper).
 
     q: [batch, queries, heads, head_dim] and k: [batch, keys, kv_heads, head_dim], of which only the
-    shapes count. mask, mask_data: as of :func:`attention`. by_batch, by_head: does the mask depend
-    on the batch entry, on the head? Otherwise both are 0 when it is called. The mask is evaluated
-    for all pairs, so a block mask is worth keeping: it holds for all calls with the same mask, data
-    and lengths.
+    shapes count. mask, mask_data: as for :func:`attention`. by_batch, by_head: whether the mask
+    depends on the batch entry and on the head; if not, it is called with 0. The mask is evaluated
+    for all pairs, so reuse the result: it is valid for all calls with the same mask, data and
+    lengths.
 
     Returns int32 [batch or 1, heads or 1, tiles of queries, 1 + blocks of keys]: for each tile the
     number of its blocks of 128 keys, and for each of these ``2 * block``, plus 1 where some pair of

@@ -160,7 +160,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
     """``logsumexp(logits) - logits[target]`` of each row, computed in float32 (Hopper).
 
     logits: (rows, classes), float16, bfloat16 or float32. targets: int32 (rows,), class numbers;
-    rows whose target is ``ignore_index`` have the loss 0; a target that is no class gives NaN.
+    rows whose target is ``ignore_index`` have the loss 0; a target that is not a class gives NaN.
 
     Returns (losses, lse), float32 (rows,) each; lse is the logarithm of the sum of exponentials,
     which :func:`cross_entropy_backward` takes. TypeError, ValueError for other dtypes and shapes.

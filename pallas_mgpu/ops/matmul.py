@@ -1097,7 +1097,7 @@ def matmul(
 
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
     scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit and tf32 operands
-    with another dimension than K contiguous are first transposed by a kernel.
+    that are not contiguous along K are first transposed by another kernel.
 
     batch_invariant: the bits of a row of the result depend on that row of ``a``, ``b``, the dtypes
     and options alone, not on M or on other rows (for the same config, if one is given): K is never
@@ -1105,10 +1105,10 @@ def matmul(
     small. deterministic: a call repeats bit for bit. Without it, the bits may change once, when a
     number of rows that came often gets a program of its own.
 
-    accumulate: add the product to what ``out`` holds, for example a float32 gradient; without bias
-    and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16 bytes
-    (with a config of one slice and a ``cluster`` or ``cluster_n`` of 1), on sm_80, sm_86, sm_89 and
-    sm_120a for all operands. NotImplementedError elsewhere; ValueError without ``out``.
+    accumulate: add the product to the contents of ``out``, for example a float32 gradient; without
+    bias and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16
+    bytes (with a config of one slice and a ``cluster`` or ``cluster_n`` of 1), on sm_80, sm_86,
+    sm_89 and sm_120a for all operands. NotImplementedError elsewhere; ValueError without ``out``.
 
     return_product: also return ``a @ b + bias``, in out_dtype, from which the gradient of an
     activation is computed; on Hopper, of 16-bit operands without batch dimensions, with an

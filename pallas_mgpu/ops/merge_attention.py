@@ -67,7 +67,7 @@ def _kernel(shape, dtype, return_lse, interpret):
 
 @plgpu.specialize(in_place=False)
 def merge_attention(o, lse, *, return_lse=False, interpret=None):
-    """The result of attention over all keys from those over parts of them (Hopper).
+    """Combine the results of attention over parts of the keys into that over all keys (Hopper).
 
     o: [parts, batch, queries, heads, head_dim], float16, bfloat16 or float32; lse: float32 [parts,
     batch, heads, queries], the natural logarithms of the sums of exponentials that

@@ -56,12 +56,12 @@ _NARROW_TILE = 4096  # elements of a tile of such rows, if there are many
 class NormConfig(NamedTuple):
     """How softmax, rms_norm and layer_norm are tiled.
 
-    ``height``: rows of a tile (columns, along another axis than the last). ``cluster``: blocks that
-    share a row, with one row a tile, or columns. ``part``: elements of a row in registers at a
+    ``height``: rows of a tile (columns, along an axis other than the last). ``cluster``: blocks
+    that share a row, with one row a tile, or columns. ``part``: elements of a row in registers at a
     time; 0: all of the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk if
     chunks of rows pass through a ring in SMEM (the fields above then have no effect); 0: no ring.
-    ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``:
-    the number of blocks; 0: one for each SM.
+    ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``: the
+    number of blocks; 0: one for each SM.
     """
 
     height: int = 1
@@ -760,7 +760,7 @@ def softmax(
     """``exp(x - max(x)) / sum(exp(x - max(x)))`` along an axis, computed in float32.
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: an int, or
-    a tuple of axes that follow each other; the last one is fastest. out_dtype: one of the same
+    a tuple of adjacent axes; the last axis is fastest. out_dtype: one of the same
     dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
     default. out: a preallocated result, which may be ``x``.
 
@@ -791,8 +791,8 @@ def rms_norm(
     """``x / sqrt(mean(x * x) + eps) * weight`` of the rows of the last axis, computed in float32.
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: the last
-    one, or a tuple of the last ones, over which rows go then. weight: one number for each element
-    of a row, of the shape of these axes, any of these dtypes; None for ones. out_dtype: one of
+    one, or a tuple of the last ones, which together are a row. weight: one number for each element
+    of a row, with the shape of these axes and any of these dtypes; None for ones. out_dtype: one of
     these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
     default. out: a preallocated result, which may be ``x``. batch_invariant, deterministic: as for
     :func:`softmax`.
@@ -823,8 +823,8 @@ def layer_norm(
     in float32.
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: the last
-    one, or a tuple of the last ones, over which rows go then. weight, bias: one number for each
-    element of a row, of the shape of these axes, any of these dtypes; None for ones and zeros.
+    one, or a tuple of the last ones, which together are a row. weight, bias: one number for each
+    element of a row, with the shape of these axes and any of these dtypes; None for ones and zeros.
     out_dtype: one of these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen
     from the shape by default. out: a preallocated result, which may be ``x``. batch_invariant,
     deterministic: as for :func:`softmax`.

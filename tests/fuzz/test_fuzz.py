@@ -74,6 +74,7 @@ PATTERNS = {
 OPS = pathlib.Path(__file__).parent.parent.parent / "csrc/ir/ops.def"
 NOT_MADE = {
     "debug_print": "it prints, and there is nothing to compare; test_print.py",
+    "discard": "what it leaves is undefined, and there is nothing to compare; test_discard.py",
     "named_barrier_arrive": "who comes must be planned for the whole block; test_named_barriers.py",
     "named_barrier_sync": "the same",
     "named_scope": "it takes the time, and there is nothing to compare; test_profile.py",
