@@ -1051,9 +1051,11 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
   const char *arguments = pm_at(e, value, a.i);
   if (*pm_attr(e->g, op, PM_ATTR_ATOMIC) == PM_ATOMIC_CAS)
     arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), a.i), arguments);
-  pm_line(e, "if (%s) %s%s(%s, %s);", inside(&a, op, both(e, a.valid, pm_at(e, mask, a.i)), a.i),
+  const char *condition = inside(&a, op, both(e, a.valid, pm_at(e, mask, a.i)), a.i);
+  const bool always = !strcmp(condition, "true");
+  pm_line(e, "%s%s%s(%s, %s);", always ? "" : pm_str(e, "if (%s) ", condition),
           x ? pm_str(e, "%s[%s] = ", x, a.i) : "", fn, a.address, arguments);
-  if (x) pm_line(e, "else zero<%s, 1>(&%s[%s]);", type, x, a.i);
+  if (x && !always) pm_line(e, "else zero<%s, 1>(&%s[%s]);", type, x, a.i);
   end_access(&a);
   if (first) pm_end(e);
 }

@@ -383,11 +383,13 @@ pm_code pm_cuda_IOTA(pm_gen *e, pm_opid op) {
   pm_coord_regs(l, flat ? 0 : dim, &regs);
   regs.total = n;
   pm_line(e, "const i32 %s = %s;", base, pm_coord_base(e, l, flat ? 0 : dim));
-  const char *x = pm_str(e, "%s + (i32)(%s)", base, pm_sum_text(e, &regs, e->reg, 1));
+  const char *x = pm_str(e, "%s + (i32)%s", base, pm_atom(e, pm_sum_text(e, &regs, e->reg, 1)));
   if (flat) {
     int64_t below = 1;
     for (int k = dim + 1; k < l->rank; k++) below *= l->shape[k];
-    x = pm_str(e, "(%s) / %lld %% %lld", x, (long long)below, (long long)l->shape[dim]);
+    const char *rows = below > 1 ? pm_str(e, "(%s) / %lld", x, (long long)below) : pm_atom(e, x);
+    x = pm_str(e, "%s %% %lld", rows, (long long)l->shape[dim]);
   }
-  return leave(e, pm_convert_text(e, PM_I32, pm_typeof(e->g, out)->dtype, pm_str(e, "(%s)", x)));
+  const pm_dtype to = pm_typeof(e->g, out)->dtype;
+  return leave(e, to == PM_I32 ? x : pm_convert_text(e, PM_I32, to, pm_atom(e, x)));
 }

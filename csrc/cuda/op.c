@@ -33,11 +33,13 @@ bool pm_is_inlined(pm_gen *e, pm_opid op, const char *text) {
   const pm_op *o = pm_get(e->g, op);
   const pm_value *v = pm_value_of(e->g, o->out);
   if (v->name || e->uses[o->out] != 1 || strlen(text) > LONGEST) return false;
-  const bool pointwise = pm_ops[o->code].layout == PM_LAY_POINTWISE;
-  if ((!pointwise && o->code != PM_OP_AXIS) || o->code == PM_OP_OPT_BARRIER) return false;
+  const int rule = pm_ops[o->code].layout;
+  const bool moves = rule == PM_LAY_BROADCAST;
+  if (rule != PM_LAY_POINTWISE && !moves && o->code != PM_OP_AXIS) return false;
+  if (o->code == PM_OP_OPT_BARRIER) return false;
   const pm_op *user = pm_get(e->g, e->user[o->out]);
   if (user->parent != o->parent || !prints_once(user)) return false;
-  if (user->code == PM_OP_IF) return true;
+  if (user->code == PM_OP_IF || moves) return true;
   for (uint32_t k = 0; k < o->n_in; k++) {
     if (!keeps_type(pm_typeof(e->g, pm_in(e->g, op, k))->dtype)) return false;
   }

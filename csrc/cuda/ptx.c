@@ -284,6 +284,8 @@ const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
           : w->transpose_a ? "A in shared memory, contiguous along M"
                            : "A in shared memory, contiguous along K",
           w->transpose_b ? "N" : "K");
+  if (w->steps > 1)
+    pm_put(&t, "// (the last numbers of the name: where steps 1, 2, 4 ... begin, in 16 bytes)\n");
   if (w->in_ptx) {
     put_macro(e, &t, w, name.at);
     return add(e, name.at, t.at);

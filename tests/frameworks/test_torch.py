@@ -1,7 +1,6 @@
 """Kernels as operators of PyTorch: what torch.library promises of an operator, on the CPU, where
 kernels run on the interpreter. Nothing cuts a graph of gradients silently."""
 
-import os
 import warnings
 
 import numpy as np
@@ -16,16 +15,7 @@ adapter = pytest.importorskip("pallas_mgpu._torch")
 opcheck = torch.library.opcheck
 F32 = np.float32
 P = torch.ops.pallas_mgpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_interpreter():
-    before = os.environ.get("PALLAS_MGPU_BACKEND")
-    os.environ["PALLAS_MGPU_BACKEND"] = "interpret"
-    yield
-    del os.environ["PALLAS_MGPU_BACKEND"]
-    if before is not None:
-        os.environ["PALLAS_MGPU_BACKEND"] = before
+pytestmark = pytest.mark.usefixtures("on_interpreter")
 
 
 def spec(*shape):

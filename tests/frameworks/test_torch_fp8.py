@@ -1,21 +1,10 @@
 """Training with products of 8-bit floats, beside products in float64."""
 
-import os
-
 import pytest
 
 torch = pytest.importorskip("torch")
 pt = pytest.importorskip("pallas_mgpu.torch")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_interpreter():
-    before = os.environ.get("PALLAS_MGPU_BACKEND")
-    os.environ["PALLAS_MGPU_BACKEND"] = "interpret"
-    yield
-    del os.environ["PALLAS_MGPU_BACKEND"]
-    if before is not None:
-        os.environ["PALLAS_MGPU_BACKEND"] = before
+pytestmark = pytest.mark.usefixtures("on_interpreter")
 
 
 def drawn(rows, k, n, dtype=torch.bfloat16):

@@ -3,6 +3,8 @@ small products and narrow dtypes. Like those of expressions.py they work from th
 wanted to operands that give it; what a traced index may be, and which sums are exact, is left to
 the model where that is likely to hold."""
 
+from math import prod
+
 from .kernels import Node
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -12,14 +14,8 @@ ROOM = 2048  # elements of an operand
 FEW = (1, 2, 3, 4, 5, 7, 8, 16, 17, 32, 33, 64)
 
 
-def prod(xs):
-    n = 1
-    for x in xs:
-        n *= x
-    return n
-
-
 def tup(shape):
+    """Python source of a tuple."""
     return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
 
 

@@ -7,8 +7,9 @@ tame floats; "wild" may be anything. Memory is made backwards: from the view tha
 ref that has it, through slices, integers, transposes and reshapes."""
 
 import random
+from math import prod
 
-from .arrays import Arrays
+from .arrays import Arrays, tup
 from .kernels import Block, Node, Program
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -26,18 +27,6 @@ MAX_SIZE = 2048  # elements of a register array
 
 def itemsize(dtype):
     return SIZE.get(dtype, 2)
-
-
-def prod(xs):
-    n = 1
-    for x in xs:
-        n *= x
-    return n
-
-
-def tup(shape):
-    """Python source of a tuple."""
-    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
 
 
 class Val:
