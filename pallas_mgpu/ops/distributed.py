@@ -814,22 +814,22 @@ def _blocks(blocks, what, shape=(), dtype=None):
 def all_gather(
     x, mesh, axis_name=None, *, axis=0, blocks=None, multicast=False, interpret=None, out=None
 ):
-    """The arrays of all devices, joined along ``axis`` in the order of the devices, on each.
+    """On each device, the arrays of all devices joined along ``axis``, in the order of the devices.
 
     x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
     tensor of this process. Returns the same kind, or ``out``, which it writes. axis_name: on a mesh
-    of several axes, the one along which devices exchange; those at each place of the other axes do
-    so among themselves. ``blocks``: how many SMs of each device take part, at most; None: 16, 64
+    of several axes, the one along which devices exchange; each row of devices along it exchanges
+    separately. ``blocks``: the maximum number of SMs of each device that take part; None: 16, 64
     for results of 2 MiB or more, 128 for those of 64 MiB or more. 16 SMs move large arrays at 0.85
     times the rate. Calls on one mesh must follow each other on every device, in the same order.
     With a process group, arrays that other devices access (results of 2 MiB a device or more, and
     where ``axis`` is not the first dimension of more than one element) need no copies if they are
-    tensors of ``plgpu.symm_empty``; others are copied to such a tensor, or from it, which the first
-    call of each shape makes.
+    tensors from ``plgpu.symm_empty``; others are copied to or from such a tensor, which the first
+    call of each shape allocates.
 
-    ``multicast``: through an address at which NVLink stores to all devices, and sums what they
-    have (Hopper, with a process group; never used unless asked for). Sums are then rounded as the
-    switch does it, the same on all devices. NotImplementedError in one process."""
+    ``multicast``: use NVLink multicast, by which the switch stores to all devices and sums over
+    them (Hopper, with a process group; never used by default). The switch then rounds the sums, in
+    the same way for all devices. NotImplementedError for the GPUs of one process."""
     what = "all_gather"
     one = _operand(x, mesh, what)
     axis_name, n = _along(mesh, axis_name, what)
@@ -848,8 +848,8 @@ def reduce_scatter(
 ):
     """The sum of the arrays of all devices, split along ``axis``: device d gets part d of it.
 
-    Floats are summed in float32, in the order of the devices. ValueError if the axis has no equal
-    parts. Else as :func:`all_gather`."""
+    Floats are summed in float32, in the order of the devices. ValueError if the axis cannot be
+    divided evenly. Everything else is as for :func:`all_gather`."""
     what = "reduce_scatter"
     one = _operand(x, mesh, what)
     axis_name, n = _along(mesh, axis_name, what)
@@ -878,9 +878,10 @@ def all_reduce(
 ):
     """The sum of the arrays of all devices, the same bits on each of them.
 
-    ``one_shot``: every device sends all of its array to all others and sums all of it, which takes
-    one meeting; otherwise each sums a part and sends it to the others, which takes two. None: one
-    for arrays of up to 64 KiB. Else as :func:`reduce_scatter`."""
+    ``one_shot``: every device sends its whole array to all others and sums all of them, which takes
+    one synchronisation; otherwise each sums a part and sends the sum to the others, which takes
+    two. None: one-shot for arrays of up to 64 KiB. Everything else is as for
+    :func:`reduce_scatter`."""
     what = "all_reduce"
     one = _operand(x, mesh, what)
     axis_name, _ = _along(mesh, axis_name, what)
@@ -896,7 +897,8 @@ def all_reduce(
 
 def all_to_all(x, mesh, axis_name=None, *, blocks=None, interpret=None, out=None):
     """Part d of each array, along its first dimension, goes to device d: part s of the result came
-    from device s. ValueError if the dimension has no equal parts. Else as :func:`all_gather`."""
+    from device s. ValueError if the dimension cannot be divided evenly. Everything else is as for
+    :func:`all_gather`."""
     what = "all_to_all"
     one = _operand(x, mesh, what)
     axis_name, n = _along(mesh, axis_name, what)

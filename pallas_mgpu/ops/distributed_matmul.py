@@ -1258,11 +1258,12 @@ def all_gather_matmul(
     interpret=None,
     out=None,
 ):
-    """The product of all devices' rows of A with each device's own B, while the rows travel.
+    """The product of all devices' rows of A with each device's own B, computed while the rows
+    arrive.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (devices * m, n), in
-    ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays as for
-    :func:`all_gather`. ``blocks``: SMs of each device, all by default. ``config``: on
+    ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays are
+    passed as for :func:`all_gather`. ``blocks``: SMs of each device, all by default. ``config``: on
     Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k) and
     (k, n); chosen from the shape by default. ``transfer``: which device moves the data, by stores
     or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``, the one
@@ -1287,11 +1288,12 @@ def matmul_reduce_scatter(
     interpret=None,
     out=None,
 ):
-    """The sum over the devices of A @ B, of which each gets its rows, while the summands travel.
+    """The sum over the devices of A @ B, scattered by rows; summands are sent while others are
+    computed.
 
     a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
-    the rows have no equal parts. Else as :func:`all_gather_matmul`."""
+    the rows cannot be divided evenly. Everything else is as for :func:`all_gather_matmul`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, (_, n), _, kernel = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
     return kernel(_scattered, n)(*operands, out=out)
@@ -1310,10 +1312,11 @@ def matmul_all_reduce(
     interpret=None,
     out=None,
 ):
-    """The sum over the devices of A @ B, on all of them, while the summands travel.
+    """The sum over the devices of A @ B, on all of them; summands are sent while others are
+    computed.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
-    devices. Summands are float32, added in the order of the devices. Else as
+    devices. Summands are float32, added in the order of the devices. Everything else is as for
     :func:`matmul_reduce_scatter`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, (m, n), out_dtype, kernel = _prepare("matmul_all_reduce", a, b, mesh, *how)

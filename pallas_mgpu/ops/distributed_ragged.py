@@ -149,20 +149,19 @@ def ragged_all_to_all(
     interpret=None,
     out=None,
 ):
-    """Rows to the devices that they are for, each device a different number to each other one.
+    """Send rows to other devices, a different number to each.
 
     x: (rows, ...) on each device, of any dtype of at most 32 bits: first the rows for device 0,
-    then those for device 1, and so on. sizes: int32 (devices,), how many for each device.
-    capacity: rows of the result, by default those of x; rows beyond it are dropped. scales: a
-    second array whose rows go with those of x, for 8-bit floats. Arrays and ``blocks`` as for
-    :func:`distributed.all_gather`.
+    then those for device 1, and so on. sizes: int32 (devices,), how many for each device. capacity:
+    the number of rows of the result, by default that of x; rows beyond it are dropped. scales: a
+    second array whose rows are sent together with those of x, for 8-bit floats. Arrays and
+    ``blocks`` as for :func:`distributed.all_gather`.
 
-    Returns ``(out, received)``, or ``(out, received, scales)``, in the arrays of ``out``, or fresh
-    ones: out (capacity, ...) has the rows
-    from device 0, then those from device 1, and so on, and zeros after them; received, int32
-    (devices,), says how many each device sent. This dispatches tokens to experts;
-    ``ragged_all_to_all(y, received, mesh, capacity=rows)`` combines, that is, brings results back
-    to the places of their tokens. ValueError for other shapes."""
+    Returns ``(out, received)``, or ``(out, received, scales)``, in the arrays of ``out``, or new
+    ones: out (capacity, ...) has the rows from device 0, then those from device 1, and so on,
+    followed by zeros; received, int32 (devices,), says how many each device sent. This dispatches
+    tokens to experts; ``ragged_all_to_all(y, received, mesh, capacity=rows)`` sends the results
+    back to the places of their tokens. ValueError for other shapes."""
     what = "ragged_all_to_all"
     arrays = [x] if scales is None else [x, scales]
     ones = [distributed._operand(a, mesh, what) for a in arrays]
