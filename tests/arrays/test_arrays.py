@@ -346,6 +346,19 @@ def test_reductions(run, rng, shape, axis):
     np.testing.assert_array_equal(lo, x.min(axis))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
+def test_equal_elements_are_added_up(run, rng, dtype):
+    """One number in all elements: its sum in its own dtype, without a loop."""
+    x = rng.integers(-9, 9, 4).astype(dtype)
+
+    def body(x_ref, o_ref):
+        x = jnp.broadcast_to(x_ref[2], (16, 24))
+        o_ref[...] = lax.reduce(x, np.zeros((), dtype), lax.add, (1,))
+
+    got = run(body, plgpu.ShapeDtypeStruct((16,), dtype), x)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.full(16, 24 * float(x[2])))
+
+
 # true in the corners, in the middle, nowhere, everywhere but once, everywhere
 MASKS = ["first", "last", "none", "but one", "all"]
 

@@ -408,6 +408,89 @@ def test_names_of_several_targets():
     assert low.resources()["registers"] > 0  # it compiles
 
 
+def test_numbers_of_names_are_of_their_scope():
+    """Two branches each have their own `slot`; where one stands inside of another, both are
+    numbered. Scratch in GMEM has the user's name."""
+
+    def body(x_ref, o_ref, *, work):
+        me = lax.axis_index("t")
+
+        @pl.when(me == 0)
+        def first():
+            slot = lax.rem(x_ref[0], 5)
+            o_ref[slot] = slot
+
+        @pl.when(me == 1)
+        def second():
+            slot = lax.rem(x_ref[1], 7)
+            o_ref[slot] = slot + work[0]
+
+            @pl.when(slot > 2)
+            def third():
+                low = lax.rem(x_ref[2], 3)
+                o_ref[low] = slot
+
+            @pl.when(slot < 2)
+            def fourth():
+                row = lax.rem(x_ref[3], 3)
+                o_ref[row] = row
+
+            row = lax.rem(x_ref[4], 2)
+            o_ref[row] = row
+
+        @pl.when(me == 2)
+        def fifth():
+            row = lax.rem(x_ref[0], 11)
+
+            @pl.when(row > 1)
+            def sixth():
+                row = lax.rem(x_ref[1], 11)
+                o_ref[row] = row
+
+            o_ref[row] = row
+
+    x = np.ones(16, np.int32)
+    kernel = plgpu.kernel(
+        body, out_type=x, num_threads=3, thread_name="t",
+        scratch_types={"work": plgpu.GMEM((4,), jnp.int32)},
+    )  # fmt: skip
+    low = kernel.lower(x)
+    text = low.as_text("cuda")
+    for declared, times in ((r"slot", 2), (r"low", 1), (r"row", 2), (r"row_\d+", 2)):
+        assert len(re.findall(rf"const i32 {declared} = ", text)) == times, declared
+    assert re.search(r"i32\* work /\* gmem", text)
+    assert low.resources()["registers"] > 0  # it compiles
+
+
+def test_expressions_have_the_parentheses_that_they_need(run, rng):
+    """Whatever is printed inline, C++ groups it as the kernel does."""
+    x = rng.integers(1, 99, 4).astype(np.int32)
+    f = rng.standard_normal(4).astype(np.float32)
+
+    def ints(a, b, c, d):
+        yield a - (b - c), a - b - c
+        yield (a - b) * (c + d), (a * b) % 7 * (c % 5)
+        yield a * (b % c), a // (b * 2) * c
+        yield (a + b) // 3 - (c - (d - a)), -(a - b) * 3 - (-(c + d))
+
+    def floats(a, b, c, d):
+        yield a - (b - c), a / (b / c)
+        yield (a - b) * (c + d), a / b * c
+        yield a - (-(b - c)), (a * b) - (c - d) * (a - (b - (c - d)))
+
+    def body(x_ref, f_ref, o_ref, p_ref):
+        for ref, values, out in ((x_ref, ints, o_ref), (f_ref, floats, p_ref)):
+            for k, pair in enumerate(values(*(ref[i] for i in range(4)))):
+                out[2 * k], out[2 * k + 1] = pair
+
+    out = plgpu.ShapeDtypeStruct((8,), np.int32), plgpu.ShapeDtypeStruct((6,), np.float32)
+    got = run(body, out, x, f)
+    np.testing.assert_array_equal(got[0], np.ravel(list(ints(*x.astype(np.int64)))))
+    np.testing.assert_allclose(
+        got[1], np.ravel(list(floats(*f.astype(np.float64)))), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_no_line_directive_stands_before_another():
     for name, kernel, args in kernels():
         text = kernel.lower(*args).as_text("cuda", lines=True)
