@@ -249,7 +249,7 @@ def test_an_event_that_is_left_out(name, event, n):
     "old, new",
     [
         ("mbarrier_init(smem + {empty}, 1)", "mbarrier_init(smem + {empty}, 2)"),
-        ("mbarrier_arrive_expect_tx(full + slot_", "mbarrier_arrive_expect_tx(full + 8 - slot_"),
+        ("mbarrier_arrive_expect_tx(full + slot *", "mbarrier_arrive_expect_tx(full + 8 - slot *"),
         (", 32768);", ", 16384);"),
         ("tcgen05_commit(ready", "tcgen05_commit(taken"),
     ],
