@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fuzz import generate, kernels
 from fuzz.test_fuzz import COVER, FIRST
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
@@ -90,9 +91,7 @@ def random_kernel(seed):
     return compare(lowered.graph, case.operands)
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(k, marks=pytest.mark.long) for k in range(FIRST, FIRST + 300, 50)]
-)
+@pytest.mark.parametrize("first", only_long(range(FIRST, FIRST + 300, 50), every=3))
 def test_random_kernels(first):
     for seed in range(first, first + 50):
         random_kernel(seed)

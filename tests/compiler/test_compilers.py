@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import sass
 from compilers import PLACES, SUITES, libraries, run
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _compilers, _core, lax, pl
@@ -39,11 +40,12 @@ def checked(library, *suites):
 @needs_nvdisasm
 @pytest.mark.parametrize("library", libraries())
 @pytest.mark.parametrize(
-    "suite", ["reproductions", pytest.param("kernels", marks=pytest.mark.long)]
+    "suite",
+    only_long(["reproductions", "kernels --every 3", "kernels"], "reproductions", rare=["kernels"]),
 )
 def test_kernels(library, suite):
     """The kernels that showed the bugs, and their neighbours."""
-    checked(library, suite)
+    checked(library, *suite.split())
 
 
 @needs_nvdisasm
