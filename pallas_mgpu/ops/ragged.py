@@ -260,7 +260,9 @@ class _DotBlock(GroupedBlock):
         the tensor cores work for the other consumer."""
         p, ring = self.plan, self.ring
         which = sum((height > w).astype(jnp.int32) for w in p.widths[:-1])
-        blocks, w = self.scale_rhs.at[g, col // BLOCK], col // p.cluster_cols
+        # the last block of a cluster may begin beyond the columns
+        block = jnp.minimum(col // BLOCK, self.scale_rhs.shape[1] - 1)
+        blocks, w = self.scale_rhs.at[g, block], col // p.cluster_cols
         along = plgpu.Layout.WGMMA.reduce(0)
 
         def scale_of(s):

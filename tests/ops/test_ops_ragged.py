@@ -118,6 +118,7 @@ BLOCKS = {  # rows (of each group, if it has an array), n, k, sizes, by groups, 
     "packed": (200, 264, 400, [70, 0, 60, 30], False, None),
     "packed, odd": (301, 136, 300, [130, 0, 160], False, C(2, 128, 0, 2)),
     "packed, small tiles": (50, 72, 128, [30, 7], False, C(1, 64, 0, 1)),
+    "packed, a block without columns": (60, 128, 256, [30, 30], False, C(2, 64, 0, 2)),
     "by groups": (90, 200, 256, [70, 0, 90, 1], True, None),
     "by groups, too many": (65, 72, 144, [100, -3, 64], True, C(1, 128, 0, 1)),
 }
