@@ -15,7 +15,7 @@ import pytest
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, ops, pl
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu.ops import distributed
+from pallas_mgpu.ops import distributed, distributed_matmul
 
 GAPS = pathlib.Path(plgpu.__file__).parent / "gaps.md"
 F16, F32, BF16 = (np.dtype(t) for t in (np.float16, np.float32, ml_dtypes.bfloat16))
@@ -498,6 +498,17 @@ CASES = {
     ],
     'memory="nvshmem"': [
         (ValueError, lambda: plgpu.DeviceMesh((2,), ("d",), memory="nvshmem")),
+    ],
+    "products over devices": [
+        lambda: distributed_matmul.all_gather_matmul(
+            [zeros(8, 8)] * 4, [zeros(8, 8)] * 4, two_axes, axis_name="a", transfer="engine"
+        ),
+        lambda: distributed_matmul.all_gather_matmul(
+            [zeros(8, 12)] * 2, [zeros(12, 8)] * 2, two, transfer="engine"
+        ),
+        lambda: distributed_matmul.matmul_all_reduce(
+            [zeros(8, 8)] * 2, [zeros(8, 8)] * 2, two, transfer="engine"
+        ),
     ],
     "`ops.distributed`": [
         lambda: distributed.all_gather([zeros(8)] * 4, two_axes, axis_name="a", multicast=True),
