@@ -486,7 +486,10 @@ def transfers(w, dtype="float16"):
     for shape in shapes if w.n == 2 else shapes[:2]:
         for kind in KINDS:
             for transfer in distributed_matmul.TRANSFERS:
-                if transfer != "engine" or kind == KINDS[0] and shape[1] % 8 == 0:
+                whole = (
+                    kind == KINDS[0] or kind == KINDS[1] and shape[0] % 256 == shape[2] % 256 == 0
+                )
+                if transfer != "engine" or whole and shape[1] % 8 == 0:
                     yield partial(product, w, kind, *shape, dtype, transfer)
 
 

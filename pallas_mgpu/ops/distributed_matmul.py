@@ -29,10 +29,7 @@ all have told that they have fetched them. Summands wait in memory of their own 
 fourth warp of the producer of the block that adds them, the *puller*, hears of them; it copies them
 to memory of its own device and raises the flags that the couriers of others would.
 
-The copy engines (`transfer="engine"`) take rows without a courier: the host enqueues copies to the
-others on a stream of its own, a band of rows and then its flag at a time, whose value a kernel left
-for them when it ended. A kernel ends when no block of any device needs its staging memory any more,
-so that the copies of the next call need not wait.
+With `transfer="engine"` the copy engines move the data: _distributed_engine.py.
 
 Staging memory has two halves, and flags count up, as in distributed.py. All blocks run at once, so
 that a block that waits for one of another device waits for one that runs.
@@ -48,7 +45,6 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
-from pallas_mgpu._symmetric import _torch, peer_tensor
 
 from . import _tensor_memory, distributed
 from ._common import SMEM_BYTES, StaticTiles
@@ -97,6 +93,11 @@ class Plan(_KernelPlan):
         self.clusters = min(self.total, max(most, 1))
         self.blocks = self.clusters * self.cluster
 
+    @staticmethod
+    def fits(x, cfg):
+        """Is there a kernel with these tiles?"""
+        return True
+
     def product(self, parts):
         """Cycles that the product takes, and how many waves of tiles there are. parts: how many
         times the rows of x."""
@@ -142,13 +143,13 @@ def _plan(kind, x, blocks, parts, tmem, given, **options):
 
     if tmem:
         return plan(MatmulConfig(2, 128, 4, 1, serpentine=False))
-    if given:
+    if given and kind.fits(x, given):
         return plan(_fitted(given, couriers))
     found = []
     for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices * cfg.shares > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
-        if cfg.consumers > 2:
+        if cfg.consumers > 2 or not kind.fits(x, cfg):
             continue
         alone = cfg.cluster == cfg.cluster_n == 1
         steps = pl.cdiv(x.k, cfg.step)
@@ -156,7 +157,19 @@ def _plan(kind, x, blocks, parts, tmem, given, **options):
             if split == 1 or split <= blocks and steps >= 8 * split and cfg.tile_n >= 64 * split:
                 fitted = _fitted(cfg._replace(buffers=1, split=split), couriers)
                 found.append(plan(fitted))
+    if not found or given and not kind.fits(x, given):
+        raise NotImplementedError(
+            f'transfer="engine" for a part ({x.m}, {x.n}) of the sums that is not a multiple of a'
+            ' tile; use "push" or "pull"'
+        )
     return min(found, key=lambda p: p.time())
+
+
+def _engine():
+    """The products by copy engines, which are made of these."""
+    from . import _distributed_engine
+
+    return _distributed_engine
 
 
 def _fitted(cfg, couriers=1):
@@ -524,107 +537,6 @@ class _PullGatherBlock(_GatherBlock):
         )
 
 
-class _EngineGatherPlan(_GatherPlan):
-    """The same with a cell for each band, and a flag of blocks that need no rows any more."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.slab, self.slabs, self.pieces, self.last_pieces = self.steps * self.split, 1, 1, 1
-        self.done, self.flags = self.bands, self.bands + 1
-
-    def scratch(self):
-        return super().scratch() | {"drained": plgpu.Barrier(num_arrivals=self.consumers)}
-
-    def staging(self):
-        """The value of the flags of the next call. Rows arrive in an operand."""
-        _, *others = super().staging()
-        return [Own((1,), np.dtype(np.int32)), *others]
-
-
-class _EngineGatherBlock(_GatherBlock):
-    def arrivals(self, number):
-        return self.staging.at[number]
-
-    def courier(self):
-        p = self.plan
-        others = [(self.me + k) % self.size for k in range(1, self.size)]
-        plgpu.barrier_wait(self.drained)
-        for d in others:
-            self.tell(d, p.done)
-
-        @pl.when(self.block == 0)
-        def _():
-            for d in others:
-                self.hear(d, p.done, p.blocks)
-            self.turn[0] = self.epoch + 1
-
-    def consumer(self, me):
-        super().consumer(me)
-        plgpu.barrier_arrive(self.drained)
-
-
-class _EngineGather(Collective):
-    """The kernel, and the copies of its rows to the other devices."""
-
-    def __init__(self, plan, mesh, *args, **options):
-        if mesh.devices is not None or mesh.memory == "nvshmem" or len(mesh.shape) > 1:
-            raise NotImplementedError(
-                'all_gather_matmul: transfer="engine" on GPUs of one process, with memory of'
-                ' NVSHMEM, and on a mesh of several axes; use "push" or "pull"'
-            )
-        super().__init__(mesh, *args, **options)
-        self.plan, self.stream, self.there = plan, None, {}
-        self.rows = plgpu.symm_empty((plan.parts - 1, plan.x.m, plan.x.k), plan.x.dtypes[0], mesh)
-        self.turn, self.flags = self.lasting[0], self.lasting[-2]
-        for x in [self.turn] if mesh.group is not None else self.turn:
-            x[...] = 1
-
-    def __call__(self, a, b, out=None):
-        if self.mesh.group is None:
-            for d, rows in enumerate(a):
-                self._send(d, rows, self.turn[d], lambda x, to: x[to])
-            return super().__call__(a, b, self.rows, out=out)
-        torch = _torch()
-        rank = _torch(".distributed").get_rank(self.mesh.group)
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            self._send(rank, a, self.turn, self._of_peer)
-        made = super().__call__(a, b, self.rows, out=out)
-        current.wait_stream(self.stream)
-        return made
-
-    def _of_peer(self, x, rank):
-        key = x.data_ptr(), rank
-        if key not in self.there:
-            self.there[key] = peer_tensor(x, rank)
-        return self.there[key]
-
-    def _send(self, me, rows, turn, of):
-        """Enqueue the copies of device `me`. of(x, device): the lasting array of a device."""
-        n, band = self.mesh.size, self.plan.band
-        for step in range(1, n):
-            to = (me - step) % n  # the device before this one needs its rows first
-            for k, first in enumerate(range(0, self.plan.x.m, band)):
-                at = slice(first, first + band)
-                assign(of(self.rows, to)[step - 1, at], rows[at])
-                assign(of(self.flags, to)[k, 0, me : me + 1], turn)
-
-
-def assign(target, source):
-    """Copies an array; tensors by the copy engine, as they are contiguous."""
-    target.copy_(source) if hasattr(target, "copy_") else target.__setitem__(..., source)
-
-
-GATHERS = {
-    "push": (_GatherPlan, _GatherBlock),
-    "pull": (_PullGatherPlan, _PullGatherBlock),
-    "engine": (_EngineGatherPlan, _EngineGatherBlock),
-}
-
-
 @cached
 def _gathered(
     mesh,
@@ -642,20 +554,21 @@ def _gathered(
 ):
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    kind, block = GATHERS[transfer]
+    engine = _engine() if transfer == "engine" else None
+    kind, block = {
+        "push": lambda: (_GatherPlan, _GatherBlock),
+        "pull": lambda: (_PullGatherPlan, _PullGatherBlock),
+        "engine": lambda: (engine.GatherPlan, engine.GatherBlock),
+    }[transfer]()
     plan = _plan(kind, x, blocks, size, tmem, config)
-    by_engine = transfer == "engine"
 
     def body(refs, flags, epochs, **scratch):
-        if by_engine:
-            a, b, staging, o, turn, *others = refs
-            named = plan.named((a, b, o, staging, turn, *others), "staging", "turn") | scratch
-        else:
-            named = plan.named(refs, "staging") | scratch
+        named = plan.named_by_engine(refs) if engine else plan.named(refs, "staging")
+        named |= scratch
         named["o"] = named["o"].reshape((size, m, n))
         block(plan, axis, named, flags, epochs).run()
 
-    make = functools.partial(_EngineGather, plan) if by_engine else Collective
+    make = functools.partial(engine.gathered, plan) if engine else Collective
     return make(
         mesh,
         body,
@@ -1115,16 +1028,23 @@ def _scattered(
     """m: rows of the result of a device."""
     size = distributed._size(mesh, axis)
     x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    pull = transfer == "pull"
-    plan = _plan(_PullSumPlan if pull else _SumPlan, x, blocks, size, tmem, config)
-    block = _PullSumBlock if pull else _SumBlock
+    engine = _engine() if transfer == "engine" else None
+    kind, block = {
+        "push": lambda: (_SumPlan, _SumBlock),
+        "pull": lambda: (_PullSumPlan, _PullSumBlock),
+        "engine": lambda: (engine.OwnSumPlan, engine.OwnSumBlock),
+    }[transfer]()
+    plan = _plan(kind, x, blocks, size, tmem, config)
 
     def body(refs, flags, epochs, **scratch):
-        named = plan.named(refs, "staging", "waiting") | scratch
+        waits = "staging", "waiting"
+        named = plan.named_by_engine(refs) if engine else plan.named(refs, *waits)
+        named |= scratch
         named["a"] = named["a"].reshape((size, m, named["a"].shape[1]))
         block(plan, axis, named, flags, epochs).run()
 
-    return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem)
+    make = functools.partial(engine.scattered, plan) if engine else Collective
+    return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem, make)
 
 
 @cached
@@ -1156,8 +1076,8 @@ def _reduced(
     return _summing("matmul_all_reduce", mesh, body, plan, interpret, tmem)
 
 
-def _summing(name, mesh, body, plan, interpret, tmem):
-    return Collective(
+def _summing(name, mesh, body, plan, interpret, tmem, make=Collective):
+    return make(
         mesh,
         body,
         name,
@@ -1234,10 +1154,10 @@ def _prepare(
         raise ValueError(f"{what}: transfer must be one of {TRANSFERS}, got {transfer!r}")
     if tmem and transfer != "push":
         raise NotImplementedError(f'{what}: transfer="{transfer}" on Blackwell; use "push"')
-    if transfer == "engine" and (what != "all_gather_matmul" or k * dtype.itemsize % 16):
+    if transfer == "engine" and (what == "matmul_all_reduce" or k * dtype.itemsize % 16):
         raise NotImplementedError(
-            f'{what}: transfer="engine" is there for all_gather_matmul, with rows of a multiple of'
-            ' 16 bytes; use "push" or "pull"'
+            f'{what}: transfer="engine" is there for all_gather_matmul and matmul_reduce_scatter,'
+            ' with rows of a multiple of 16 bytes; use "push" or "pull"'
         )
     how = out_dtype, blocks, interpret, tmem, config, transfer
     _checked(config, what, m, tmem)

