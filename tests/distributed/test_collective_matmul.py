@@ -116,7 +116,7 @@ CONFIGS = [
 @pytest.mark.parametrize("f", FUNCTIONS)
 def test_configs(rng, f, config):
     """Clusters of blocks, bands and cells, under several schedules."""
-    n, (m, k, cols) = (3 if config in CONFIGS[::3] else 2), (290, 700, 272)
+    n, (m, k, cols) = (3 if config in CONFIGS[::3] else 2), (290, 456, 272)
     rows = n * m if f is ops.matmul_reduce_scatter else m
     a = [rng.integers(-3, 4, (rows, k)).astype(np.float16) for _ in range(n)]
     b = [rng.integers(-3, 4, (k, cols)).astype(np.float16) for _ in range(n)]
