@@ -2,10 +2,12 @@
 
     python benchmarks/bench_sample.py [--json FILE]
 
-Before it is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
+Also with rows that a cluster of blocks divides (SampleConfig), which is not the default. Before it
+is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
 CUDA graphs, the median of nine replays of 20 calls."""
 
 import argparse
+import functools
 
 import results
 import torch
@@ -13,6 +15,7 @@ import torch
 from pallas_mgpu import ops
 
 SHAPES = [(1, 128256), (32, 128256), (256, 128256), (256, 32000)]  # rows, vocabulary
+BLOCKS = (1, 2, 4, 8)  # of a row
 OPTIONS = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}]
 
 
@@ -65,24 +68,31 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     results.argument(parser)
     found = results.Results(__file__, parser.parse_args().json)
-    print("| logits, bfloat16 | options | ops, us | torch, us | torch / ops |")
-    print("|---|---|---:|---:|---:|")
+    columns = " | ".join(f"{b} blocks, us" for b in BLOCKS)
+    print(f"| logits, bfloat16 | options | {columns} | torch, us | torch / ops |")
+    print("|---|---|" + "---:|" * (len(BLOCKS) + 2))
     for shape in SHAPES:
         logits = 3 * torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         seed = torch.tensor([1], device="cuda", dtype=torch.int32)
         out = torch.full(shape[:1], -1, device="cuda", dtype=torch.int32)
         for options in OPTIONS:
-            out.fill_(-1)
-            check(logits, ops.sample(logits, seed, out=out, **options), **options)
-            samples = {
-                "ops": seconds(lambda: ops.sample(logits, seed, out=out, **options)),  # noqa: B023
-                "torch": seconds(lambda: of_torch(logits, **options)),  # noqa: B023
-            }
+            samples = {}
+            for blocks in BLOCKS:
+                config = ops.SampleConfig(blocks) if blocks > 1 else None
+                call = functools.partial(
+                    ops.sample, logits, seed, out=out, config=config, **options
+                )
+                out.fill_(-1)
+                check(logits, call(), **options)
+                samples[f"ops, {blocks} blocks a row" if config else "ops"] = seconds(call)
+            samples["torch"] = seconds(functools.partial(of_torch, logits, **options))
             given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
             case = f"{shape[0]} x {shape[1]}, {given}"
             found.add_samples("sample", case, samples, work=2 * logits.numel(), unit="B")
-            a, b = (results.spread(s)[0] * 1e6 for s in samples.values())
-            print(f"| {shape} | {options or '-'} | {a:.1f} | {b:.1f} | {b / a:.2f} |", flush=True)
+            us = [results.spread(s)[0] * 1e6 for s in samples.values()]
+            cells = " | ".join(f"{x:.1f}" for x in us)
+            ratio = us[-1] / us[0]
+            print(f"| {shape} | {options or '-'} | {cells} | {ratio:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ static const char **declare_words(pm_gen *e, pm_opid op) {
 static void unpack_results(pm_gen *e, pm_opid op, const char **words) {
   const pm_op *o = pm_get(e->g, op);
   for (uint32_t k = 0; k < o->n_out; k++) {
-    if (words[k]) pm_unpack(e, words[k], o->out + k, o->out + k);
+    if (words[k] && e->uses[o->out + k]) pm_unpack(e, words[k], o->out + k, o->out + k);
   }
 }
 

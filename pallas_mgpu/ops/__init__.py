@@ -36,7 +36,7 @@ from .quantize import dequantize, quantize, quantize_by_scale
 from .quantize_fused import gated_linear_unit_quantize, rms_norm_quantize
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 from .rotary import rotary, rotary_backward
-from .sample import sample
+from .sample import SampleConfig, sample
 
 __all__ = [
     "AttentionBackwardConfig",
@@ -51,6 +51,7 @@ __all__ = [
     "NormBackwardConfig",
     "NormConfig",
     "RaggedConfig",
+    "SampleConfig",
     "TensorMemoryAttentionConfig",
     "TensorMemoryBackwardConfig",
     "TensorMemoryConfig",

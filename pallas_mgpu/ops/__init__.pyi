@@ -25,6 +25,9 @@ class FewRowsConfig(NamedTuple):
     stages: int = 4
     step: int = 64
 
+class SampleConfig(NamedTuple):
+    blocks: int = 1
+
 class MatmulConfig(NamedTuple):
     consumers: int = 2
     tile_n: int = 256
@@ -1103,6 +1106,7 @@ def sample(
     top_k: int | np.ndarray | None = None,
     top_p: float | np.ndarray | None = None,
     temperature: float | np.ndarray = 1.0,
+    config: SampleConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
     stream: Stream | None = None,
@@ -1115,6 +1119,7 @@ def sample(
     top_k: int | A | None = None,
     top_p: float | A | None = None,
     temperature: float | A = 1.0,
+    config: SampleConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
     stream: Stream | None = None,

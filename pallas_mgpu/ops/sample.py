@@ -9,9 +9,9 @@ exponentially distributed for each token, the least E / p is that of a token dra
 probabilities p. E is a function of seed, row and token, so a draw does not depend on what else is
 in the batch, nor on how the row is divided.
 
-The row is divided among the threads of the block, which meet once for each time it is read. What
-they tell each other is in one of two halves of shared memory by turns, so that one meeting is
-enough."""
+The row is divided among the threads of the block, or of the blocks of a cluster, which meet once
+for each time it is read. What they tell each other is in one of two halves of shared memory by
+turns, in every block, so that one meeting is enough."""
 
 import functools
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -36,6 +36,13 @@ _LEAST = _F32(1e-20)  # of temperatures and sums that are divided or compared
 _GOLDEN = np.uint32(0x9E3779B9)
 
 
+class SampleConfig(NamedTuple):
+    """How a row of `sample` is divided. ``blocks``: of the cluster that works on a row, 1, 2, 4 or
+    8, on GPUs without clusters 1. Each rounds sums of probabilities in another order."""
+
+    blocks: int = 1
+
+
 class Problem(NamedTuple):
     """What a kernel computes. top_k, top_p, temperature: a number, None or _ARRAY."""
 
@@ -50,9 +57,12 @@ class Problem(NamedTuple):
 class _Row:
     """A row of a block, while it is traced for one of the threads."""
 
-    def __init__(self, x, refs):
-        self.x, self.refs = x, refs
+    def __init__(self, x, blocks, refs):
+        self.x, self.blocks, self.refs = x, blocks, refs
         self.me, self.row = lax.axis_index("thread"), lax.axis_index("row")
+        self.threads = _THREADS * blocks  # of the row
+        if blocks > 1:
+            self.me = lax.axis_index("block") * _THREADS + self.me
         self.width = min(x.n, _PART)
         self.bits = 8 * x.dtype.itemsize
         self.meetings = 0
@@ -68,14 +78,14 @@ class _Row:
         n, width, low = self.x.n, self.width, self.x.dtype.type(-np.inf)
 
         def part(i, state):
-            start = (i * _THREADS + self.me) * width
+            start = (i * self.threads + self.me) * width
             column = start + jnp.arange(width)
             at = self.row, pl.ds(start, width)
             keep, other = (None, None) if n % width == 0 else (column < n, low)
             value = pl.load(self.refs["logits"], at, mask=keep, other=other)
             return step(value, column, state)
 
-        parts = (pl.cdiv(n, width) - self.me + (_THREADS - 1)) // _THREADS
+        parts = (pl.cdiv(n, width) - self.me + (self.threads - 1)) // self.threads
         return lax.fori_loop(0, parts, part, state)
 
     def share(self, *values):
@@ -86,11 +96,22 @@ class _Row:
 
     def _exchange(self, half, values):
         exchanged = self.refs["exchanged"]
+        everywhere = [exchanged]
+        if self.blocks > 1:
+            everywhere = [plgpu.cluster_ref(exchanged, {"block": b}) for b in range(self.blocks)]
         for i, value in enumerate(values):
-            exchanged[half, self.me, i] = lax.bitcast_convert_type(value, jnp.int32)
-        plgpu.ext.named_barrier_sync(0, _THREADS)
+            for there in everywhere:
+                there[half, self.me, i] = lax.bitcast_convert_type(value, jnp.int32)
+        if self.blocks > 1:
+            plgpu.barrier_arrive(self.refs["met"])
+            plgpu.barrier_wait(self.refs["met"])
+        else:
+            plgpu.ext.named_barrier_sync(0, _THREADS)
         return [
-            [lax.bitcast_convert_type(exchanged[half, t, i], value.dtype) for t in range(_THREADS)]
+            [
+                lax.bitcast_convert_type(exchanged[half, t, i], value.dtype)
+                for t in range(self.threads)
+            ]
             for i, value in enumerate(values)
         ]
 
@@ -156,18 +177,21 @@ class _Row:
 
 
 def _sum(parts):
-    return (parts[0] + parts[1]) + (parts[2] + parts[3])
+    """Of a power of two of numbers."""
+    while len(parts) > 1:
+        parts = [x + y for x, y in zip(parts[::2], parts[1::2])]
+    return parts[0]
 
 
 @cached
-def _kernel(x, interpret):
+def _kernel(x, blocks, interpret):
     names = [name for name in ("top_k", "top_p", "temperature") if getattr(x, name) == _ARRAY]
 
     def body(logits, seed, *refs):
         overlap_launches()
-        arrays, (out, exchanged) = refs[: len(names)], refs[len(names) :]
+        arrays, (out, exchanged, *met) = refs[: len(names)], refs[len(names) :]
         refs = dict(zip(names, arrays), logits=logits, seed=seed, exchanged=exchanged)
-        row = _Row(x, refs)
+        row = _Row(x, blocks, refs | dict(zip(["met"], met)))
         top, temperature, least = row.largest(), row.option("temperature"), None
 
         if x.top_k is not None:
@@ -197,10 +221,16 @@ def _kernel(x, interpret):
         def _():
             out[row.row] = token
 
+    scratch, cluster = [plgpu.SMEM((2, _THREADS * blocks, 3), np.int32)], {}
+    if blocks > 1:
+        met = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=_THREADS)
+        scratch.append(met)
+        cluster = {"cluster": (blocks,), "cluster_names": ("block",)}
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((x.rows,), np.int32),
-        scratch_types=[plgpu.SMEM((2, _THREADS, 3), np.int32)],
+        scratch_types=scratch,
+        **cluster,
         grid=(x.rows,),
         grid_names=("row",),
         num_threads=_THREADS,
@@ -226,8 +256,23 @@ def _option(name, value, rows, dtype, fits, accepted):
     return value
 
 
+def _blocks_of(config, device):
+    if config is None:
+        return 1
+    if not isinstance(config, SampleConfig):
+        raise TypeError(f"sample: config must be a SampleConfig, got {config!r}")
+    target = _core.target(device)
+    most = 8 if "CLUSTER" in target["features"] else 1
+    if config.blocks not in (1, 2, 4, 8) or config.blocks > most:
+        raise ValueError(
+            "sample: blocks of a SampleConfig must be 1, 2, 4 or 8, and 1 on GPUs without clusters;"
+            f" got {config.blocks} on {target['name']}"
+        )
+    return config.blocks
+
+
 @plgpu.specialize(in_place=False)
-def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, interpret=None):
+def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, config=None, interpret=None):
     """A token of each row, drawn with the probabilities ``softmax(logits / temperature)``.
 
     logits: [rows, vocabulary], float16, bfloat16 or float32; tokens of -inf are never drawn if
@@ -238,6 +283,7 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, interpret=N
     least of the set belong to it. temperature: 0 takes the largest logit, of equal ones the first.
     Each of the three is a number or an array of one for each row: int32, float32, float32. In
     arrays top_k below 1 is 0, top_p above 1 is 1, and negative temperatures are undefined.
+    config: a :class:`SampleConfig`; clusters are for few, long rows.
 
     Returns int32 [rows]. TypeError, ValueError for other dtypes, shapes and numbers. Any GPU from
     sm_80 on.
@@ -262,4 +308,5 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, interpret=N
     if k not in (None, _ARRAY):
         k = None if k == 0 or k >= n else int(k)
     p = None if p == 1 else p
-    return _kernel(Problem(rows, n, np.dtype(logits.dtype), k, p, t), interpret)
+    blocks = _blocks_of(config, logits.device)
+    return _kernel(Problem(rows, n, np.dtype(logits.dtype), k, p, t), blocks, interpret)

@@ -446,6 +446,43 @@ def test_narrow_arrays_are_carried(run, rng):
             np.testing.assert_array_equal(have, want)
 
 
+@pytest.mark.parametrize("condition", ["of a number", "of elements"])
+def test_words_of_a_while_loop(run, rng, condition):
+    """Two 16-bit arrays that change places: of both only words are needed, unless the condition
+    reads the elements of one."""
+    tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+    def body(x_ref, n_ref, o_ref, smem):
+        x, n = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA), n_ref[0]
+
+        def more(c):
+            in_reach = c[0] < n
+            return in_reach & (jnp.max(c[2]) < 99) if condition == "of elements" else in_reach
+
+        def step(c):
+            k, wide, p, q = c
+            wide = wide + 1
+            return k + 1, wide, q, wide.astype(jnp.float16)
+
+        start = 0, x, x.astype(jnp.float16), (x * 2).astype(jnp.float16)
+        for k, value in enumerate(lax.while_loop(more, step, start)[2:]):
+            smem[...] = value
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, o_ref.at[k])
+            plgpu.wait_smem_to_gmem(0)
+
+    x = rng.integers(-20, 20, (64, 64)).astype(np.float32)
+    scratch = [plgpu.SMEM((64, 64), jnp.float16, transforms=tiled)]
+    n = np.array([3], np.int32)
+    got = run(body, np.zeros((2, 64, 64), np.float16), x, n, scratch_types=scratch)
+    np.testing.assert_array_equal(got, np.stack([x + 2, x + 3]).astype(np.float16))
+    if run.way == "host":
+        text = plgpu.kernel(
+            body, out_type=plgpu.ShapeDtypeStruct(got.shape, np.float16), scratch_types=scratch
+        ).lower(x, n)
+        assert ("unpack<f16, 32>(" in text.as_text("cuda")) == (condition == "of elements")
+
+
 # Of x in [-10, 10], y in [0, 20] and d in [2, 4]: a value, and the ends of its range.
 RANGES = [
     (lambda x, y, d: lax.rem(y, 7), 0, 6),

@@ -69,6 +69,21 @@ def test_how_often(dtype, options):
     assert chi < 25  # 4 degrees of freedom: one in 20,000
 
 
+@pytest.mark.covering(1, share=True)
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_rows_that_a_cluster_divides(run, rng, blocks):
+    """Blocks without a part of the row among them."""
+    n, rows = 5003, 2
+    x = (rng.standard_normal((rows, n)) * 3).astype(np.float16)
+    options = {"top_k": 40, "top_p": 0.8, "config": ops.SampleConfig(blocks)}
+    kernel = ops.sample.kernel(x, SEED, **options, interpret=None if run.way == "cuda" else True)
+    got = run.call(kernel, x, SEED)
+    for i in range(rows):
+        assert allowed(x[i], 40, 0.8, 1.0)[0][got[i]], (i, got[i])
+    greedy = ops.sample(x, SEED, temperature=0, config=options["config"], interpret=True)
+    assert (greedy == x.argmax(1)).all()
+
+
 def test_equal_logits_are_all_drawn():
     x = np.zeros((500, 9), np.float32)
     x[:, 4] = -1
