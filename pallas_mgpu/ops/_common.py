@@ -10,6 +10,8 @@ A *tile scheduler* tells a block which tiles of the result are its own, the prod
 consumers alike: `StaticTiles` deals them out before the launch. The *epilogue* of a tile takes the
 result to global memory through buffers in shared memory, by TMA."""
 
+import math
+
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
@@ -29,6 +31,12 @@ def swizzled(row, dtype):
     if bytes_ not in (32, 64, 128):
         return ()
     return (plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(bytes_))
+
+
+def buffer(*shape, dtype):
+    """Scratch: a buffer of such rows, up to 128 bytes of each together."""
+    width = math.gcd(shape[-1], 128 // dtype.itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(width, dtype))
 
 
 def overlap_launches():
@@ -95,9 +103,10 @@ class WarpSpecialized:
             plgpu.wait_smem_to_gmem(0, wait_read_only=self.reads_only)
 
 
-def warp_specialized(body, plan, out_type, **options):
+def warp_specialized(body, plan, out_type, threads=None, **options):
     """The kernel whose body runs a block of the plan: besides consumers and registers it has
-    ``clusters``, how many are launched, ``axes``, names and sizes of a cluster's, and scratch()."""
+    ``clusters``, how many are launched, ``axes``, names and sizes of a cluster's, and scratch().
+    threads: of a block; by default consumers and a producer."""
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -106,7 +115,7 @@ def warp_specialized(body, plan, out_type, **options):
         grid_names=("cluster",),
         cluster=tuple(plan.axes.values()),
         cluster_names=tuple(plan.axes),
-        num_threads=plan.consumers + 1,
+        num_threads=threads or plan.consumers + 1,
         thread_name="wg",
         **options,
     )

@@ -7,7 +7,7 @@ worked on from its end to its beginning, one *segment* for each (sequence, head)
 Where a plan has *lanes*, that many blocks of the grid work side by side on the same keys of
 different heads (or rows of queries), which lie beside one another in memory: block number
 ``place * lanes + lane`` has a share of the heads ``lane``, ``lane + lanes``, ... The shares of a
-lane are merged among themselves."""
+lane are merged among themselves. ``places``: how many blocks a lane has."""
 
 import numpy as np
 
@@ -26,6 +26,8 @@ class Shares(WarpSpecialized):
         super().__init__(plan, refs)
         self.x, self.refs, self.block = plan.x, refs, plan.block
         self.me = lax.axis_index("cluster")
+        for name, size in plan.axes.items():
+            self.me = self.me * size + lax.axis_index(name)
         self.lane, self.place = self.me % plan.lanes, self.me // plan.lanes
         keys = self.x.keys  # that the cache holds, maybe a plgpu.dim
         self.capacity = jnp.int32(keys) if isinstance(keys, int) else keys + 0 * self.me
@@ -56,13 +58,13 @@ class Shares(WarpSpecialized):
 
     def start(self, block):
         """The first unit of a block, without products that overflow."""
-        places = self.plan.clusters // self.plan.lanes
+        places = self.plan.places
         each, rest = self.total // places, self.total % places
         return block * each + jnp.minimum(block, rest)
 
     def owner(self, unit):
         """The block that has a unit."""
-        places = self.plan.clusters // self.plan.lanes
+        places = self.plan.places
         each, rest = self.total // places, self.total % places
         wide = rest * (each + 1)
         later = rest + (unit - wide) // jnp.maximum(each, 1)
@@ -161,4 +163,17 @@ def check_pages(op, q, k, page_table):
         raise NotImplementedError(
             f"{op}: a page must have a multiple of 8 keys, at least 16; got"
             f" {k.shape[1]} (k {k.shape})"
+        )
+
+
+def check_scale(op, name, scale, x, shape):
+    """scale: of the heads of x; shape: [batch, heads], the first of which it need not have."""
+    if scale is None:
+        return
+    if x.dtype.itemsize != 1:
+        raise ValueError(f"{op}: {name} is for elements of 8 bits, got {x.dtype}")
+    if scale.dtype != np.float32 or scale.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"{op}: {name} must be float32, a number for each head or each batch entry and head,"
+            f" {shape[1:]} or {shape}; got {scale.dtype} of shape {scale.shape}"
         )

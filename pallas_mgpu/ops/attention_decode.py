@@ -32,12 +32,13 @@ from ._attention_scores import PLAIN, Scores, Tile, options
 from ._common import (
     SMEM_BYTES,
     Ring,
+    buffer,
     overlap_launches,
     padded,
     swizzled,
     warp_specialized,
 )
-from ._decode_shares import Shares, WithParts, check_array, check_pages, memory_of
+from ._decode_shares import Shares, WithParts, check_array, check_pages, check_scale, memory_of
 from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
@@ -88,11 +89,16 @@ class AttentionDecodeConfig(NamedTuple):
     """How attention_decode is tiled. ``consumers``: warpgroups that process blocks of keys
     alternately, up to 4 (fewer if shared memory has no room for them, 1 if a key head has many
     results); ``stages``: slots of the rings of keys and values; ``lanes``: key heads on which
-    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen."""
+    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen.
+    For 8-bit caches: ``half``: products are of float16, to which 8 bits convert in the fewest
+    instructions, whatever the dtype of q; queries are scaled by powers of 2 first. ``words``: lanes
+    load four elements at a time, so that head dims are in another order inside."""
 
     consumers: int = 0
     stages: int = 0
     lanes: int = 0
+    half: bool = False
+    words: bool = False
 
 
 def _lanes(kv_heads, sms):
@@ -107,7 +113,10 @@ class _Plan:
 
     def __init__(self, x, cfg, programs):
         self.x, self.cfg, self.clusters = x, cfg, programs
-        self.lanes, self.block = cfg.lanes, _KEYS
+        # of products; head dims of a block in the order of words of four
+        self.dtype = np.dtype(np.float16) if cfg.half and x.kv_dtype else x.dtype
+        self.words = bool(cfg.words and x.kv_dtype)
+        self.lanes, self.places, self.block = cfg.lanes, programs // cfg.lanes, _KEYS
         self.heads = x.kv_heads // self.lanes  # key heads of a lane
         self.rows = x.queries * (x.heads // x.kv_heads)  # of queries with one key head
         self.columns = pl.cdiv(self.rows, 8) * 8
@@ -144,13 +153,9 @@ class _Plan:
             found[name] = plgpu.SMEM((self.stages, _KEYS, dim), x.cached, transforms=rows)
         if x.kv_dtype:
             shape = self.consumers, _KEYS, self.value_dim
-            found["values16"] = plgpu.SMEM(shape, x.dtype, transforms=swizzled(64, x.dtype))
-        found["q_smem"] = plgpu.SMEM(
-            (self.consumers, self.columns, self.dim), x.dtype, transforms=swizzled(64, x.dtype)
-        )
-        found["p_smem"] = plgpu.SMEM(
-            (self.consumers, self.columns, _KEYS), x.dtype, transforms=swizzled(64, x.dtype)
-        )
+            found["values16"] = buffer(*shape, dtype=self.dtype)
+        found["q_smem"] = buffer(self.consumers, self.columns, self.dim, dtype=self.dtype)
+        found["p_smem"] = buffer(self.consumers, self.columns, _KEYS, dtype=self.dtype)
         if self.consumers > 1:
             others = self.consumers - 1  # two segments, so that they can go on with the next one
             found["part"] = plgpu.SMEM((2, others, self.value_dim, self.columns), _F32)
@@ -213,11 +218,26 @@ class _Block(Shares):
         row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (p.columns,), 0), p.rows - 1)
         at = b * x.queries + row // group, head, row % group
         if p.dim == x.dim:
-            self.q_smem[me] = q[at]
+            value = q[at]
         else:
             (at, keep), zero = self.elements(at, p.dim, x.dim), np.zeros((), x.dtype)
-            self.q_smem[me] = pl.load(q, at, mask=keep, other=zero)
+            value = pl.load(q, at, mask=keep, other=zero)
+        scale = None
+        if p.dtype != x.dtype:
+            value, scale = self.halved(value)
+        self.q_smem[me] = in_words(value) if p.words else value
         plgpu.commit_smem()
+        return scale
+
+    def halved(self, value):
+        """Queries as float16, and what their scores are multiplied with: a power of 2, so that the
+        largest element becomes 2^10 to 2^11 and what float16 loses is below 2^-34 of it."""
+        value = value.astype(_F32)
+        top = lax.bitcast_convert_type(jnp.max(jnp.abs(value), axis=1), jnp.int32)
+        top = lax.bitcast_convert_type(top & 0x7F800000, jnp.float32)  # its power of 2
+        top = jnp.maximum(top, _F32(2.0**-100)) * _F32(2.0**-10)
+        value = value * lax.broadcast_in_dim(1 / top, value.shape, [0])
+        return value.astype(np.float16), plgpu.layout_cast(top, plgpu.Layout.WGMMA.reduce(0))
 
     def elements(self, at, width, dim):
         """Indices of single elements of rows with so many of them, and which are there."""
@@ -234,12 +254,14 @@ class _Block(Shares):
         b, head, first, blocks, length, low, high = found
         n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)
-        self.load_queries(me, b, head)
+        q_scale = self.load_queries(me, b, head)
         acc[...] = jnp.zeros((self.plan.value_dim, n), _F32)
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
         k_scale = self.scale_of("k_scale", b, head)
+        if q_scale is not None:
+            k_scale = q_scale if k_scale is None else q_scale * k_scale
         skip = (
             me + consumers - it0 % consumers
         ) % consumers  # step `it` is that of consumer it % consumers
@@ -306,8 +328,14 @@ class _Block(Shares):
         """Keys of a slot, as the tensor cores take them."""
         k = self.k_smem.at[slot]
         if self.x.kv_dtype:  # in registers
-            k = plgpu.load(k, layout=plgpu.Layout.WGMMA, optimized=False).astype(self.x.dtype)
+            k = self.widened(k)
         return k
+
+    def widened(self, ref):
+        """8-bit elements of a slot as those of products, in registers."""
+        layout = plgpu.Layout.WGMMA_8BIT if self.plan.words else plgpu.Layout.WGMMA
+        x = plgpu.load(ref, layout=layout, optimized=False).astype(self.plan.dtype)
+        return plgpu.layout_cast(in_words(x), plgpu.Layout.WGMMA) if self.plan.words else x
 
     def scale_of(self, name, b, head):
         """The scale of the keys or values of a head; None without one."""
@@ -333,7 +361,7 @@ class _Block(Shares):
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
         if k_scale is not None:
-            s = s * k_scale
+            s = s * (lax.broadcast_in_dim(k_scale, s.shape, [1]) if k_scale.ndim else k_scale)
         if not self.x.kv_dtype:
             pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
         if self.x.scores.adjusted:
@@ -345,19 +373,19 @@ class _Block(Shares):
         alpha = jnp.exp2(m * c - base)
         e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
         sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
-        p_smem[...] = e.astype(self.x.dtype)
+        p_smem[...] = e.astype(self.plan.dtype)
         self.values.wait(it)
         v = self.v_smem.at[slot]
         if self.x.kv_dtype:  # tensor cores transpose 16-bit elements alone
             raw, v = v, self.values16.at[me]
-            v[...] = raw[...].astype(self.x.dtype)
+            v[...] = self.widened(raw) if self.plan.words else raw[...].astype(self.plan.dtype)
             self.values.release(it)
 
         # what lies beyond the length may be NaN
         @pl.when(key + _KEYS > length)
         def _():
             there = key + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
-            v[...] = jnp.where(there, v[...], np.zeros((), self.x.dtype))
+            v[...] = jnp.where(there, v[...], np.zeros((), v.dtype))
 
         plgpu.commit_smem()
         acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
@@ -436,6 +464,8 @@ class _Block(Shares):
         v_scale = self.scale_of("v_scale", b, head)
         factor = factor if v_scale is None else factor * v_scale
         value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
+        if p.words:
+            value = out_of_words(value)
         keep = row < p.rows
         at = b * x.queries + row // group, head, row % group
         o = self.o.reshape((x.batch * x.queries, x.kv_heads, group, x.value_dim))
@@ -449,6 +479,20 @@ class _Block(Shares):
             lse = (jnp.where(m <= _MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
             at = b, head * group + row % group, row // group
             pl.store(self.lse, at, lse, mask=keep)
+
+
+def in_words(x):
+    """Columns in the order in which a product takes elements that lanes have loaded four at a time:
+    lane q of a row has four neighbours, of which products want two here and two eight columns on.
+    """
+    rows, n = x.shape
+    return x.reshape(rows, n // 16, 4, 2, 2).transpose(0, 1, 3, 2, 4).reshape(rows, n)
+
+
+def out_of_words(x):
+    """Rows in their own order, whose columns were those of in_words before a transposition."""
+    n, columns = x.shape
+    return x.reshape(n // 16, 2, 4, 2, columns).transpose(0, 2, 1, 3, 4).reshape(n, columns)
 
 
 def _parts(plan):
@@ -523,18 +567,6 @@ def _check(q, k, v):
         raise NotImplementedError(
             f"attention_decode: needs wgmma, which {_core.target(q.device)['name']} lacks; use"
             " ops.attention"
-        )
-
-
-def _check_scale(name, scale, k, shape):
-    if scale is None:
-        return
-    if k.dtype.name not in _EIGHT_BITS:
-        raise ValueError(f"attention_decode: {name} is for 8-bit caches, got k of {k.dtype}")
-    if scale.dtype != _F32 or scale.shape not in (shape, shape[1:]):
-        raise ValueError(
-            f"attention_decode: {name} must be float32 [kv_heads] or [batch, kv_heads],"
-            f" {shape[1:]} or {shape}; got {scale.dtype} of shape {scale.shape}"
         )
 
 
@@ -624,8 +656,8 @@ def attention_decode(
         check_array("attention_decode", "tree", tree, (trees, queries, queries), np.bool_)
         if causal:
             raise ValueError("attention_decode: tree says which queries see which; omit causal")
-    _check_scale("k_scale", k_scale, k, (batch, k.shape[2]))
-    _check_scale("v_scale", v_scale, k, (batch, k.shape[2]))
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_scale("attention_decode", name, x, k, (batch, k.shape[2]))
     none = None, None, None, None
     scores = options("attention_decode", q, k, none, False, window, True, softcap, 0.0)
     right = 0 if causal else scores.right

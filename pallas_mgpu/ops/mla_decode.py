@@ -35,15 +35,20 @@ _ROWS = 64  # of a tile
 _ADDERS = 2
 _SCORER = _ADDERS
 _REGISTERS = {"producer": 24, "scorer": 112, "adder": 184}  # of a lane
+_SHARED_REGISTERS = {"producer": 24, "scorer": 88, "adder": 200}  # addresses of another block
 _PART = 32  # columns of a result that are merged at a time
 
 
 class MlaConfig(NamedTuple):
     """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots;
-    0: as many as fit."""
+    0: as many as fit. ``columns``: of an accumulator, 64 or 128; the parts of a slot that they read
+    are filled and freed one by one. ``shared``: two blocks with the same rows of the cache, for 128
+    heads or more, are a cluster and fetch half of them each, for both."""
 
     block: int = 64
     stages: int = 0
+    columns: int = 128
+    shared: bool = False
 
 
 class _Problem(NamedTuple):
@@ -72,7 +77,6 @@ class _Problem(NamedTuple):
 
 
 class _Plan:
-    axes: dict[str, int] = {}
     consumers = _ADDERS + 1
 
     def __init__(self, x, cfg, sms):
@@ -81,10 +85,12 @@ class _Plan:
         self.lanes = next(n for n in range(min(self.tiles, sms), 0, -1) if self.tiles % n == 0)
         self.heads = self.tiles // self.lanes
         units = x.batch * self.heads * pl.cdiv(x.keys, self.block)
-        self.clusters = min(sms // self.lanes, units) * self.lanes
+        self.places = min(sms // self.lanes, units)
+        self.axes = {"pair": 2} if cfg.shared and self.lanes % 2 == 0 else {}
+        self.clusters = self.places * self.lanes // (1 + len(self.axes))
         self.piece = math.gcd(x.page, self.block) if x.page else self.block
         self.part = x.value_dim // _ADDERS  # columns of an adder
-        self.width = math.gcd(self.part, 128)  # of an accumulator
+        self.width = math.gcd(self.part, cfg.columns)  # of an accumulator
         # Columns of a slot that adders are done with at the same time are filled together: those of
         # the first accumulators, with all that are no values, then those of the second ones.
         self.groups = [
@@ -114,7 +120,8 @@ class _Plan:
         found |= Ring.barriers(1, 1, 1, prefix="q_")
         for i, group in enumerate(self.groups):
             copies = self.block // self.piece * len(group)
-            found |= Ring.barriers(self.stages, copies, _ADDERS, prefix=f"k{i}_")
+            axes = tuple(self.axes)
+            found |= Ring.barriers(self.stages, copies, _ADDERS, axes, prefix=f"k{i}_")
         return found | Ring.barriers(self.turns, 1, _ADDERS, prefix="p_")
 
 
@@ -129,7 +136,7 @@ class _Block(Shares):
         ]
 
     def run(self):
-        me = lax.axis_index("wg")
+        me, registers = lax.axis_index("wg"), _SHARED_REGISTERS if self.plan.axes else _REGISTERS
         roles = (
             (me < _ADDERS, "adder", "increase", lambda: self.adder(me)),
             (me == _SCORER, "scorer", "decrease", self.scorer),
@@ -138,7 +145,7 @@ class _Block(Shares):
         for here, name, action, work in roles:
 
             def role(name=name, action=action, work=work):
-                plgpu.set_max_registers(_REGISTERS[name], action=action)
+                plgpu.set_max_registers(registers[name], action=action)
                 work()
 
             pl.when(here)(role)
@@ -158,6 +165,8 @@ class _Block(Shares):
         self.queries.acquire(tile)
         plgpu.copy_gmem_to_smem(q.at[b, pl.ds(t * _ROWS, _ROWS)], self.q_smem, self.q_full.at[0])
 
+        shared = {"collective_axes": "pair"} if self.plan.axes else {}
+
         def one(j, it):
             key = (high - 1 - j) * self.block
             pieces = self.pieces(b, 0, key, length)
@@ -167,8 +176,8 @@ class _Block(Shares):
                 for rows, at in pieces:
                     here = self.k_smem.at[slot] if rows is None else self.k_smem.at[slot, rows]
                     for columns in (pl.ds(*c) for c in group):
-                        there = self.k.at[(*at, columns)]
-                        plgpu.copy_gmem_to_smem(there, here.at[:, columns], ring.full.at[slot])
+                        there, here_too = self.k.at[(*at, columns)], here.at[:, columns]
+                        plgpu.copy_gmem_to_smem(there, here_too, ring.full.at[slot], **shared)
             return it + 1
 
         return tile + 1, lax.fori_loop(0, high - low, one, it0)
@@ -366,9 +375,10 @@ class _Block(Shares):
 
 def _parts(plan):
     """Segments that another block finishes, and their maxima and sums."""
+    blocks = plan.places * plan.lanes
     return (
-        plgpu.ShapeDtypeStruct((plan.clusters, _ROWS, plan.x.value_dim), _F32),
-        plgpu.ShapeDtypeStruct((plan.clusters, _ADDERS, 2, _ROWS), _F32),
+        plgpu.ShapeDtypeStruct((blocks, _ROWS, plan.x.value_dim), _F32),
+        plgpu.ShapeDtypeStruct((blocks, _ADDERS, 2, _ROWS), _F32),
     )
 
 
@@ -382,7 +392,7 @@ def _kernel(x, cfg, sms, interpret):
         refs = dict(q=q, k=k.reshape((*k.shape[:2], 1, x.dim))) | dict(
             zip(names, others, strict=True)
         )
-        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.clusters, _ADDERS)))
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.places * plan.lanes, _ADDERS)))
         _Block(plan, refs | scratch | {"done": done}).run()
 
     outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
@@ -461,9 +471,10 @@ def mla_decode(
     config = MlaConfig() if config is None else config
     if not isinstance(config, MlaConfig):
         raise TypeError(f"mla_decode: config must be an MlaConfig, got {config!r}")
-    if config.block not in (32, 64) or config.stages < 0:
+    if config.block not in (32, 64) or config.stages < 0 or config.columns not in (64, 128):
         raise ValueError(
-            f"mla_decode: an MlaConfig has a block of 32 or 64 and stages from 0; got {config}"
+            "mla_decode: an MlaConfig has a block of 32 or 64, stages from 0 and 64 or 128 columns;"
+            f" got {config}"
         )
     scale = float(dim**-0.5 if scale is None else scale)
     page = 0 if page_table is None else cache.shape[1]

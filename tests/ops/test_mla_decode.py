@@ -53,6 +53,29 @@ def test_lengths(rng, lengths, queries, heads, dim, value_dim, dtype, block, int
     check(arrays, lengths, value_dim, interpret, given, causal=queries > 1, scale=0.1)
 
 
+@pytest.mark.parametrize(
+    "config, queries, interpret",
+    [
+        (MlaConfig(columns=64), 1, INTERPRET[0]),
+        (MlaConfig(shared=True), 1, INTERPRET[0]),
+        (MlaConfig(32, columns=64, shared=True), 3, True),
+        pytest.param(MlaConfig(shared=True), 1, "emulate", marks=pytest.mark.exhaustive),
+        pytest.param(MlaConfig(columns=64), 1, "emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_configurations(rng, monkeypatch, config, queries, interpret):
+    """Finer parts of slots, and clusters that share them, in one pair of blocks and several."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
+    plgpu.clear_caches()
+    lengths = 150, 70, 0
+    q, cache, n = operands(rng, lengths, queries, 128, 192, 160, np.float16)
+    pages, table = paged(rng, cache, 16, lengths)
+    given = {"cache": pages, "page_table": table, "config": config}
+    check((q, cache, n), lengths, 128, interpret, given, causal=queries > 1)
+    plgpu.clear_caches()
+
+
 @pytest.mark.parametrize("size, interpret", [(16, INTERPRET[0]), (24, "emulate"), (64, True)])
 def test_pages(rng, size, interpret):
     lengths = 100, 0, size
@@ -103,7 +126,7 @@ def test_errors():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("config", [MlaConfig(), MlaConfig(32)], ids=str)
+@pytest.mark.parametrize("config", [MlaConfig(), MlaConfig(32), MlaConfig(shared=True)], ids=str)
 def test_no_spills(config):
     S = plgpu.ShapeDtypeStruct
     q, pages = S((128, 1, 128, 576), bfloat16), S((999, 64, 576), bfloat16)
