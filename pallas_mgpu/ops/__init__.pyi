@@ -18,6 +18,8 @@ class AttentionDecodeConfig(NamedTuple):
     consumers: int = 0
     stages: int = 0
     lanes: int = 0
+    half: bool = False
+    words: bool = False
 
 class FewRowsConfig(NamedTuple):
     tile_n: int = 128
@@ -58,6 +60,8 @@ class MixedConfig(NamedTuple):
 class MlaConfig(NamedTuple):
     block: int = 64
     stages: int = 0
+    columns: int = 128
+    shared: bool = False
 
 class NormBackwardConfig(NamedTuple):
     members: int = 0
@@ -141,6 +145,12 @@ def attention(
     mask_data: np.ndarray | None = None,
     cos: np.ndarray | None = None,
     sin: np.ndarray | None = None,
+    kv_lengths: np.ndarray | None = None,
+    q_lengths: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    q_scale: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
     mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -170,6 +180,12 @@ def attention(
     mask_data: A | None = None,
     cos: A | None = None,
     sin: A | None = None,
+    kv_lengths: A | None = None,
+    q_lengths: A | None = None,
+    page_table: A | None = None,
+    q_scale: A | None = None,
+    k_scale: A | None = None,
+    v_scale: A | None = None,
     mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -199,6 +215,12 @@ def attention(
     mask_data: np.ndarray | None = None,
     cos: np.ndarray | None = None,
     sin: np.ndarray | None = None,
+    kv_lengths: np.ndarray | None = None,
+    q_lengths: np.ndarray | None = None,
+    page_table: np.ndarray | None = None,
+    q_scale: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
     mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -228,6 +250,12 @@ def attention(
     mask_data: A | None = None,
     cos: A | None = None,
     sin: A | None = None,
+    kv_lengths: A | None = None,
+    q_lengths: A | None = None,
+    page_table: A | None = None,
+    q_scale: A | None = None,
+    k_scale: A | None = None,
+    v_scale: A | None = None,
     mask: PairMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,

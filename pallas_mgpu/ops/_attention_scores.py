@@ -11,6 +11,7 @@ Ranges of packed sequences come from a small kernel, which looks each row up in 
 Dropout hashes the seed, the head and the position of a pair, so that every kernel finds the same
 decisions in any order."""
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -91,6 +92,10 @@ class Problem(NamedTuple):
     own_value_dim: int = 0  # where values have another width than keys
     angles: int = 0  # rows of the tables of angles by which blocks rotate their own rows; 0: none
     first: int = 0  # the position of the first query
+    kv_dtype: np.dtype | None = None  # of keys and values, where queries have another one
+    page: int = 0  # keys of a page of theirs; 0: no pages
+    lengths: tuple[bool, bool] = (False, False)  # of keys, of queries: read when the kernel runs
+    scales: tuple[int, int, int] = (0, 0, 0)  # dims of the arrays of q, k and v; 0: none
 
     @property
     def value_dim(self):
@@ -100,6 +105,27 @@ class Problem(NamedTuple):
     def kernel_operands(self):
         """Names of the arrays that follow q, k and v of a kernel."""
         return [*self.scores.kernel_operands, *["cos", "sin"] * bool(self.angles)]
+
+    @property
+    def cached(self):
+        """The dtype of keys and values."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def is_narrow(self):
+        """Have keys and values 8 bits?"""
+        return self.cached.itemsize == 1
+
+    @property
+    def out_dtype(self):
+        return np.dtype(jnp.bfloat16) if self.dtype.itemsize == 1 else self.dtype
+
+    @property
+    def others(self):
+        """Names of the operands of a cache, which come after those of the scores."""
+        names = "kv_lengths", "q_lengths", "page_table", "q_scale", "k_scale", "v_scale"
+        given = *self.lengths, self.page, *self.scales
+        return [name for name, there in zip(names, given) if there]
 
     @property
     def is_open(self):
@@ -126,7 +152,7 @@ class Problem(NamedTuple):
     def results(self):
         """Types of what attention returns."""
         shape = self.batch, self.queries, self.heads, self.value_dim
-        out = plgpu.ShapeDtypeStruct(shape, self.dtype)
+        out = plgpu.ShapeDtypeStruct(shape, self.out_dtype)
         lse = plgpu.ShapeDtypeStruct((self.batch, self.heads, self.queries), _F32)
         return (out, lse) if self.return_lse else out
 
@@ -138,16 +164,20 @@ class Problem(NamedTuple):
             plain(dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
 
         def with_options(q, k, v, *others, **scratch):
-            names = *self.kernel_operands, "o", "lse"
+            names = *self.kernel_operands, *self.others, "o", "lse"
             refs = dict(q=q, k=k, v=v, lse=None) | dict(zip(names, others))
             (plain if self.scores == PLAIN else scored)(refs | scratch).run()
 
-        plain_alone = self.scores == PLAIN and not self.angles
+        plain_alone = self.scores == PLAIN and not self.angles and not self.others
         return without_options if plain_alone else with_options
 
 
-def options(name, q, k, arrays, causal, window, bottom_right, softcap, dropout):
-    """Checks the options of `name`; the Scores. arrays: bias, cu_seqlens_q, cu_seqlens_k, seed."""
+def options(
+    name, q, k, arrays, causal, window, bottom_right, softcap, dropout, keys=0, open_=False
+):
+    """Checks the options of `name`; the Scores. arrays: bias, cu_seqlens_q, cu_seqlens_k, seed.
+    keys: how many there are; 0: as k has. open_: are lengths known only when the kernel runs?"""
+    keys = keys or k.shape[1]
     bias, cu_q, cu_k, seed = arrays
     left, right = (None, None) if window is None else window
     for side in (left, right):
@@ -168,10 +198,10 @@ def options(name, q, k, arrays, causal, window, bottom_right, softcap, dropout):
             f" {seed.shape}"
         )
     if bias is not None:
-        _check_bias(name, bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.dtype)
+        _check_bias(name, bias, (q.shape[0], q.shape[2], q.shape[1], keys), q.dtype)
     sequences = _sequences(name, q, cu_q, cu_k)
     right = 0 if causal else right
-    if left is right is None or (q.shape[1] == k.shape[1] and not sequences):
+    if left is right is None or (q.shape[1] == keys and not sequences and not open_):
         bottom_right = False  # it is the same
     shape = None if bias is None else bias.shape
     found = Scores(left, right, bool(bottom_right), softcap, shape, float(dropout), sequences)
@@ -286,8 +316,15 @@ class Ranges:
         self.columns, rows = (x.queries, x.keys) if by_keys else (x.keys, x.queries)
         self.rows = rows if exact and (x.is_open or rows % _MULTIPLE) else None
         self.before, self.after = (f.right, f.left) if by_keys else (f.left, f.right)
-        self.shift = self.columns - rows if f.bottom_right else 0
+        self.ends, self.shift = f.bottom_right, self.columns - rows if f.bottom_right else 0
         self.arrays = (low, high) if f.sequences else None
+
+    def of_lengths(self, columns, rows):
+        """The same for numbers of columns and rows that are known when the kernel runs."""
+        found = copy.copy(self)
+        found.columns, found.rows = columns, self.rows if isinstance(rows, int) else rows
+        found.shift = columns - rows if self.ends else 0
+        return found
 
     def low(self, i):
         """The first column that row i sees; i: a number or an array of numbers."""
@@ -313,7 +350,7 @@ class Ranges:
             low, high = self.arrays[0][first + (rows - 1)], self.arrays[1][first]
         else:
             low, high = self.low(first + (rows - 1)), self.high(first)
-        if self.rows:
+        if self.rows is not None:
             high = lax.select(first + rows > self.rows, jnp.int32(0), high)
         return low, high
 
@@ -337,7 +374,7 @@ class Ranges:
         else:
             keep = here < self.high(i)
             keep = keep if self.before is None else keep & (here >= self.low(i))
-        return keep & (i < self.rows) if self.rows else keep
+        return keep if self.rows is None else keep & (i < self.rows)
 
 
 # ---- scores of a tile ----------------------------------------------------------------------------

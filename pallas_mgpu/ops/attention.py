@@ -38,6 +38,8 @@ from . import (
     _tensor_memory,
     _warp_mma,
 )
+from ._attention_cache import DTYPES, Cache, is_narrow
+from ._attention_narrow import Narrow, NarrowPlan
 from ._attention_scores import PLAIN, Problem, Ranges, Tile, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
@@ -48,10 +50,10 @@ from ._common import (
     SeveralKernels,
     StaticTiles,
     WarpSpecialized,
+    buffer,
     overlap_launches,
     padded,
     store,
-    swizzled,
     warp_specialized,
 )
 from ._open_rows import in_shapes, sizes_of
@@ -65,6 +67,7 @@ _L2_BYTES = 32 << 20
 _PART_BLOCKS = 8  # blocks of a part of the keys, at least: merging takes a few microseconds
 _QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
 _WIDTHS = (64, 96, 128, 192, 256)
+_PAGES = 2  # numbers of pages that are loaded together
 _OUT = 128  # columns of O that leave at a time, at most
 
 
@@ -86,17 +89,31 @@ class AttentionConfig(typing.NamedTuple):
     programs: int = 0
 
 
-def choose(queries, head_dim, causal, scores=PLAIN):
-    """The configuration for a number of queries and a head size."""
+def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
+    """The configuration for a number of queries and a head size. kind: "narrow" or "widened", where
+    all operands or keys and values have 8 bits; "paged" with pages of 16 bits."""
     most = pl.cdiv(queries, 64)
+    if kind in ("narrow", "widened"):
+        return _choose_narrow(min(2, most), head_dim, causal, scores, kind == "narrow")
     if scores.adjusted or scores.dropout:  # registers for what is computed from scores
         return AttentionConfig(min(2, most), 64, 2)
     if head_dim == 64:
         full = not causal
         return AttentionConfig(min(3, most), 128, 4, lazy=full, late=False, hold=full)
     if head_dim in (96, 128):
-        return AttentionConfig(min(2, most), 128, 2, q_registers=True)
+        # the producer needs registers for the addresses of pages
+        return AttentionConfig(min(2, most), 128, 2, q_registers=kind != "paged")
     return AttentionConfig(min(2, most), 64, 2)
+
+
+def _choose_narrow(consumers, head_dim, causal, scores, narrow):
+    """Not tuned yet. Where 16-bit elements are made of 8-bit ones there is room for fewer keys."""
+    if head_dim <= 64:
+        return AttentionConfig(consumers, 128, 2, lazy=not causal, late=False, hold=not causal)
+    block = {128: (96, 128), 256: (32, 64)}[128 if head_dim <= 128 else 256][narrow]
+    if scores.adjusted or scores.dropout:
+        return AttentionConfig(consumers, min(block, 64), 2)
+    return AttentionConfig(consumers, block, 2, q_registers=head_dim <= 128)
 
 
 def _width(dim):
@@ -127,35 +144,52 @@ class _Plan:
             self.ragged = x.keys % self.block != 0
             self.counted = uneven and self.total > self.clusters
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
+        self.left = plgpu.Layout.WGMMA  # of a left operand
+        self.lazy, self.raised = _LAZY, 0  # log2 of what all probabilities are multiplied with
         # The next queries are fetched while these are in use, where there is room.
         self.dim, self.value_dim = _width(x.dim), _width(x.value_dim)  # of rows on the chip
-        self.out = math.gcd(self.value_dim, _OUT)
+        self.out, self.width = math.gcd(self.value_dim, _OUT), self.value_dim  # of an accumulator
         used = self.stages * self.block * (self.dim + self.value_dim)
         used += 2 * self.rows * self.dim + self.rows * self.out
         self.q_slots = 2 if not cfg.q_registers and 2 * used + 2048 <= SMEM_BYTES else 1
         self.q_ahead = cfg.q_registers or self.q_slots > 1
+        self.piece = math.gcd(x.page, self.block) if x.page else self.block  # keys of a copy
+        self.copies, self.readers = self.block // self.piece, self.consumers  # of tile numbers
         # one consumer and the producer have 256 registers a lane as it is
-        self.registers = {2: (24, 240), 3: (32, 160)}.get(self.consumers)
+        paged = x.page > 0  # addresses of pages need more
+        self.registers = {2: (40, 232) if paged else (24, 240), 3: (32, 160)}.get(self.consumers)
+        self.fit()
+
+    def fit(self):
+        """Changes what other dtypes need."""
+
+    @property
+    def cleans(self):
+        """Must values beyond the last key be made 0, which would not be 0 times a probability of
+        0?"""
+        return self.x.lengths[0] and not self.x.is_narrow
 
     def scratch(self):
         x, consumers = self.x, self.consumers
 
-        def smem(*shape):
-            rows = swizzled(math.gcd(shape[-1], 64), x.dtype)
-            return plgpu.SMEM(shape, x.dtype, transforms=rows)
-
         found = {
-            "q_smem": smem(self.q_slots, consumers, 64, self.dim),
-            "k_smem": smem(self.stages, self.block, self.dim),
-            "v_smem": smem(self.stages, self.block, self.value_dim),
-            "o_smem": smem(consumers, 64, self.out),
+            "q_smem": buffer(self.q_slots, consumers, 64, self.dim, dtype=x.dtype),
+            "k_smem": buffer(self.stages, self.block, self.dim, dtype=x.dtype),
+            "v_smem": buffer(self.stages, self.block, self.value_dim, dtype=x.dtype),
+            "o_smem": buffer(consumers, 64, self.out, dtype=x.out_dtype),
         }
+        if self.cleans and consumers > 1:
+            found["cleaned"] = plgpu.Barrier()
         if x.return_lse:
             found["lse_smem"] = plgpu.SMEM((consumers, 64), _F32)
         found |= Ring.barriers(self.q_slots, consumers, consumers, prefix="q_")
-        found |= Ring.barriers(self.stages, 1, consumers, prefix="k_")
-        found |= Ring.barriers(self.stages, 1, consumers, prefix="v_")
-        return found | (CountedTiles.scratch(consumers) if self.counted else {})
+        found |= Ring.barriers(self.stages, self.copies, consumers, prefix="k_")
+        found |= Ring.barriers(self.stages, self.copies, consumers, prefix="v_")
+        return found | (CountedTiles.scratch(self.readers) if self.counted else {})
+
+
+class _NarrowPlan(NarrowPlan, _Plan):
+    pass
 
 
 class _State(typing.NamedTuple):
@@ -165,7 +199,9 @@ class _State(typing.NamedTuple):
     t: typing.Any  # number of this tile
     row: typing.Any  # its first row of queries
     end: typing.Any  # the key after its next block, or a _Place
+    c: typing.Any  # what its scores are multiplied with, where a plan does not know it
     ended: typing.Any  # for the first block of a tile the tile before (`total`: none), else -1
+    tail: typing.Any  # rows of the values of the block before that are there, if not known
     it: typing.Any  # key blocks so far
     m: typing.Any  # maxima of the rows
     sums: typing.Any  # sums of the rows, per column modulo 8
@@ -220,6 +256,17 @@ class _Block(WarpSpecialized):
         part, head = (head % p.parts, head // p.parts) if p.parts > 1 else (0, head)
         return tile, part, head % x.heads, head // x.heads
 
+    def keys_of(self, b):
+        """The number of keys of a batch entry."""
+        if not self.x.lengths[0]:
+            return self.x.keys
+        return jnp.clip(self.kv_lengths[b], 0, self.x.keys)
+
+    def queries_of(self, b):
+        if not self.x.lengths[1]:
+            return self.x.queries
+        return jnp.clip(self.q_lengths[b], 0, self.x.queries)
+
     def blocks_of(self, t, tile, part):
         """The first key block of a tile (of its part) and their number; 1 for the tile beyond."""
         p = self.plan
@@ -237,15 +284,20 @@ class _Block(WarpSpecialized):
         some = {"some": False} if p.counted and x.is_open else {}
         tiles, it, place = self.tiles.produce(self.fetch_tile, start, beyond=True, **some)
         if self.cfg.late:  # the last step waits for it, too
-            self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
+            self.fetch_keys(it, place)
         for s in range(p.q_slots):  # every release is waited for
             there = not x.is_open or tiles > s
             pl.when(there)(lambda s=s: self.q_ring.await_release(tiles - 1 - s))
-        for s in range(p.stages):
+        self.drain(it)
+
+    def drain(self, it):
+        """Waits for the last releases of keys and values, after so many steps."""
+        stages = self.plan.stages
+        for s in range(stages):
 
             @pl.when(it > s)
             def _(s=s):
-                if not self.cfg.late or s < p.stages - 1:
+                if not self.cfg.late or s < stages - 1:
                     self.k_ring.await_release(it - 1 - s)
                 self.v_ring.await_release(it - 1 - s)
 
@@ -266,8 +318,8 @@ class _Block(WarpSpecialized):
         def step(j, carry):
             it, before = carry
             place = b, self.key_of(b, head, tile, count - 1 - j + first) * p.block, kv_head
-            self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
-            self.fetch_block(self.v, self.v_smem, self.v_ring, it, before)
+            self.fetch_keys(it, place)
+            self.fetch_values(it, before)
             return it + 1, place
 
         it, place = lax.fori_loop(0, count, step, (it, place))
@@ -277,23 +329,57 @@ class _Block(WarpSpecialized):
         """The number of the block of keys that is number i of a tile."""
         return i
 
+    def fetch_keys(self, it, place):
+        self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
+
+    def fetch_values(self, it, place):
+        self.fetch_block(self.v, self.v_smem, self.v_ring, it, place)
+
     def fetch_block(self, source, slots, ring, it, place):
         pl.when(it >= ring.stages)(lambda: ring.await_release(it - ring.stages))
         slot = it % ring.stages
-        b, row, head = place
-        at = (b, pl.ds(pl.multiple_of(row, self.plan.block), self.plan.block), head)
-        rows = padded(source, at, slots.shape[-1])
-        plgpu.copy_gmem_to_smem(rows, slots.at[slot], ring.full.at[slot])
+
+        def copy(first, size, at):
+            here = slots.at[slot]
+            here = here if size == self.plan.block else here.at[pl.ds(first, size)]
+            plgpu.copy_gmem_to_smem(padded(source, at, slots.shape[-1]), here, ring.full.at[slot])
+
+        self.pieces(place, self.plan.piece, copy)
+
+    def pieces(self, place, size, copy):
+        """copy(first row, rows, index) for each piece of a block of keys in global memory."""
+        x, (b, row, head) = self.x, place
+        block = self.plan.block
+        row = pl.multiple_of(row, block)
+        if not x.page:
+            for i in range(0, block, size):
+                copy(i, size, (b, pl.ds(row + i, size), head))
+            return
+        last = jnp.maximum(self.keys_of(b) - 1, 0) // x.page  # entries beyond it may be anything
+
+        def some(k, _):
+            first, found = k * count * size, []
+            for i in range(count):  # all loads before the copies
+                at = row + first + i * size
+                page = self.page_table[b, jnp.minimum(at // x.page, last)]
+                page = jnp.clip(page, 0, self.k.shape[0] - 1)
+                found.append((first + i * size, size, (page, pl.ds(at % x.page, size), head)))
+            for i, there, at in found:
+                copy(pl.multiple_of(i, size), there, at)
+
+        count = math.gcd(block // size, _PAGES)
+        lax.fori_loop(0, block // size // count, some, None)
 
     # ---- consumers
 
     def consumer(self, me):
         attend = functools.partial(self.attend, me)
-        pl.run_scoped(attend, plgpu.ACC((64, self.plan.value_dim)))
+        p = self.plan
+        pl.run_scoped(attend, *[plgpu.ACC((64, p.width))] * (p.value_dim // p.width))
 
-    def attend(self, me, o_acc):
-        """All tiles of a consumer."""
-        p, none = self.plan, jnp.int32(0)
+    def attend(self, me, o_acc, *more):
+        """All tiles of a consumer. o_acc: the first of the accumulators."""
+        p, none, o_acc = self.plan, jnp.int32(0), (o_acc, *more)
 
         def full(shape, x, layout=plgpu.Layout.WGMMA):
             return plgpu.layout_cast(jnp.full(shape, x), layout)
@@ -304,15 +390,17 @@ class _Block(WarpSpecialized):
         m = full((64,), _MASKED, plgpu.Layout.WGMMA.reduce(1))
         sums, none_yet = full((64, 8), _F32(0)), full((64, p.block), np.zeros((), self.x.dtype))
         begin = self.begin(me, none)
-        start = _State(none, *begin, none + p.total, none, m, sums, none_yet, q)
+        tail = none + p.block if p.cleans else None
+        none_yet = self.arranged(none_yet)
+        start = _State(none, *begin, none + p.total, tail, none, m, sums, none_yet, q)
         lax.while_loop(self.goes_on, functools.partial(self.step, me, o_acc), start)
 
     def begin(self, me, w):
-        """Number, first row and keys of tile w."""
+        """Number, first row, keys and factor of tile w."""
         t = self.tiles.tile(w)
         tile, part, _, _ = self.tile_of(t)
         end = self.blocks_of(t, tile, part)[1] * self.plan.block
-        return t, tile * self.plan.rows + me * 64, end
+        return t, tile * self.plan.rows + me * 64, end, self.factor_of(t)
 
     def goes_on(self, now):
         return now.end > 0
@@ -325,7 +413,7 @@ class _Block(WarpSpecialized):
         self.q_ring.wait(w)
         if not self.cfg.q_registers:
             return jnp.int32(0)
-        q = plgpu.load(self.q_smem.at[0, me], layout=plgpu.Layout.WGMMA)
+        q = plgpu.load(self.q_smem.at[0, me], layout=self.plan.left)
         plgpu.barrier_arrive(self.q_empty.at[0])
         return q
 
@@ -360,10 +448,10 @@ class _Block(WarpSpecialized):
             plgpu.barrier_arrive(self.k_empty.at[slot])
         change = functools.partial(self.change_tiles, me, o_acc, now, first, last)
         stay = functools.partial(self.stay, now)
-        s, m, sums, ended, (w, t, row, end, q) = lax.cond(
+        s, m, sums, ended, tail, (w, t, row, end, c, q) = lax.cond(
             rare, change, stay, s, now.m, now.sums, now.q
         )
-        s, new, sums, alpha, grown = self.softmax(s, m, sums)
+        s, new, sums, alpha, grown = self.softmax(s, m, sums, self.factor(now.c))
         s = self.drop(now, s)
         if cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
@@ -375,7 +463,8 @@ class _Block(WarpSpecialized):
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
-        return _State(w, t, row, end, ended, now.it + 1, new, sums, s.astype(self.x.dtype), q)
+        p = self.arranged(s.astype(self.x.dtype))
+        return _State(w, t, row, end, c, ended, tail, now.it + 1, new, sums, p, q)
 
     def is_last(self, now):
         """Is this the last block of a tile?"""
@@ -398,6 +487,25 @@ class _Block(WarpSpecialized):
         """Probabilities that values are multiplied with."""
         return s
 
+    def arranged(self, p):
+        """Probabilities as the tensor cores take them."""
+        return p
+
+    def add_values(self, o_acc, p, slot):
+        """Issues P V of a slot; the number of products."""
+        for i, acc in enumerate(o_acc):
+            v = self.v_smem.at[slot]
+            plgpu.wgmma(acc, p, v if len(o_acc) == 1 else v.at[:, self.columns_of(i)])
+        return len(o_acc)
+
+    def factor_of(self, t):
+        """What the scores of tile t are multiplied with to be exponents of 2, if a plan does not
+        know it."""
+        return None
+
+    def factor(self, c):
+        return self.plan.c if c is None else c
+
     def multiply(self, me, o_acc, now, slot, first):
         """Issues Q K of this block and P V of the one before; the scores."""
         p, q = self.plan, now.q
@@ -412,14 +520,18 @@ class _Block(WarpSpecialized):
             with plgpu.ext.ordered_section(p.consumers):
                 plgpu.wgmma(s_acc, q, self.k_smem.at[slot].T)
                 self.v_ring.wait(now.it)
-                plgpu.wgmma(o_acc, now.p, self.v_smem.at[slot])
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                if p.cleans:
+                    pl.when(now.tail < p.block)(lambda: self.clean(me, self.v_smem.at[slot], now))
+                count = self.add_values(o_acc, now.p, slot)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=count)
 
         return pl.run_scoped(scores, plgpu.ACC((64, p.block)))
 
     def stay(self, now, s, m, sums, q):
         """Most steps: the next block is one of the same tile."""
-        return s, m, sums, jnp.int32(-1), (now.w, now.t, now.row, self.same_tile(now), q)
+        place = now.w, now.t, now.row, self.same_tile(now), now.c
+        tail = jnp.int32(self.plan.block) if self.plan.cleans else None
+        return s, m, sums, jnp.int32(-1), tail, (*place, q)
 
     def same_tile(self, now):
         """The place of the next block, of the same tile."""
@@ -432,13 +544,13 @@ class _Block(WarpSpecialized):
         def turn_over(m, sums):
             """The tile before ends, and there is nothing yet of this one."""
             plgpu.wgmma_wait(0)
-            value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
+            value = self.value_of(o_acc)
             pl.when(now.ended < p.total)(lambda: self.epilogue(me, now.ended, value, m, sums))
-            o_acc[...] = jnp.zeros_like(value)
+            self.set_value(o_acc, jnp.zeros_like(value))
             return jnp.full_like(m, _MASKED), jnp.zeros_like(sums)
 
         def same(q):
-            return now.w, now.t, now.row, self.same_tile(now), q
+            return now.w, now.t, now.row, self.same_tile(now), now.c, q
 
         def following(q):
             """The next tile; its queries, where they have a place of their own."""
@@ -449,8 +561,34 @@ class _Block(WarpSpecialized):
         m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
         if not self.cfg.q_registers:
             pl.when(last)(lambda: plgpu.barrier_arrive(self.q_empty.at[now.w % p.q_slots]))
+        tail = None
+        if p.cleans:  # the first block is that of the last keys
+            b = self.tile_of(now.t)[3]
+            rest = self.keys_of(b) - (now.end.end - p.block)
+            tail = lax.select(first & (now.t < p.total), jnp.clip(rest, 0, p.block), p.block)
         ended = lax.select(last, now.t, -1)
-        return s, m, sums, ended, lax.cond(last & (now.t < p.total), following, same, q)
+        return s, m, sums, ended, tail, lax.cond(last & (now.t < p.total), following, same, q)
+
+    def clean(self, me, values, now):
+        """The first consumer makes values 0 that come after the last key; the others, whose turn
+        comes later, wait for that."""
+
+        n = 8 if self.plan.value_dim > 128 else 16
+
+        def part(i, _):
+            rows = values.at[pl.ds(pl.multiple_of(i * n, n), n)]
+            there = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < now.tail - i * n
+            rows[...] = jnp.where(there, rows[...], np.zeros((), rows.dtype))
+
+        @pl.when(me == 0)
+        def _():
+            lax.fori_loop(now.tail // n, self.plan.block // n, part, None)
+            plgpu.commit_smem()
+            if self.plan.consumers > 1:
+                plgpu.barrier_arrive(self.cleaned)
+
+        if self.plan.consumers > 1:
+            pl.when(me > 0)(lambda: plgpu.barrier_wait(self.cleaned))
 
     def masked(self, now, s):
         """Scores, masked if this block needs it."""
@@ -471,33 +609,47 @@ class _Block(WarpSpecialized):
             keep = col <= at if sees else keep & (col <= at)
         return jnp.where(keep, s, _MASKED)
 
-    def scaled(self, m):
+    def scaled(self, m, c):
         """What is subtracted from scaled scores; a row may be masked entirely."""
-        return jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
+        return jnp.where(m == _MASKED, _F32(0), m * c)
 
-    def softmax(self, s, m, sums):
+    def softmax(self, s, m, sums, c):
         """Exponentials of the scores, maxima, sums, what earlier sums are multiplied with, and
         whether that is not 1."""
         p, grown = self.plan, None
         new = jnp.maximum(m, jnp.max(s, axis=1))
         if self.cfg.lazy:
-            grown = (new - m) * p.c > _LAZY
+            grown = (new - m) * c > p.lazy
             new = jnp.where(grown, new, m)
-        base = self.scaled(new)
-        alpha = jnp.exp2(m * p.c - base)
-        s = jnp.exp2(s * p.c - _along_rows(base, p.block))
+        base = self.scaled(new, c)
+        alpha = jnp.exp2(m * c - base)
+        s = jnp.exp2(s * c - _along_rows(base - p.raised if p.raised else base, p.block))
         partial = s.reshape(64, p.block // 8, 8).sum(axis=1)
         return s, new, sums * _along_rows(alpha, 8) + partial, alpha, grown
 
     def rescale(self, o_acc, alpha, grown):
         dim = self.plan.value_dim
-        value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
+        value = self.value_of(o_acc)
         if self.cfg.lazy:
-            o_acc[...] = plgpu.ext.warp_where(
+            value = plgpu.ext.warp_where(
                 _along_rows(grown, dim), lambda: value * _along_rows(alpha, dim), value
             )
         else:
-            o_acc[...] = value * _along_rows(alpha, dim)
+            value = value * _along_rows(alpha, dim)
+        self.set_value(o_acc, value)
+
+    def value_of(self, o_acc):
+        """What the accumulators hold, after their products."""
+        parts = [plgpu.wgmma_accumulator_load(acc, wait_n=None) for acc in o_acc]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def set_value(self, o_acc, value):
+        for i, acc in enumerate(o_acc):
+            acc[...] = value if len(o_acc) == 1 else value[:, self.columns_of(i)]
+
+    def columns_of(self, i):
+        """Those of V that accumulator i has."""
+        return slice(i * self.plan.width, (i + 1) * self.plan.width)
 
     # ---- epilogue
 
@@ -507,8 +659,8 @@ class _Block(WarpSpecialized):
         tile, part, head, b = self.tile_of(t)
         at, head = pl.ds(tile * p.rows + me * 64, 64), part * x.heads + head
         sums = jnp.sum(sums, axis=1)
-        factor = _along_rows(self.reciprocal(sums), p.value_dim)
-        value = (value * factor).astype(x.dtype)
+        value = value * _along_rows(self.reciprocal(sums), p.value_dim)
+        value = self.result(value, b, head).astype(x.out_dtype)
         first = 0
         if p.value_dim > x.value_dim:  # columns beyond the end go nowhere
             first = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
@@ -517,13 +669,19 @@ class _Block(WarpSpecialized):
             there = self.o.at[b, at, head, pl.ds(first + c, p.out)]
             store(self.o_smem.at[me], value[:, c : c + p.out], there)
         if x.return_lse:
-            lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
+            top = self.scaled(m, self.factor(self.factor_of(t)))
+            top = top - p.raised if p.raised else top
+            lse = (top + jnp.log2(sums)) * _F32(math.log(2))
             there = (b, head, at) if p.parts == 1 else (b, at, head)
             store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
 
     def reciprocal(self, sums):
         factor = pl.reciprocal(sums, approx=True)
         return factor
+
+    def result(self, value, b, head):
+        """The result of a head from the quotients."""
+        return value
 
 
 class _ScoredBlock(_Block):
@@ -533,11 +691,20 @@ class _ScoredBlock(_Block):
         super().__init__(plan, refs)
         self.ranges = Ranges(plan.x, False, refs.get("low"), refs.get("high"))
 
+    def ranges_of(self, b):
+        """The keys that queries of a batch entry see."""
+        if not any(self.x.lengths):
+            return self.ranges
+        return self.ranges.of_lengths(self.keys_of(b), self.queries_of(b))
+
     def blocks_of(self, t, tile, part):
         p = self.plan
         inside = t < p.total
         tile = jnp.minimum(tile, p.q_tiles - 1)
-        first, count = self.ranges.blocks(tile * p.rows, p.rows, p.block)
+        b = self.tile_of(t)[3] if any(self.x.lengths) else 0
+        first, count = self.ranges_of(b).blocks(tile * p.rows, p.rows, p.block)
+        if self.x.lengths[1]:
+            count = lax.select(tile * p.rows < self.queries_of(b), count, 0)
         if p.parts > 1:  # a part without blocks gets the one after the last, which is masked
             each = pl.cdiv(count, p.parts)
             first, count = first + part * each, jnp.clip(count - part * each, 0, each)
@@ -545,11 +712,12 @@ class _ScoredBlock(_Block):
 
     def begin(self, me, w):
         t = self.tiles.tile(w)
-        tile, part, _, _ = self.tile_of(t)
+        tile, part, _, b = self.tile_of(t)
         first, count = self.blocks_of(t, tile, part)
         row, n = tile * self.plan.rows + me * 64, self.plan.block
         end = (first + count) * n
-        return t, row, _Place(end, first * n, *self.ranges.of_all(row, 64), end - n)
+        place = _Place(end, first * n, *self.ranges_of(b).of_all(row, 64), end - n)
+        return t, row, place, self.factor_of(t)
 
     def goes_on(self, now):
         return now.end.end > 0
@@ -589,7 +757,10 @@ class _ScoredBlock(_Block):
         return lax.cond(self.hidden(now), mask, lambda s: s, s)
 
     def keep(self, now, shape):
-        return self.ranges.keep(now.row, now.end.column, shape)
+        b = 0
+        if any(self.x.lengths):
+            b = self.tile_of(lax.select(now.t < self.plan.total, now.t, 0))[3]
+        return self.ranges_of(b).keep(now.row, now.end.column, shape)
 
     def reciprocal(self, sums):
         """0 for rows that see nothing."""
@@ -624,7 +795,7 @@ class _MaskedBlock(_ScoredBlock):
         tile, _, _, _ = self.tile_of(t)
         _, count = self.blocks_of(t, tile, 0)
         row, n = tile * self.plan.rows + me * 64, self.plan.block
-        return t, row, self.at(t, _Place(count * n, 0 * count, *[count] * 3))
+        return t, row, self.at(t, _Place(count * n, 0 * count, *[count] * 3)), self.factor_of(t)
 
     def at(self, t, place):
         """The place with what is known of its block."""
@@ -647,27 +818,47 @@ class _MaskedBlock(_ScoredBlock):
         return mask.keep(sizes, at, shape, self.refs.get("mask_data"), plgpu.Layout.WGMMA)
 
 
+class _NarrowBlock(Narrow, _Block):
+    pass
+
+
+class _ScoredNarrowBlock(Narrow, _ScoredBlock):
+    pass
+
+
 def _along_rows(x, width):
     return lax.broadcast_in_dim(x, (64, width), [0])
+
+
+def _block_of(x, parts):
+    """The class of the blocks of a kernel."""
+    if x.scores.mask:
+        return _MaskedBlock
+    scored = x.scores != PLAIN or any(x.lengths) or parts > 1
+    if x.is_narrow:
+        return _ScoredNarrowBlock if scored else _NarrowBlock
+    return _ScoredBlock if scored else _Block
 
 
 @cached
 def _kernel(x, cfg, cores, parts, interpret):
     """x: a Problem. parts: of the keys; the results of each are heads of their own."""
     x = x._replace(return_lse=True) if parts > 1 else x
-    plan = _Plan(x, cfg, cores, parts)
-    plain = _Block if parts == 1 else _ScoredBlock
-    scored = _MaskedBlock if x.scores.mask else _ScoredBlock
-    body = x.body(functools.partial(plain, plan), functools.partial(scored, plan))
+    plan = (_NarrowPlan if x.is_narrow else _Plan)(x, cfg, cores, parts)
+    block = functools.partial(_block_of(x, parts), plan)
+    body = x.body(block, block)
     out_type = x.results
     if parts > 1:
         all_heads = x.batch, x.queries, parts * x.heads
-        out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.dtype)
+        out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.out_dtype)
         out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
     ranges = [(x.padded_rows(),)] * 2 if x.scores.sequences else []
     options |= in_shapes(*x.shapes, *ranges)
-    return warp_specialized(body, plan, out_type, kernel_name="attention", **options)
+    threads = plan.readers + 1
+    return warp_specialized(
+        body, plan, out_type, threads=threads, kernel_name="attention", **options
+    )
 
 
 _MERGE_TILE = 1024  # elements of a block
@@ -694,7 +885,7 @@ def _merge(x, parts, interpret):
         total = functools.reduce(jnp.add, weights)
         value = functools.reduce(jnp.add, [w * v for w, v in zip(weights, values)])
         value = jnp.where(total == 0, _F32(0), value / total)
-        pl.store(out, (b, row, head, column), value.astype(x.dtype), mask=keep)
+        pl.store(out, (b, row, head, column), value.astype(x.out_dtype), mask=keep)
         if x.return_lse:
             pl.store(out_lse, (b, head, row), base + jnp.log(total), mask=keep & (column == 0))
 
@@ -736,7 +927,8 @@ class _Packed(SeveralKernels):
     def __init__(self, x, kernel, interpret, **how):
         self.ranges = _attention_scores.lookup_of(x, False, interpret, **how)
         self.attention = kernel
-        self.order = [*x.scores.operands, *["cos", "sin"] * bool(x.angles)]
+        self.others = x.others
+        self.order = *x.scores.operands, *["cos", "sin"] * bool(x.angles), *x.others
         # where lengths are open, the first kernel gets them from the arrays that have them
         self.like = (lambda q, k: (q, k)) if x.is_open else lambda q, k: ()
 
@@ -745,7 +937,8 @@ class _Packed(SeveralKernels):
         ranges = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
         ranges = self.ranges(*ranges, *self.like(q, k), stream=stream)
         rest, angles = ([named[n] for n in names if n in named] for names in _OTHERS)
-        return self.attention(q, k, v, *rest, *ranges, *angles, out=out, stream=stream)
+        more = *angles, *(named[n] for n in self.others)
+        return self.attention(q, k, v, *rest, *ranges, *more, out=out, stream=stream)
 
 
 @cached
@@ -791,20 +984,22 @@ def _masked(q, k, mask, block_mask, data, how):
     return found._replace(batch=got[0], heads=got[1])
 
 
-def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False):
+def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False, cache=None):
     """dims: head_dims; most: the largest one, if they are multiples of 8. own_value_dim: may that
-    of the values differ?"""
+    of the values differ? cache: a Cache, for operands that may have 8 bits."""
+    paged = cache is not None and cache.page_table is not None
     for what, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
                 f"{name}: {what} must have the dims [batch, length, heads, head_dim], got "
                 f"shape {x.shape}"
             )
-        if q.dtype.name not in ("float16", "bfloat16") or x.dtype != q.dtype:
-            raise TypeError(
-                f"{name}: q, k and v must all be float16 or all bfloat16, got "
-                f"{q.dtype}, {k.dtype} and {v.dtype}"
-            )
+    same = q.dtype == k.dtype == v.dtype and q.dtype.name in ("float16", "bfloat16")
+    if not same and (cache is None or not is_narrow(q, k, v)):
+        accepted = "float16 or all bfloat16" if cache is None else DTYPES
+        raise TypeError(
+            f"{name}: q, k and v must all be {accepted}; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
     if (dim % 8 or not 0 < dim <= most) if most else dim not in dims:
@@ -821,7 +1016,7 @@ def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False)
         same = k.shape == v.shape
     if not same:
         raise ValueError(f"{name}: k and v must have one shape, got {k.shape} and {v.shape}")
-    if k.shape[0] != batch or k.shape[3] != dim:
+    if k.shape[0] != batch and not paged or k.shape[3] != dim:
         raise ValueError(f"{name}: q {q.shape} and k {k.shape} differ in batch or head_dim")
     if not kv_heads or heads % kv_heads:
         raise ValueError(
@@ -848,7 +1043,7 @@ def _open(x, *how):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
     f = x.scores
-    indexed = f.bias or f.dropout or f.mask or x.angles
+    indexed = f.bias or f.dropout or f.mask or x.angles or x.others or x.is_narrow
     if x.batch > 1 or x.return_lse and x.heads > 1 or indexed:
         return x, x.queries  # arrays with a length after another dim above 1, or indexed by it
     kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
@@ -870,9 +1065,12 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
     blocks share the keys?"""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
     queries, causal, scores = problem.queries, problem.causal, problem.scores
+    kind = "paged" if problem.page else ""
+    if problem.is_narrow:
+        kind = "widened" if problem.kv_dtype else "narrow"
     if config is None:
         if divides:
-            parts = _parts(problem, choose(queries, width, causal, scores), cores)
+            parts = _parts(problem, choose(queries, width, causal, scores, kind), cores)
         problem, queries = _open(problem, parts, device, interpret)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
@@ -881,7 +1079,7 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
                 f"attention: mask= with a head_dim of up to 128, got {problem.dim} and, of v,"
                 f" {problem.value_dim}; use bias="
             )
-    config = config or choose(queries, width, causal, scores)
+    config = config or choose(queries, width, causal, scores, kind)
     _check_config(config)
     kernel = _kernel(problem, config, cores, parts, interpret)
     if mask and block_mask is None:
@@ -915,6 +1113,12 @@ def attention(
     mask_data=None,
     cos=None,
     sin=None,
+    kv_lengths=None,
+    q_lengths=None,
+    page_table=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
     mask=None,
     causal=False,
     window=None,
@@ -966,6 +1170,18 @@ def attention(
     are loaded, keys once by a kernel before; with mask, with a head_dim above 128 or not a multiple
     of 16, and on other GPUs both by kernels before.
 
+    8 bits (Hopper; head_dims that are multiples of 16): q, k and v may all be float8_e4m3fn, with a
+    bfloat16 result, where probabilities are float8_e4m3fn too; or k and v int8 or float8_e4m3fn,
+    whose elements are converted exactly to q's dtype. q_scale, k_scale, v_scale: float32 [heads of
+    the array] or [batch, heads], what elements are multiplied with; None: 1.
+
+    kv_lengths, q_lengths (Hopper): int32 [batch], how many keys and queries of each batch entry
+    there are; what comes after them is ignored, and rows of the result after the last query are 0.
+    With bottom_right diagonals end at the last query and key of the entry. page_table: int32
+    [batch, pages of an entry]; k and v are then [pages, page_size, kv_heads, dim], as of
+    :func:`attention_decode`. All three are read when the kernel runs: new ones compile nothing, and
+    a replayed CUDA graph uses the current ones.
+
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
@@ -975,26 +1191,36 @@ def attention(
     target = _core.target(q.device)["name"]
     of_hopper = config is None and target == "sm_90a" or isinstance(config, AttentionConfig)
     most = _attention_tensor_memory.MOST if of_blackwell else _WIDTHS[-1] if of_hopper else 0
-    _check(q, k, v, most=most, own_value_dim=of_hopper)
+    cache = Cache(kv_lengths, q_lengths, page_table, q_scale, k_scale, v_scale)
+    _check(q, k, v, most=most, own_value_dim=of_hopper, cache=cache)
+    alone = [n for n, x in (("cu_seqlens_q", cu_seqlens_q), ("mask", mask)) if x is not None]
+    cache.check(q, k, v, target if of_hopper else repr(config), alone)
     invariant = batch_invariance("attention", batch_invariant, deterministic)
     queries, dim = q.shape[1], q.shape[3]
     scale = float(dim**-0.5 if scale is None else scale)
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     how = causal, window, bottom_right, softcap, dropout
-    scores = _attention_scores.options("attention", q, k, arrays, *how)
+    kept = {"keys": cache.keys(k), "open_": cache.is_open}
+    scores = _attention_scores.options("attention", q, k, arrays, *how, **kept)
     others = causal, window is not None, cu_seqlens_q is not None
     mask = _masked(q, k, mask, block_mask, mask_data, others)
     scores = scores._replace(mask=mask)
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
+    problem = cache.of(problem, k)
+    if cos is not None and (cache.given or problem.is_narrow):
+        raise NotImplementedError(
+            "attention: cos= and sin= need q, k and v of 16 bits without lengths and pages; rotate"
+            " q by ops.rotary, and k by it or by ops.append_pages"
+        )
     angles = _attention_rotary.check("attention", q, k, cos, sin, bottom_right, scores.sequences)
     _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
     if v.shape[3] != dim:
         problem = problem._replace(own_value_dim=v.shape[3])
-    if mask and (target != "sm_90a" or config is not None):
+    if mask and (target != "sm_90a" or config is not None or problem.is_narrow):
         raise NotImplementedError(
-            f"attention: mask= needs sm_90a and no config=; got {target}, config={config!r}; use"
-            " bias="
+            "attention: mask= needs sm_90a, k and v of 16 bits and no config=; got"
+            f" {target}, {k.dtype}, config={config!r}; use bias="
         )
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)

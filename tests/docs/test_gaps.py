@@ -419,6 +419,13 @@ CASES = {
         lambda: ops.attention(heads, heads, heads, mask=lower_half, config=ops.AttentionConfig()),
         lambda: ops.attention(*[zeros(1, 64, 2, 256)] * 3, mask=lower_half),
     ],
+    "`ops.attention` with k and v of 8 bits": [
+        lambda: on("sm_80", ops.attention, heads, *[heads.astype(np.int8)] * 2),
+        lambda: on("sm_80", ops.attention, heads, heads, heads, kv_lengths=lengths[:1]),
+        lambda: on("sm_80", ops.attention, heads, heads, heads, q_lengths=lengths[:1]),
+        lambda: on("sm_80", ops.attention, heads, heads, heads, page_table=table[:1]),
+        lambda: ops.attention(zeros(1, 64, 2, 72), *[zeros(1, 64, 2, 72, dtype=np.int8)] * 2),
+    ],
     "`ops.append_pages(out=)`": [
         (
             ValueError,

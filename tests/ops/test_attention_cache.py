@@ -1,0 +1,232 @@
+"""ops.attention with 8-bit operands, pages and lengths that are read when the kernel runs: against
+float64, with garbage wherever nothing is to be read."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import AttentionConfig, attention
+
+CHECKED = plgpu.InterpretParams(detect_races=True)
+bf16, e4m3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    plgpu.clear_caches()
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 2)
+    yield
+    plgpu.clear_caches()
+
+
+def expected(q, k, v, kv_lengths, q_lengths, scale=None, causal=False, bottom_right=False,
+             window=None, softcap=None):  # fmt: skip
+    """Result and logarithm in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group, (batch, queries, heads, dim) = q.shape[2] // k.shape[2], q.shape
+    out, log = np.zeros((*q.shape[:3], v.shape[3])), np.full((batch, heads, queries), -np.inf)
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    for b, (n, m) in enumerate(zip(q_lengths, kv_lengths)):
+        distance = np.arange(m) - np.arange(n)[:, None] - (m - n if bottom_right else 0)
+        keep = np.ones((n, m), bool) if right is None else distance <= right
+        keep &= True if left is None else distance >= -left
+        for h in range(heads):
+            s = q[b, :n, h] @ k[b, :m, h // group].T * (scale or dim**-0.5)
+            s = softcap * np.tanh(s / softcap) if softcap else s
+            e = np.where(keep, np.exp(s), 0)
+            total = e.sum(1)
+            there = total > 0
+            out[b, :n, h][there] = (e @ v[b, :m, h // group])[there] / total[there, None]
+            log[b, h, :n][there] = np.log(total[there])
+    return out, log
+
+
+def random(rng, shape, dtype):
+    x = rng.standard_normal(shape)
+    return (x * 30).round().clip(-127, 127).astype(np.int8) if dtype == np.int8 else x.astype(dtype)
+
+
+def paged(rng, x, size, lengths):
+    """The cache in pages in random order, garbage where nothing is, and the table."""
+    batch, keys = x.shape[:2]
+    entries = -(-keys // size)
+    bad = 127 if x.dtype == np.int8 else np.nan
+    pages = np.full((batch * entries + 3, size, *x.shape[2:]), bad, x.dtype)
+    order = rng.permutation(len(pages))
+    table = rng.integers(-9, 999, (batch, entries)).astype(np.int32)
+    for b, n in enumerate(lengths):
+        for i in range(-(-n // size)):
+            table[b, i] = page = order[b * entries + i]
+            rows = x[b, i * size : min((i + 1) * size, n)]
+            pages[page, : len(rows)] = rows
+    return pages, table
+
+
+def check(rng, interpret, shape, dtypes, scales=(0, 0, 0), page=0, kv_lengths=None, q_lengths=None,
+          config=None, value_dim=None, **how):  # fmt: skip
+    batch, queries, keys, heads, kv_heads, dim = shape
+    q = random(rng, (batch, queries, heads, dim), dtypes[0])
+    k = random(rng, (batch, keys, kv_heads, dim), dtypes[1])
+    v = random(rng, (batch, keys, kv_heads, value_dim or dim), dtypes[1])
+    named, wide = {}, []
+    for n, dims, x in zip("qkv", scales, (q, k, v)):
+        wide.append(np.asarray(x, np.float64))
+        if dims:
+            unit = np.float32(1 / 30 if x.dtype == np.int8 else 1)
+            scale = rng.uniform(0.5, 1.5, (batch, x.shape[2])[2 - dims :]).astype(np.float32) * unit
+            named[f"{n}_scale"] = scale
+            wide[-1] = wide[-1] * np.broadcast_to(scale, (batch, x.shape[2]))[:, None, :, None]
+    seen = kv_lengths or [keys] * batch, q_lengths or [queries] * batch
+    want, want_log = expected(*wide, *seen, **how)
+    if kv_lengths:
+        named["kv_lengths"] = np.array(kv_lengths, np.int32)
+        bad = 127 if k.dtype == np.int8 else np.nan
+        for b, n in enumerate(kv_lengths):
+            k[b, n:] = v[b, n:] = bad
+    if q_lengths:
+        named["q_lengths"] = np.array(q_lengths, np.int32)
+        for b, n in enumerate(q_lengths):
+            q[b, n:] = np.nan
+    if page:
+        state = rng.bit_generator.state
+        k, table = paged(rng, k, page, seen[0])
+        rng.bit_generator.state = state
+        v, named["page_table"] = paged(rng, v, page, seen[0])
+        np.testing.assert_array_equal(table, named["page_table"])
+    got, log = attention(
+        q, k, v, **named, return_lse=True, config=config, interpret=interpret, **how
+    )
+    assert got.dtype == (bf16 if q.dtype == e4m3 else q.dtype)
+    got = np.asarray(got, np.float64)
+    assert np.isfinite(got).all()
+    error = np.sqrt(((got - want) ** 2).mean() / (want**2).mean())
+    assert error < (0.035 if q.dtype == e4m3 else 4e-3 if q.dtype == bf16 else 6e-4), error
+    np.testing.assert_allclose(log, want_log, atol=2e-3, rtol=2e-3)
+
+
+NARROW = [
+    ((1, 200, 300, 2, 1, 128), {"scales": (1, 1, 1)}),
+    ((2, 70, 330, 2, 2, 64), {"scales": (2, 1, 2), "causal": True}),
+    ((1, 70, 130, 2, 1, 256), {"scales": (0, 1, 0), "softcap": 4.0}),
+    ((1, 150, 290, 1, 1, 96), {"causal": True, "window": (100, None), "bottom_right": True}),
+    ((1, 100, 200, 1, 1, 48), {"value_dim": 80, "scales": (0, 0, 1)}),
+    ((2, 150, 230, 1, 1, 128), {"kv_lengths": [200, 0], "scales": (1, 1, 1)}),
+    ((2, 130, 330, 1, 1, 64), {"kv_lengths": [330, 77], "page": 48, "causal": True,
+                               "bottom_right": True}),
+    ((1, 200, 200, 1, 1, 128), {"config": AttentionConfig(1, 64, 3, lazy=False, late=False)}),
+    ((1, 200, 300, 1, 1, 64), {"config": AttentionConfig(3, 128, 1, hold=True, late=False)}),
+]  # fmt: skip
+WIDENED = [
+    ((1, 130, 200, 2, 1, 128), np.int8, {"scales": (0, 1, 1)}),
+    ((2, 70, 330, 2, 2, 64), e4m3, {"scales": (0, 2, 2), "causal": True}),
+    ((1, 70, 100, 1, 1, 256), np.int8, {"scales": (0, 1, 1), "softcap": 4.0}),
+    ((2, 150, 230, 1, 1, 128), e4m3, {"kv_lengths": [200, 0], "q_lengths": [150, 20]}),
+    ((2, 130, 330, 1, 1, 64), np.int8, {"kv_lengths": [330, 77], "page": 64, "causal": True,
+                                        "bottom_right": True, "scales": (0, 1, 2)}),
+]  # fmt: skip
+WIDE = [
+    ((2, 130, 330, 2, 1, 64), {"kv_lengths": [330, 77], "causal": True, "bottom_right": True}),
+    ((3, 140, 290, 1, 1, 128), {"kv_lengths": [100, 0, 290], "q_lengths": [60, 10, 140], "page": 16,
+                                "causal": True, "bottom_right": True}),
+    ((2, 70, 300, 2, 2, 128), {"kv_lengths": [10, 200], "page": 128}),
+    ((2, 150, 300, 1, 1, 64), {"q_lengths": [10, 0], "softcap": 3.0}),
+    ((1, 64, 128, 1, 1, 64), {"page": 64, "causal": True, "bottom_right": True}),
+    ((2, 90, 90, 1, 1, 64), {"kv_lengths": [50, 90], "causal": True, "bottom_right": True}),
+    ((1, 70, 1100, 1, 1, 64), {"kv_lengths": [1050], "page": 24}),
+    ((2, 70, 200, 1, 1, 256), {"kv_lengths": [60, 200], "window": (50, 20), "bottom_right": True}),
+]  # fmt: skip
+
+
+def on_both(cases, emulated):
+    """The cases under the checker, on a GPU, and so many of the first ones on the emulated machine,
+    which compiles each program; the others there with --exhaustive."""
+    found = [pytest.param(*case, CHECKED, id=f"{n}-races") for n, case in enumerate(cases)]
+    found += [
+        pytest.param(*case, None, id=f"{n}-cuda", marks=pytest.mark.gpu)
+        for n, case in enumerate(cases)
+    ]
+    for n, case in enumerate(cases):
+        marks = [pytest.mark.exhaustive] if n >= emulated else []
+        found.append(pytest.param(*case, "emulate", id=f"{n}-emulate", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("shape,how,interpret", on_both(NARROW, 1))
+def test_all_of_8_bits(rng, interpret, shape, how):
+    check(rng, interpret, shape, (e4m3, e4m3), **how)
+
+
+@pytest.mark.parametrize("shape,dtype,how,interpret", on_both(WIDENED, 0))
+def test_keys_of_8_bits(rng, interpret, shape, dtype, how):
+    check(rng, interpret, shape, (bf16 if dtype == np.int8 else np.float16, dtype), **how)
+
+
+@pytest.mark.parametrize("shape,how,interpret", on_both(WIDE, 0))
+def test_lengths_and_pages(rng, interpret, shape, how):
+    check(rng, interpret, shape, (np.float16,) * 2, **how)
+
+
+def test_lengths_are_read_when_the_kernel_runs(rng):
+    """New lengths compile nothing: the same kernel serves them."""
+    q, k, v = (random(rng, (2, 20, 1, 64), np.float16) for _ in range(3))
+    lengths = np.array([20, 3], np.int32)
+    f = attention.kernel(q, k, v, kv_lengths=lengths, interpret=True)
+    for n in ([20, 3], [0, 20], [99, -5]):
+        lengths[:] = n
+        got = np.asarray(f(q, k, v, lengths), np.float64)
+        want, _ = expected(q, k, v, np.clip(n, 0, 20), [20, 20])
+        np.testing.assert_allclose(got, want, atol=2e-3)
+    assert f is attention.kernel(q, k, v, kv_lengths=lengths, interpret=True)
+
+
+@pytest.mark.parametrize(
+    "change,error,words",
+    [
+        (lambda a: a | {"k": a["k"].astype(np.int8)}, TypeError, "both int8 or both float8_e4m3fn"),
+        (lambda a: a | {"k_scale": np.ones(1, np.float32)}, ValueError, "k_scale is for elements"),
+        (
+            lambda a: a | {"kv_lengths": np.ones(2, np.float32)},
+            ValueError,
+            "kv_lengths must be int32",
+        ),
+        (lambda a: a | {"page_table": np.ones((2, 1), np.int32)}, NotImplementedError, "a page"),
+        (
+            lambda a: a | {"q_lengths": np.ones(2, np.int32), "mask": lambda b, h, i, j: i >= j},
+            ValueError,
+            "q_lengths with mask",
+        ),
+    ],
+)
+def test_errors(change, error, words):
+    arrays = {n: np.zeros((2, 20, 1, 64), np.float16) for n in "qkv"}
+    with pytest.raises(error, match=words):
+        attention(**change(arrays), interpret=True)
+
+
+def test_narrow_errors():
+    q = np.zeros((1, 20, 1, 72), e4m3)
+    with pytest.raises(NotImplementedError, match="multiples of 16"):
+        attention(q, q, q, interpret=True)
+    q = np.zeros((1, 200, 1, 64), e4m3)
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        attention(q, q, q, config=AttentionConfig(2, 64), interpret=True)
+    with pytest.raises(ValueError, match="k_scale must be float32"):
+        attention(q, q, q, k_scale=np.ones(2, np.float32), interpret=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [(e4m3, e4m3, 0), (bf16, np.int8, 64), (bf16, bf16, 16)], ids=str)
+def test_no_spills(kinds):
+    S, (q_dtype, dtype, page) = plgpu.ShapeDtypeStruct, kinds
+    q, keys = S((2, 4096, 16, 128), q_dtype), (8192 // page, page) if page else (2, 4096)
+    k = S((*keys, 4, 128), dtype)
+    named = {"kv_lengths": S((2,), np.int32)} if page else {}
+    named |= {"page_table": S((2, 4096 // page), np.int32)} if page else {}
+    scales = "q_scale" * (q_dtype == dtype), "k_scale", "v_scale"
+    if k.dtype.itemsize == 1:
+        named |= {n: S((16 if n == "q_scale" else 4,), np.float32) for n in scales if n}
+    f = attention.kernel(q, k, k, **named, causal=True, bottom_right=True)
+    used = f.lower(q, k, k, *named.values(), target="sm_90a").resources()
+    assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
