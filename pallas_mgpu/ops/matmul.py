@@ -1197,4 +1197,4 @@ def _compile(product, operands):
         product.lower(*operands).resources()
 
 
-matmul.maker.better = _own_program
+matmul.maker.better = _own_program  # type: ignore[attr-defined]  # not public
