@@ -146,8 +146,7 @@ class ShapeDtypeStruct(_Frozen):
     """Shape and dtype of an array, for example of a kernel's result.
 
     ``layout`` (a :class:`Layout` value, optional) is only used for results of inline code.
-    JAX's keywords ``sharding`` and ``weak_type`` are ignored. ValueError for ``dtype=None``.
-    """
+    JAX's keywords ``sharding`` and ``weak_type`` are ignored. ValueError for ``dtype=None``."""
 
     __slots__ = ("shape", "dtype", "layout")
 

@@ -1,135 +1,25 @@
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import numpy as np
 
 from .._typing import A, Activation, DType, Interpret, PairMask, Stream
-
-class AttentionConfig(NamedTuple):
-    consumers: int = 2
-    block: int = 128
-    stages: int = 2
-    lazy: bool = True
-    late: bool = True
-    hold: bool = False
-    q_registers: bool = False
-    programs: int = 0
-
-class AttentionDecodeConfig(NamedTuple):
-    consumers: int = 0
-    stages: int = 0
-    lanes: int = 0
-    half: bool = False
-    words: bool = False
-
-class FewRowsConfig(NamedTuple):
-    tile_n: int = 128
-    split: int = 8
-    stages: int = 4
-    step: int = 64
-
-class SampleConfig(NamedTuple):
-    blocks: int = 1
-
-class MatmulConfig(NamedTuple):
-    consumers: int = 2
-    tile_n: int = 256
-    stages: int = 0
-    cluster: int = 2
-    buffers: int = 2
-    group: int = 8
-    cluster_n: int = 1
-    split: int = 1
-    step: int = 64
-    lag: int = 1
-    serpentine: bool = True
-    slices: int = 1
-    shares: int = 1
-    swapped: bool = False
-    stream: bool = False
-
-class MixedConfig(NamedTuple):
-    consumers: int = 2
-    tile_m: int = 128
-    split: int = 1
-    stages: int = 0
-    step: int = 128
-    group: int = 8
-    turns: int = 1
-    ahead: bool = False
-
-class MlaConfig(NamedTuple):
-    block: int = 64
-    stages: int = 0
-    columns: int = 128
-    shared: bool = False
-
-class NormBackwardConfig(NamedTuple):
-    members: int = 0
-    cluster: int = 0
-    height: int = 0
-    stages: int = 0
-    contiguous: bool = False
-    copies: bool = False
-
-class NormConfig(NamedTuple):
-    height: int = 1
-    cluster: int = 1
-    part: int = 0
-    staged: bool = True
-    ring: int = 0
-    consumers: int = 2
-    programs: int = 0
-
-class AttentionBackwardConfig(NamedTuple):
-    products: int = 7
-    stages: int = 0
-    rotate: bool = True
-    early: bool = False
-    lag: bool = False
-    atomics: bool = False
-    persistent: bool = False
-
-class TensorMemoryBackwardConfig(NamedTuple):
-    rotate: bool = True
-
-class MmaAttentionConfig(NamedTuple):
-    rows: int = 64
-    block: int = 64
-    stages: int = 2
-
-class MmaConfig(NamedTuple):
-    tile_m: int = 128
-    tile_n: int = 128
-    step: int = 32
-    stages: int = 0
-    group: int = 8
-
-class TensorMemoryAttentionConfig(NamedTuple):
-    stages: int = 0
-    polynomials: int | None = None
-
-class TensorMemoryConfig(NamedTuple):
-    tile_n: int = 256
-    pair: bool = True
-    stages: int = 0
-    buffers: int = 2
-    group: int = 8
-    step: int = 128
-    dynamic: bool = True
-
-class TensorMemoryMixedConfig(NamedTuple):
-    tile_m: int = 128
-    stages: int = 0
-    step: int = 128
-    group: int = 8
-
-class RaggedConfig(NamedTuple):
-    consumers: int = 2
-    tile: int = 256
-    stages: int = 0
-    cluster: int = 2
-    buffers: int = 2
-    group: int = 16
+from ._configs import AttentionBackwardConfig as AttentionBackwardConfig
+from ._configs import AttentionConfig as AttentionConfig
+from ._configs import AttentionDecodeConfig as AttentionDecodeConfig
+from ._configs import FewRowsConfig as FewRowsConfig
+from ._configs import MatmulConfig as MatmulConfig
+from ._configs import MixedConfig as MixedConfig
+from ._configs import MlaConfig as MlaConfig
+from ._configs import MmaAttentionConfig as MmaAttentionConfig
+from ._configs import MmaConfig as MmaConfig
+from ._configs import NormBackwardConfig as NormBackwardConfig
+from ._configs import NormConfig as NormConfig
+from ._configs import RaggedConfig as RaggedConfig
+from ._configs import SampleConfig as SampleConfig
+from ._configs import TensorMemoryAttentionConfig as TensorMemoryAttentionConfig
+from ._configs import TensorMemoryBackwardConfig as TensorMemoryBackwardConfig
+from ._configs import TensorMemoryConfig as TensorMemoryConfig
+from ._configs import TensorMemoryMixedConfig as TensorMemoryMixedConfig
 
 @overload
 def attention(

@@ -1099,6 +1099,14 @@ def _of_tensor_memory(problem, config, target, interpret):
     return kernel
 
 
+def _check_masked(mask, target, is_narrow, dtype, config):
+    if mask and (target != "sm_90a" or config is not None or is_narrow):
+        raise NotImplementedError(
+            "attention: mask= needs sm_90a, k and v of 16 bits and no config=; got"
+            f" {target}, {dtype}, config={config!r}; use bias="
+        )
+
+
 @plgpu.specialize(in_place=False)
 def attention(
     q,
@@ -1145,7 +1153,7 @@ def attention(
     preallocated result, or a pair of them. batch_invariant: the bits of a query's result depend on
     that query, its keys and values, the dtypes and options alone (for the same config, if one is
     given); the keys are then not divided among blocks where queries are few. deterministic: a call
-    repeats bit for bit, which always holds at present; the option guarantees it for later versions.
+    repeats bit for bit, at present always.
 
     window: ``(left, right)``; query i sees the keys from i - left to i + right, None: no limit
     on that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +
@@ -1155,8 +1163,7 @@ def attention(
     of the sequences that are packed one after the other in the single batch entry, and the end of
     the last one; queries attend only to keys of their own sequence, and causal, window and
     bottom_right count from its start. dropout: the probability by which a weight is dropped,
-    determined by seed, int32 [1] on the device of q. A query that sees no key has the result 0 and
-    the logarithm -inf.
+    by seed, int32 [1] on q's device. A query that sees no key gives 0 and the logarithm -inf.
 
     mask (Hopper, head_dim up to 128): a function ``f(b, h, i, j)`` of int32 arrays (the batch
     entry, the head, the query and the key) that says which queries attend to which keys. It is
@@ -1165,10 +1172,9 @@ def attention(
     :func:`block_mask` returns for them, computed at each call by default.
 
     cos, sin: rotary embedding of q and k as by :func:`rotary`; [length, head_dim / 2], float16,
-    bfloat16 or float32, of the angles of rows: query i and key i have row i, with bottom_right and
-    without cu_seqlens query i has row ``i + keys - queries``. On Hopper queries are rotated as they
-    are loaded, keys once by a kernel before; with mask, with a head_dim above 128 or not a multiple
-    of 16, and on other GPUs both by kernels before.
+    bfloat16 or float32. Query i and key i have row i; with bottom_right, without cu_seqlens, query
+    i has row ``i + keys - queries``. On Hopper queries are rotated as they are loaded, and keys by
+    a kernel before; with mask, head_dims above 128 or no multiple of 16, and elsewhere, both are.
 
     8 bits (Hopper; head_dims that are multiples of 16): q, k and v may all be float8_e4m3fn, with a
     bfloat16 result, where probabilities are float8_e4m3fn too; or k and v int8 or float8_e4m3fn,
@@ -1183,8 +1189,7 @@ def attention(
     a replayed CUDA graph uses the current ones.
 
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
-    TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
-    """
+    TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims."""
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryAttentionConfig()
     of_blackwell = isinstance(config, TensorMemoryAttentionConfig)
@@ -1217,11 +1222,7 @@ def attention(
     _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
     if v.shape[3] != dim:
         problem = problem._replace(own_value_dim=v.shape[3])
-    if mask and (target != "sm_90a" or config is not None or problem.is_narrow):
-        raise NotImplementedError(
-            "attention: mask= needs sm_90a, k and v of 16 bits and no config=; got"
-            f" {target}, {k.dtype}, config={config!r}; use bias="
-        )
+    _check_masked(mask, target, problem.is_narrow, k.dtype, config)
     if config is None and _warp_mma.runs_here(q.device):
         config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
     divides = not (invariant or scores.sequences or mask)

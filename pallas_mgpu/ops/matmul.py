@@ -1115,8 +1115,7 @@ def matmul(
     activation and a config of one slice. NotImplementedError elsewhere.
 
     Returns (M, N) of the caller's kind of array, or with return_product the pair of it and the
-    product. TypeError, ValueError for other dtypes and shapes.
-    """
+    product. TypeError, ValueError for other dtypes and shapes."""
     ta, tb = bool(transpose_a), bool(transpose_b)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     _check_options(a, config, precision)
