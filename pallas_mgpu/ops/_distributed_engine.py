@@ -20,7 +20,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu import pl
 from pallas_mgpu._symmetric import _torch, peer_tensor
 
-from . import distributed_matmul as products
+from . import _distributed_products as products
 from .distributed import Collective, Own
 from .matmul import matmul
 
@@ -60,7 +60,7 @@ class _EnginePlan:
         return self.named((a, b, o, came, turn, *others), "staging", "turn")
 
 
-class GatherPlan(_EnginePlan, products._GatherPlan):
+class GatherPlan(_EnginePlan, products.GatherPlan):
     """The same with a cell for each band, and a flag of blocks that need no rows any more."""
 
     def __init__(self, *args):
@@ -74,7 +74,7 @@ class GatherPlan(_EnginePlan, products._GatherPlan):
         return [Own((1,), np.dtype(np.int32)), *others]
 
 
-class GatherBlock(_Drained, products._GatherBlock):
+class GatherBlock(_Drained, products.GatherBlock):
     def arrivals(self, number):
         return self.staging.at[number]
 
@@ -102,7 +102,7 @@ class OwnSumPlan(_EnginePlan, products.Plan):
         return [Own((1,), np.dtype(np.int32)), *super().staging()]
 
 
-class _OwnSums(products._DeviceBlock):
+class _OwnSums(products.DeviceBlock):
     def producer(self):
         produce = super().producer
 
@@ -134,9 +134,9 @@ class _OwnSums(products._DeviceBlock):
                 at = pl.ds(row + me * 64, 64), pl.ds(col + c * p.chunk, p.chunk)
                 came = (self.staging[k, *at] for k in range(self.size - 1))
                 own = value[:, c * p.chunk : (c + 1) * p.chunk]
-                return products._in_order(self.me, own, came, self.size)
+                return products.in_order(self.me, own, came, self.size)
 
-            self.epilogue(me, products._Chunks(p.chunks, total), [self.o], row, col)
+            self.epilogue(me, products.Chunks(p.chunks, total), [self.o], row, col)
             return it0 + p.steps
 
         self.tiles().consume(multiply, jnp.int32(0))
