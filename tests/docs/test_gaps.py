@@ -426,6 +426,12 @@ CASES = {
         lambda: on("sm_80", ops.attention, heads, heads, heads, page_table=table[:1]),
         lambda: ops.attention(zeros(1, 64, 2, 72), *[zeros(1, 64, 2, 72, dtype=np.int8)] * 2),
     ],
+    "`ops.attention` with `cos=`": [
+        lambda: ops.attention(heads, heads, heads, cos=square, sin=square, kv_lengths=lengths),
+        lambda: ops.attention(
+            heads, *[zeros(1, 64, 2, 64, dtype=np.int8)] * 2, cos=square, sin=square
+        ),
+    ],
     "`ops.append_pages(out=)`": [
         (
             ValueError,
