@@ -21,6 +21,7 @@ fit in the L2 cache.
 
 import functools
 import math
+import types
 import typing
 
 import numpy as np
@@ -1107,6 +1108,63 @@ def _check_masked(mask, target, is_narrow, dtype, config):
         )
 
 
+def _choose(x):
+    """The kernel of a call, or what calls it. x: the arguments of attention, by name."""
+    q, k, v, config, mask, scale = x.q, x.k, x.v, x.config, x.mask, x.scale
+    if config is None and _tensor_memory.runs_here(q.device):
+        config = TensorMemoryAttentionConfig()
+    of_blackwell = isinstance(config, TensorMemoryAttentionConfig)
+    target = _core.target(q.device)["name"]
+    of_hopper = config is None and target == "sm_90a" or isinstance(config, AttentionConfig)
+    most = _attention_tensor_memory.MOST if of_blackwell else _WIDTHS[-1] if of_hopper else 0
+    cache = Cache(x.kv_lengths, x.q_lengths, x.page_table, x.q_scale, x.k_scale, x.v_scale)
+    _check(q, k, v, most=most, own_value_dim=of_hopper, cache=cache)
+    alone = {"cu_seqlens_q": x.cu_seqlens_q, "mask": mask}
+    alone = [name for name, given in alone.items() if given is not None]
+    cache.check(q, k, v, target if of_hopper else repr(config), alone)
+    invariant = batch_invariance("attention", x.batch_invariant, x.deterministic)
+    queries, dim = q.shape[1], q.shape[3]
+    scale = float(dim**-0.5 if scale is None else scale)
+    arrays = x.bias, x.cu_seqlens_q, x.cu_seqlens_k, x.seed
+    how = x.causal, x.window, x.bottom_right, x.softcap, x.dropout
+    kept = {"keys": cache.keys(k), "open_": cache.is_open}
+    scores = _attention_scores.options("attention", q, k, arrays, *how, **kept)
+    others = x.causal, x.window is not None, x.cu_seqlens_q is not None
+    mask = _masked(q, k, mask, x.block_mask, x.mask_data, others)
+    scores = scores._replace(mask=mask)
+    shape = (*q.shape, k.shape[1], k.shape[2])
+    problem = Problem(*shape, q.dtype, bool(x.causal), scale, scores, bool(x.return_lse))
+    problem = cache.of(problem, k)
+    if x.cos is not None and (cache.given or problem.is_narrow):
+        raise NotImplementedError(
+            "attention: cos= and sin= need q, k and v of 16 bits without lengths and pages; rotate"
+            " q by ops.rotary, and k by it or by ops.append_pages"
+        )
+    angles = _attention_rotary.check(
+        "attention", q, k, x.cos, x.sin, x.bottom_right, scores.sequences
+    )
+    _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
+    if v.shape[3] != dim:
+        problem = problem._replace(own_value_dim=v.shape[3])
+    _check_masked(mask, target, problem.is_narrow, k.dtype, config)
+    if config is None and _warp_mma.runs_here(q.device):
+        config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
+    divides = not (invariant or scores.sequences or mask)
+
+    def kernel(problem):
+        if isinstance(config, MmaAttentionConfig):
+            kernel = _attention_warp_mma.kernel(problem, config, target, x.interpret)
+            return _Packed(problem, kernel, x.interpret) if scores.sequences else kernel
+        if of_blackwell:
+            return _of_tensor_memory(problem, config, target, x.interpret)
+        widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
+        return _of_wgmma(problem, config, widths, divides, x.block_mask, q.device, x.interpret)
+
+    return _attention_rotary.with_angles(
+        problem, kernel, angles, of_hopper and not mask, x.interpret
+    )
+
+
 @plgpu.specialize(in_place=False)
 def attention(
     q,
@@ -1190,50 +1248,4 @@ def attention(
 
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims."""
-    if config is None and _tensor_memory.runs_here(q.device):
-        config = TensorMemoryAttentionConfig()
-    of_blackwell = isinstance(config, TensorMemoryAttentionConfig)
-    target = _core.target(q.device)["name"]
-    of_hopper = config is None and target == "sm_90a" or isinstance(config, AttentionConfig)
-    most = _attention_tensor_memory.MOST if of_blackwell else _WIDTHS[-1] if of_hopper else 0
-    cache = Cache(kv_lengths, q_lengths, page_table, q_scale, k_scale, v_scale)
-    _check(q, k, v, most=most, own_value_dim=of_hopper, cache=cache)
-    alone = [n for n, x in (("cu_seqlens_q", cu_seqlens_q), ("mask", mask)) if x is not None]
-    cache.check(q, k, v, target if of_hopper else repr(config), alone)
-    invariant = batch_invariance("attention", batch_invariant, deterministic)
-    queries, dim = q.shape[1], q.shape[3]
-    scale = float(dim**-0.5 if scale is None else scale)
-    arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
-    how = causal, window, bottom_right, softcap, dropout
-    kept = {"keys": cache.keys(k), "open_": cache.is_open}
-    scores = _attention_scores.options("attention", q, k, arrays, *how, **kept)
-    others = causal, window is not None, cu_seqlens_q is not None
-    mask = _masked(q, k, mask, block_mask, mask_data, others)
-    scores = scores._replace(mask=mask)
-    shape = (*q.shape, k.shape[1], k.shape[2])
-    problem = Problem(*shape, q.dtype, bool(causal), scale, scores, bool(return_lse))
-    problem = cache.of(problem, k)
-    if cos is not None and (cache.given or problem.is_narrow):
-        raise NotImplementedError(
-            "attention: cos= and sin= need q, k and v of 16 bits without lengths and pages; rotate"
-            " q by ops.rotary, and k by it or by ops.append_pages"
-        )
-    angles = _attention_rotary.check("attention", q, k, cos, sin, bottom_right, scores.sequences)
-    _warp_mma.check_config("attention", config, MmaAttentionConfig, q.device)
-    if v.shape[3] != dim:
-        problem = problem._replace(own_value_dim=v.shape[3])
-    _check_masked(mask, target, problem.is_narrow, k.dtype, config)
-    if config is None and _warp_mma.runs_here(q.device):
-        config = _attention_warp_mma.choose(queries, dim, _core.target(q.device), scores)
-    divides = not (invariant or scores.sequences or mask)
-
-    def kernel(problem):
-        if isinstance(config, MmaAttentionConfig):
-            kernel = _attention_warp_mma.kernel(problem, config, target, interpret)
-            return _Packed(problem, kernel, interpret) if scores.sequences else kernel
-        if of_blackwell:
-            return _of_tensor_memory(problem, config, target, interpret)
-        widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
-        return _of_wgmma(problem, config, widths, divides, block_mask, q.device, interpret)
-
-    return _attention_rotary.with_angles(problem, kernel, angles, of_hopper and not mask, interpret)
+    return _choose(types.SimpleNamespace(**locals()))

@@ -649,7 +649,9 @@ EQUIVALENT = {
     r"semaphore_(wait|signal) at distributed.py: plgpu.semaphore_(wait|signal_parallel)\(": BEGIN,
     r"^matmul_(all_reduce|reduce_scatter): .*wait_smem_to_gmem\(pending": ONE_TILE,
     r"drop barrier_wait at _distributed_products.py: .*self.added, phase=k": UNSEEN,
-    r"earlier barrier_arrive at _distributed_products.py: .*self.added": "each tile has its summands",
+    r"earlier barrier_arrive at _distributed_products.py: .*self.added": (
+        "each tile has its summands"
+    ),
     r"^matmul_all_reduce: .*semaphore_wait at .*decrement=False\)( #2)?$": BEGIN,
     r"^matmul_all_reduce: .*wait_smem_to_gmem.*(_LEAVING|\(0\)).* #2": BEGIN,
     r"^matmul_all_reduce: earlier semaphore_signal at .*flags.at.flag": BEGIN,
