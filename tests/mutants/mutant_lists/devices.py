@@ -601,8 +601,8 @@ breaks(
     branches_forget_touches=("visit_control", ".at; after.touched |=", ".at; after.touched ="),
     branches_forget_waits=(
         "visit_control",
-        "->touched; after.waited |=",
-        "->touched; after.waited =",
+        ".at; after.touched |= p->touched; after.waited |=",
+        ".at; after.touched |= p->touched; after.waited =",
     ),
     the_next_op_is_always_a_meeting=("meets_next", "return pm_meets(code);", "return true;"),
 )
