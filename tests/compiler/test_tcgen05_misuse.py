@@ -155,7 +155,7 @@ MUTANTS = {
     "mapa": [
         ("pair", r"peer_offset\(0\)", "peer_offset(1)"),
         ("pair", r"(mbarrier_arrive_release\(taken[^;]*), 0\)", r"\1, 1)"),
-        ("pair", r"full \+ (slot_\d+ \* 8) \+ peer_offset\(0\)", r"full + \1"),
+        ("pair", r"full \+ (slot\w* \* 8) \+ peer_offset\(0\)", r"full + \1"),
         ("pair", r"mbarrier_arrive_release\(taken([^;]*), 0\)", r"mbarrier_arrive(taken\1)"),
         ("pair", r"(?s)(peer_offset\(0\).*?)peer_offset\(0\)", r"\1peer_offset(1)"),
     ],
@@ -204,7 +204,7 @@ MUTANTS = {
         ("control", r"fence_proxy_async\(\);", ""),
         ("control", r"mbarrier_arrive_expect_tx\(told, 16\)",
          "mbarrier_arrive_expect_tx(told, 32)"),
-        ("control", r"if \(!\((\w+)\)\) break;", r"if (!(\1) && told_phase) break;"),
+        ("control", r"if \(!(\w+)\) break;", r"if (!\1 && told_phase) break;"),
         ("control", r"if \(query_cancel\(result, block\)\)", "query_cancel(result, block);"),
         ("control", r"block\[0\] / 1", "block[0] / 2"),
         ("control", r"query_cancel\(result,", "query_cancel(result + 16,"),
