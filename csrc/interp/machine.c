@@ -190,12 +190,12 @@ static step turn_fail(pm_machine *m, thread *t, const instr *i, const char *what
 static step exec_enter_section(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   if (t->index >= i->to) return turn_fail(m, t, i, "is not one of them");
-  if (b->section_entern && b->turn == t->index) return turn_fail(m, t, i, "has its turn already");
-  if (b->section_entern || b->turn != t->index) {
+  if (b->in_section && b->turn == t->index) return turn_fail(m, t, i, "has its turn already");
+  if (b->in_section || b->turn != t->index) {
     t->pc--;
     return pm_vm_block_on(m, t, THREAD_AT_TURN);
   }
-  b->section_entern = true;
+  b->in_section = true;
   if (m->races) pm_race_enter_section(m, t);
   if (m->timeline) pm_time_enter_section(m, t, i->op);
   return STEP_PAUSE;
@@ -203,10 +203,10 @@ static step exec_enter_section(pm_machine *m, thread *t, const instr *i) {
 
 static step exec_leave_section(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
-  if (!b->section_entern || b->turn != t->index) {
+  if (!b->in_section || b->turn != t->index) {
     return turn_fail(m, t, i, "leaves an ordered_section that it is not in");
   }
-  b->section_entern = false;
+  b->in_section = false;
   b->turn = (b->turn + 1) % i->to;
   if (m->races) pm_race_leave_section(m, t);
   if (m->timeline) pm_time_leave_section(m, t, i->op);
@@ -462,7 +462,7 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
   pm_vm_progress(m);
   pm_vm_block_on(m, t, THREAD_DONE);
   if (t->block->n_done < m->n_threads) return STEP_PAUSE;
-  if (t->block->turn || t->block->section_entern) {
+  if (t->block->turn || t->block->in_section) {
     return pm_vm_fail(
         m, t, 0, PM_E_VALUE,
         "the kernel ends when it is thread %u's turn: threads have taken turns (ordered_section) "
@@ -736,7 +736,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   if (m->profile_words) pm_profile_begin_cluster(m, c);
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
-    b->section_entern = false;
+    b->in_section = false;
     memset(b->n_pairs, 0, m->n_pairs * sizeof *b->n_pairs);
     memset(b->named, 0, sizeof b->named);
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);

@@ -351,7 +351,7 @@ struct block {
   uint32_t n_entering, n_done;
   const scope *entering;
   uint32_t turn; /* thread that has it */
-  bool section_entern;
+  bool in_section;
   named_barrier named[NAMED_BARRIERS];
   uint32_t *n_left;  /* per scope: threads that left it */
   uint32_t *n_parts; /* per collective copy and thread: parts issued */
