@@ -2,8 +2,9 @@
  *
  * Consecutive element-wise ops whose results are arrays with the same number of registers form a
  * run: they become the body of one unrolled loop over registers, and a result that only the run
- * reads is a variable of that loop, or stands where it is read. Scalar ops between them depend on
- * no array, so they are printed before the loop. */
+ * reads is a variable of that loop: written where it is read, it would be computed under the
+ * condition of a ?: there, and kernels spilled. Scalar ops between them depend on no array, so they
+ * are printed before the loop. */
 #include "gen.h"
 
 /* ---- runs of element-wise ops ------------------------------------------------------------ */
@@ -180,9 +181,6 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
     text[i] = e->expr;
     if (stays[i]) {
       pm_declare(e, out, out);
-    } else if (pm_is_inlined(e, run.at[i], text[i])) {
-      pm_bind(e, out, pm_atom(e, text[i]), PM_FORM_SCALAR);
-      text[i] = NULL;
     } else {
       pm_bind(e, out, pm_name_of(e, out), PM_FORM_SCALAR);
     }
@@ -190,7 +188,6 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
   pm_begin_unrolled(e, "r", n, 1);
   for (uint32_t i = 0; i < run.n; i++) {
     const pm_val out = pm_get(g, run.at[i])->out;
-    if (!text[i]) continue;
     pm_place(e, run.at[i]);
     if (stays[i]) {
       pm_line(e, "%s[%s] = %s;", e->slot[out].text, e->reg, text[i]);

@@ -208,9 +208,6 @@ bool pm_makes_array(pm_gen *e, pm_opid op, const bool *in_run);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
-/* Does the text of a value without a name stand where its one use is? C++ gives it the op's dtype
- * without a variable; what the use computes is printed once. */
-bool pm_is_inlined(pm_gen *e, pm_opid op, const char *text);
 const char *pm_grid_index(pm_gen *e, uint32_t d);
 const char *pm_cluster_index(pm_gen *e, uint32_t d);
 const char *pm_scratch(pm_gen *e);                 /* address of this thread's scratch */

@@ -28,31 +28,25 @@ static bool prints_once(const pm_op *user) {
 /* Is the C++ expression of an op on such operands of its own dtype? */
 static bool keeps_type(pm_dtype d) { return d == PM_I32 || d == PM_BOOL || d == PM_F32; }
 
-bool pm_is_inlined(pm_gen *e, pm_opid op, const char *text) {
+/* Does the text of a scalar without a name stand where its one use is? C++ gives it the op's dtype
+ * without a variable; what the use computes is printed once, and not for each register. */
+static bool is_inlined(pm_gen *e, pm_opid op) {
   enum { LONGEST = 40 };
   const pm_op *o = pm_get(e->g, op);
   const pm_value *v = pm_value_of(e->g, o->out);
-  if (v->name || e->uses[o->out] != 1 || strlen(text) > LONGEST) return false;
+  if (v->name || e->uses[o->out] != 1 || strlen(e->expr) > LONGEST) return false;
   const int rule = pm_ops[o->code].layout;
   const bool moves = rule == PM_LAY_BROADCAST;
   if (rule != PM_LAY_POINTWISE && !moves && o->code != PM_OP_AXIS) return false;
   if (o->code == PM_OP_OPT_BARRIER) return false;
   const pm_op *user = pm_get(e->g, e->user[o->out]);
   if (user->parent != o->parent || !prints_once(user)) return false;
+  if (pm_ops[user->code].layout == PM_LAY_POINTWISE && pm_wants_array(e, user->out)) return false;
   if (user->code == PM_OP_IF || moves) return true;
   for (uint32_t k = 0; k < o->n_in; k++) {
     if (!keeps_type(pm_typeof(e->g, pm_in(e->g, op, k))->dtype)) return false;
   }
   return keeps_type(v->type.dtype);
-}
-
-static bool is_inlined(pm_gen *e, pm_opid op) {
-  const pm_val out = pm_get(e->g, op)->out;
-  if (!pm_is_inlined(e, op, e->expr)) return false;
-  const pm_op *user = pm_get(e->g, e->user[out]);
-  const bool in_loop =
-      pm_ops[user->code].layout == PM_LAY_POINTWISE && pm_wants_array(e, user->out);
-  return !in_loop;
 }
 
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {

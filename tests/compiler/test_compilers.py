@@ -41,7 +41,7 @@ def checked(library, *suites):
 @pytest.mark.parametrize("library", libraries())
 @pytest.mark.parametrize(
     "suite",
-    only_long(["reproductions", "kernels --every 3", "kernels"], "reproductions", rare=["kernels"]),
+    only_long(["reproductions", "kernels --every 5", "kernels"], "reproductions", rare=["kernels"]),
 )
 def test_kernels(library, suite):
     """The kernels that showed the bugs, and their neighbours."""
@@ -51,9 +51,12 @@ def test_kernels(library, suite):
 @needs_nvdisasm
 @pytest.mark.skipif(not os.environ.get(PLACES), reason=f"{PLACES} names no compilers")
 @pytest.mark.parametrize("library", libraries())
-@pytest.mark.parametrize("suite", [pytest.param("ops", marks=pytest.mark.long), "examples"])
+@pytest.mark.parametrize(
+    "suite",
+    only_long(["examples", "ops --every 5", "ops"], "examples", rare=["ops"]),
+)
 def test_ops_and_examples(library, suite):
-    checked(library, suite)
+    checked(library, *suite.split())
 
 
 @pytest.mark.parametrize("way", ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -353,7 +356,7 @@ print(json.dumps(out))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("library", only_long(libraries(), every=4))
 def test_figures_without_a_log(library, tmp_path):
     """The cubin has the same registers, stack and spills as the log."""
     cc = os.environ.get("CC", "gcc").split()

@@ -178,10 +178,9 @@ PROGRAMS = {  # text, blocks, options
     "attention, rescaled never": lambda: (softmax(256), 1, {"choose": False, "followers": ()}),
 }  # fmt: skip
 MARKS = {  # by seconds
-    "long": "attention, ring; attention, 256; attention, rescaled never; 3 tiles taken over;"
-    " groups",
+    "long": "attention, ring; attention, rescaled never; 3 tiles taken over; groups",
     "exhaustive": "3 tiles of a pair; gated, 3 tiles of a pair; 2 tiles taken over by a pair;"
-    " attention, 192; gradients of keys",
+    " attention, 192; attention, 256; gradients of keys; gradients, ring",
 }
 LONG = {name.strip(): mark for mark, names in MARKS.items() for name in names.split(";")}
 assert LONG.keys() <= PROGRAMS.keys()

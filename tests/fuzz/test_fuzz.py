@@ -12,7 +12,7 @@ from fuzz import generate, kernels
 from pallas_mgpu import pl
 
 WAYS = ("interpret", "host", "nvrtc")
-FIRST, COUNT, LONG = 1_000_000, 300, 10  # seeds of run_long.py begin at 0
+FIRST, COUNT = 1_000_000, 300  # seeds of run_long.py begin at 0
 # Few kernels that have every pattern of the generator and every op between them. Where they lack
 # some, `python -m fuzz.test_fuzz`, in tests/, finds others, in minutes.
 COVER = [25, 42, 75, 147, 153, 214, 218, 237, 276, 301, 308, 324, 331, 344, 348, 362, 468, 521,
@@ -21,9 +21,8 @@ COVER = [FIRST + k for k in COVER]
 MARKS = [(), pytest.mark.long, pytest.mark.long]
 SEEDS = [pytest.param(COVER[k::3], id=f"cover{k}", marks=MARKS[k]) for k in range(3)]
 SEEDS += [
-    pytest.param(range(FIRST + k, FIRST + k + 10), id=str(FIRST + k), marks=mark)
+    pytest.param(range(FIRST + k, FIRST + k + 10), id=str(FIRST + k), marks=pytest.mark.exhaustive)
     for k in range(0, COUNT, 10)
-    for mark in [pytest.mark.long if k < LONG else pytest.mark.exhaustive]
 ]
 REGRESSIONS = sorted(pathlib.Path(kernels.__file__).parent.glob("regressions/*.py"))
 

@@ -340,7 +340,6 @@ EQUIVALENT = {
     r"^gradients of keys: fence: (no fence before|fence before after .*) #.*self.p_ready": BOTH,
     r"^matmul: proxy fence: .* in _tensor_memory.py: return loop": EPILOGUE,
     r"^gradients of keys: proxy fence: no fence #[03] ": STORES,
-    r"^gradients.*: wait: other phase #\d+ in _common.py: .*n=last": LATER,
     r"^gradients: proxy fence: fence of one warp #[25] ": MET,
     r"^gradients of keys: proxy fence: fence of one warp #[0235] ": MET,
     r"^gradients of queries: proxy fence: fence of one warp #1 ": MET,

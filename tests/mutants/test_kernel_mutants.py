@@ -95,8 +95,7 @@ def check(rows):
     assert sum(v.get("interpreter", "x") is None for n, v in rows if any(v.values())) == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("k", range(MOST))
+@pytest.mark.parametrize("k", only_long(range(MOST), every=2))
 def test_some_of_each_kind(k):
     check(kernel_mutants.judge(some_of_each_kind()[name_of(k)], seeds=(0,)))
 

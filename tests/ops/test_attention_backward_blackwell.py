@@ -113,7 +113,7 @@ DEFAULT = "packed, window", "all", "bias; deterministic", "packed, causal; deter
 
 
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
-@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT, every=5))
+@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT, every=10))
 def test_options_of_scores(case, rng):
     name, _, deterministic = case.partition("; ")
     deterministic = bool(deterministic)
