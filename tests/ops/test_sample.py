@@ -73,6 +73,8 @@ def test_how_often(dtype, options):
 @pytest.mark.parametrize("blocks", [2, 8])
 def test_rows_that_a_cluster_divides(run, rng, blocks):
     """Blocks without a part of the row among them."""
+    if run.way == "host" and blocks == 8:
+        pytest.skip("minutes on the emulated machine, which has clusters of two")
     n, rows = 2100, 2
     x = (rng.standard_normal((rows, n)) * 3).astype(np.float16)
     options = {"top_k": 40, "top_p": 0.8, "config": ops.SampleConfig(blocks)}
