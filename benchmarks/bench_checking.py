@@ -5,8 +5,8 @@ another version of the package.
     python benchmarks/bench_checking.py --against TREE      # off here and in a tree that is built
 
 Each figure is the least processor time of a call in all rounds: whatever else runs on the machine
-only adds to it. In a round one process makes the calls of all ways in turns; two versions have a
-process each, and take turns in who is first."""
+only adds to it. In a round one process makes a call of each way after the other; two versions have
+a process each, and alternate in who is first."""
 
 import argparse
 import functools

@@ -103,14 +103,6 @@ class OwnSumPlan(_EnginePlan, products.Plan):
 
 
 class _OwnSums(products.DeviceBlock):
-    def producer(self):
-        produce = super().producer
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(produce)
-            pl.when(warp == 1)(self.courier)
-
     def fetch_tile(self, t, it0):
         first = self.first_step() * self.cfg.step
         return self.fetch_steps(it0, *self.origin(t), first, [(True, self.a.at[self.me])])

@@ -206,6 +206,18 @@ class DeviceBlock(_Block):
         super().run()
         self.epochs[...] = self.epoch
 
+    def roles(self):
+        """Of the warps of the producer: one fetches for the consumers, another is the courier."""
+        return [super().producer, self.courier]
+
+    def producer(self):
+        roles = self.roles()
+
+        @plgpu.warp_map
+        def _(warp):
+            for k, role in enumerate(roles):
+                pl.when(warp == k)(role)
+
     def on(self, ref, device):
         return plgpu.remote_ref(ref, {self.axis: device})
 
@@ -402,15 +414,6 @@ class GatherPlan(Plan):
 
 
 class GatherBlock(DeviceBlock):
-    def producer(self):
-        """One warp fetches for the consumers, another one is the courier."""
-        produce = super().producer
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(produce)
-            pl.when(warp == 1)(self.courier)
-
     def fetch_tile(self, t, it0):
         p, shard = self.plan, self.part(t, True)
         own, (row, col) = t < p.tiles, self.origin(t % p.tiles)
@@ -635,16 +638,7 @@ class SumBlock(DeviceBlock):
     # ---- producer
 
     def roles(self):
-        """Of the warps of the producer."""
-        return [super().producer, self.courier, self.listener]
-
-    def producer(self):
-        roles = self.roles()
-
-        @plgpu.warp_map
-        def _(warp):
-            for k, role in enumerate(roles):
-                pl.when(warp == k)(role)
+        return [*super().roles(), self.listener]
 
     def fetch_tile(self, t, it0):
         first = self.first_step() * self.cfg.step

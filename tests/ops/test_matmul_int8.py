@@ -25,7 +25,7 @@ CASES = {  # m, n, k, transpose_a, transpose_b, configuration
 
 BLOCK_CASES = [
     None,
-    C(2, 256, 2, 1, step=128),  # in turns
+    C(2, 256, 2, 1, step=128),  # consumers alternate
     C(1, 128, 0, 1, split=2, step=128),
     C(2, 64, 0, 2, step=128, slices=2),
 ]
