@@ -244,14 +244,12 @@ static const int64_t *shape_of(const void *ctx, uint32_t operand) {
   return ((const pmpy_call *)ctx)->in[operand].shape;
 }
 
-/* What the plan leaves open: its sizes, and the outputs' extents. 0 or -1 */
+/* What a plan with open sizes leaves to a call: the sizes, and the outputs' extents. 0 or -1 */
 static int find_sizes(pmpy_call *c) {
   PMPY_ERR(err);
   const pm_graph *g = c->plan->graph->g;
   const uint32_t n = c->plan->n_out + c->plan->n_scratch;
   const pm_shapes shapes = {shape_of, c};
-  c->specs = c->plan->out;
-  if (!g->sizes.n) return 0;
   for (uint32_t i = 0; i < c->n_in; i++) {
     char name[32];
     if (!c->in[i].strided || i >= c->k->n_open || !c->k->open[i]) continue;
@@ -413,8 +411,10 @@ int pmpy_call_plan(pmpy_call *c, PyObject *k) {
   c->k = (pmpy_kernel *)k;
   if (check_strides(c) < 0) return -1;
   if (c->converted && warn_converted(c) < 0) return -1;
-  return choose_target(c) < 0 || find_plan(c) < 0 || find_sizes(c) < 0 || check_outputs(c) < 0 ? -1
-                                                                                               : 0;
+  if (choose_target(c) < 0 || find_plan(c) < 0) return -1;
+  c->specs = c->plan->out;
+  if (c->plan->graph->g->sizes.n && find_sizes(c) < 0) return -1;
+  return check_outputs(c);
 }
 
 PyObject *pmpy_call_run(pmpy_call *c, PyObject *k) {

@@ -227,9 +227,13 @@ pm_code pm_device_get(int ordinal, pm_device_info *out, pm_err *err) {
   return PM_OK;
 }
 
+/* Each call asks: of a device that is set up there is nothing more to find out. */
 pm_code pm_device_target(int ordinal, const pm_target **out, pm_err *err) {
   const pm_device *d;
-  if (pm_device_need(ordinal, &d, err)) return err->code;
+  if (ordinal >= 0 && ordinal < n_devices &&
+      atomic_load_explicit(&device_ready[ordinal], memory_order_acquire))
+    d = &devices[ordinal];
+  else if (pm_device_need(ordinal, &d, err)) return err->code;
   *out = d->info.target;
   if (*out) return PM_OK;
   pm_arena arena;

@@ -471,7 +471,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, const int
   pm_code code = pm_kernel_counters(k, stream, &counters, err);
   if (!code) code = launch(k, pointers, sizes, counters, NULL, stream, &record, err);
   pm_leave(pushed);
-  return code ? code : pm_kernel_end_checks(k, stream, record, err);
+  return code || !record ? code : pm_kernel_end_checks(k, stream, record, err);
 }
 
 pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, uint64_t counters,
