@@ -36,10 +36,7 @@ extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
   x.init_line = line;
   x.init_by = (u16)t->rank;
   x.init_at = t->clock.seen[t->rank];
-  x.gathered.resize(m.n_clock, 0);
-  x.passed.resize(m.n_clock, 0);
-  x.far.resize(m.n_clock, 0);
-  x.far_passed.resize(m.n_clock, 0);
+  for (Clock *c : {&x.gathered, &x.passed, &x.far, &x.far_passed}) c->reset(m.n_clock, 0, NOBODY);
   x.agent = host_new_agent(OF_BARRIER, &b, (u32)at);
 }
 
@@ -93,7 +90,7 @@ static void complete_if_done(Mbarrier &x) {
   x.pending = x.expected;
   x.passed.join(x.gathered);
   x.far_passed.join(x.far);
-  x.passed.seen[x.agent] = host_when(x.phase);
+  x.passed.seen.raise_to(x.agent, host_when(x.phase));
   for (Thread *t : x.waiters) host_wake(t);
   x.waiters.clear();
 }
@@ -138,8 +135,7 @@ extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int l
   if (&b == t->block) {
     x.gathered.join(t->clock);
   } else {
-    for (u32 k = m.first_engine; k < m.n_clock; k++)
-      if (x.gathered.seen[k] < t->clock.seen[k]) x.gathered.seen[k] = t->clock.seen[k];
+    for (u32 k = m.first_engine; k < m.n_clock; k++) x.gathered.seen.raise_to(k, t->clock.seen[k]);
     x.gathered.carried.join(t->clock.carried);
     if (release) x.far.join(t->clock);
   }
@@ -218,7 +214,7 @@ extern "C" void host_semaphore_fence(int line) {
 
 extern "C" void host_semaphore_relaxed(void *p, u32 n, int line) {
   u32 *w = word_at(p, 0, line);
-  if (m.self->told.seen.empty()) m.self->told.resize(m.n_clock, 0); /* nothing */
+  if (m.self->told.seen.empty()) m.self->told.reset(m.n_clock, 0, NOBODY); /* nothing */
   signal(w, n, m.self->told);
   host_yield();
 }
@@ -820,8 +816,8 @@ extern "C" void host_group_wait(u32 n, bool read, int line) {
       Copy *c = (Copy *)op.get();
       if (!c->has_read) c->step();
       if (!read && !c->has_written) host_finish(c);
-      if (t->clock.seen[c->reader] < c->when) t->clock.seen[c->reader] = c->when;
-      if (!read) t->clock.seen[c->writer] = c->when;
+      t->clock.seen.raise_to(c->reader, c->when);
+      if (!read) t->clock.seen.raise_to(c->writer, c->when);
     }
   }
   if (!read) t->groups.erase(t->groups.begin(), t->groups.begin() + (long)count);
@@ -844,8 +840,8 @@ static void learn_of(Clock &to, const Block &b, const Commit &c) {
   const u32 engines = m.first_engine, first = b.threads[0].rank;
   for (u32 a = 0; a < m.n_clock; a++) {
     if (a < engines && a - first >= b.threads.size()) continue;
-    to.seen[a] = std::max(to.seen[a], c.clock.seen[a]);
-    for (int k = 0; k < 2; k++) to.fenced[k][a] = std::max(to.fenced[k][a], c.clock.fenced[k][a]);
+    to.seen.raise_to(a, c.clock.seen[a]);
+    for (int k = 0; k < 2; k++) to.fenced[k].raise_to(a, c.clock.fenced[k][a]);
   }
 }
 
@@ -862,7 +858,7 @@ void Commit::execute() {
                 host_place_of(b, at).c_str(), TOO_MANY);
     }
     learn_of(x.gathered, b, *this);
-    if (x.gathered.seen[who] < when) x.gathered.seen[who] = when;
+    x.gathered.seen.raise_to(who, when);
     x.gathered.carried.join(known);
     x.gathered.carried.note(who, when);
     x.pending--;
@@ -1149,8 +1145,7 @@ static bool complete_in_others(Warp &w, u32 last) {
       if (((Product *)op.get())->group && ((Product *)op.get())->group <= last)
         host_finish(op.get());
     for (u32 l = 0; l < 32 && o->agent; l++)
-      if (w.lane[l]->clock.seen[o->agent] < o->last[last - 1])
-        w.lane[l]->clock.seen[o->agent] = o->last[last - 1];
+      w.lane[l]->clock.seen.raise_to(o->agent, o->last[last - 1], true);
   }
   return true;
 }
@@ -1167,9 +1162,7 @@ static void retire(Warp &w) {
     Product *p = (Product *)op.get();
     if (!p->group || p->group > last) break;
     host_finish(p);
-    for (u32 l = 0; l < 32; l++) {
-      w.lane[l]->clock.seen[w.agent] = p->when;
-    }
+    for (u32 l = 0; l < 32; l++) w.lane[l]->clock.seen.raise_to(w.agent, p->when, true);
     count++;
   }
   w.products.erase(w.products.begin(), w.products.begin() + (long)count);

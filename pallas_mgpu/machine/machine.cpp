@@ -166,52 +166,7 @@ static void crashed(int number) {
   _exit(1);
 }
 
-/* ---- clocks -------------------------------------------------------------------------------- */
-
-void Clock::resize(size_t n, u32 value) {
-  seen.assign(n, value);
-  fenced[0].assign(n, value);
-  fenced[1].assign(n, value);
-  launched = false;
-  carried = TensorOrder();
-}
-
-/* Clocks are long, and joined at every synchronisation. */
-#if defined(__x86_64__) && defined(__GLIBC__)
-#define FOR_WIDE_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_WIDE_VECTORS
-#endif
-
-FOR_WIDE_VECTORS
-static void raise(std::vector<u32> &to, const std::vector<u32> &from) {
-  u32 *a = to.data();
-  const u32 *b = from.data();
-  for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] > b[k] ? a[k] : b[k];
-}
-
-FOR_WIDE_VECTORS
-static void lower(std::vector<u32> &to, const std::vector<u32> &from) {
-  u32 *a = to.data();
-  const u32 *b = from.data();
-  for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] < b[k] ? a[k] : b[k];
-}
-
-void Clock::join(const Clock &o) {
-  raise(seen, o.seen);
-  for (int k = 0; k < 2; k++) raise(fenced[k], o.fenced[k]);
-  carried.join(o.carried);
-  launched |= o.launched;
-}
-
-void Clock::meet(const Clock &o) {
-  lower(seen, o.seen);
-  for (int k = 0; k < 2; k++) lower(fenced[k], o.fenced[k]);
-  carried.meet(o.carried);
-  launched &= o.launched;
-}
-
-void Clock::fence(bool global) { raise(fenced[global], seen); }
+/* ---- agents -------------------------------------------------------------------------------- */
 
 u16 host_new_agent(AgentKind kind, const Block *b, u32 number) {
   const u32 most = (u32)m.agents.size();
@@ -226,7 +181,9 @@ u32 host_when(u64 n) {
   return when;
 }
 
-u32 host_release(Thread *t) { return t->clock.seen[t->rank]++; }
+void host_release(Thread *t) {
+  t->clock.seen.raise_to(t->rank, t->clock.seen[t->rank] + 1);
+}
 
 /* ---- fibers -------------------------------------------------------------------------------- */
 
@@ -590,13 +547,30 @@ extern "C" void host_registers(u32 n, bool up, int line) {
 
 /* ---- barriers of threads ------------------------------------------------------------------- */
 
-static void pass(std::vector<Thread *> &all) {
+/* Those who met before come one after the other. */
+static std::vector<Thread *> by_rank(std::vector<Thread *> all) {
+  std::sort(all.begin(), all.end(), [](Thread *a, Thread *b) { return a->rank < b->rank; });
+  return all;
+}
+
+static void pass(const std::vector<Thread *> &met) {
+  const std::vector<Thread *> all = by_rank(met);
   Clock c = all[0]->clock;
+  c.settle();
   for (Thread *t : all) c.join(t->clock);
   for (Thread *t : all) {
-    t->clock = c;
+    t->clock.adopt(c);
     host_release(t);
   }
+}
+
+/* What any of them knows. */
+static Times known_to(const std::vector<Thread *> &threads) {
+  const std::vector<Thread *> all = by_rank(threads);
+  Times known = all[0]->clock.seen;
+  known.settle();
+  for (const Thread *t : all) known.raise(t->clock.seen);
+  return known;
 }
 
 static void check_warps(const NamedBarrier &b, u32 id, int line) {
@@ -695,14 +669,13 @@ extern "C" void host_cluster_sync(int line) {
     host_sleep("barrier.cluster");
     return;
   }
-  for (Block &b : cluster) {
-    for (auto &x : b.mbarriers) x.second.published = x.second.fenced;
-    b.met.assign(m.n_clock, 0);
-    for (const Thread *o : arrived)
-      for (u32 k = 0; k < m.n_clock; k++) b.met[k] = std::max(b.met[k], o->clock.seen[k]);
-  }
   std::vector<Thread *> all;
   all.swap(arrived);
+  const Times met = known_to(all);
+  for (Block &b : cluster) {
+    for (auto &x : b.mbarriers) x.second.published = x.second.fenced;
+    b.met = met;
+  }
   for (Thread *o : all)
     if (o != t) host_wake(o);
 }
@@ -734,8 +707,8 @@ static void make_thread(Block &b, u32 k, u32 rank) {
   t.tensor_ops.clear();
   t.tensor = 0;
   t.n_tensor_ops = t.tensor_access = t.tensor_line = 0;
-  t.clock.resize(m.n_clock, m.clock);
-  t.clock.seen[rank] = m.clock + 1;
+  t.clock.reset(m.n_clock, m.clock, rank);
+  host_release(&t);
   if (!t.stack) {
     t.stack = (u8 *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -762,7 +735,7 @@ static void make_block(Block &b, HostIndex first, u32 number) {
   b.shared.forget();
   b.mbarriers.clear();
   b.arrivals.clear();
-  b.met.clear();
+  b.met.reset(m.n_clock, 0, NOBODY);
   b.tensor = TensorMemory();
   const u32 limit = 65536 / m.block_threads / 8 * 8; /* what __launch_bounds__(n, 1) leaves */
   const u32 registers = limit > 256 ? 256 : limit;
@@ -782,9 +755,10 @@ static void make_block(Block &b, HostIndex first, u32 number) {
 /* What other blocks and their engines do to a block's memory comes before its end. */
 static void check_visits(Block &b) {
   const u32 me = (u32)(&b - &m.blocks[0]), engines = m.first_engine;
-  std::vector<u32> known = b.met.empty() ? b.threads[0].clock.seen : b.met;
-  for (const Thread &t : b.threads)
-    for (u32 k = 0; k < m.n_clock; k++) known[k] = std::max(known[k], t.clock.seen[k]);
+  std::vector<Thread *> all;
+  for (Thread &t : b.threads) all.push_back(&t);
+  Times known = known_to(all);
+  known.raise(b.met);
   auto check = [&](u16 who, u32 when, int line, const char *what) {
     if (who >= MANY || known[who] >= when) return;
     if ((who < engines ? who / m.block_threads : m.agents[who - engines].block) == me) return;

@@ -45,21 +45,43 @@ struct TensorOrder {
 
 /* ---- clocks -------------------------------------------------------------------------------- */
 
-/* one entry for each agent */
+enum : u16 { NOBODY = 0xffff, MANY = 0xfffe }; /* beside the numbers of agents */
+
+/* One entry for each agent: up to which of its steps. See clocks.cpp. */
+class Times {
+public:
+  bool empty() const { return !shared; }
+  u32 operator[](u32 who) const { return who == own ? when : (*shared)[who]; }
+  void reset(size_t n, u32 value, u32 who); /* who: the agent whose clock it is, or NOBODY */
+  /* alike: others with this knowledge learn the same next */
+  void raise_to(u32 who, u32 value, bool alike = false);
+  void raise(const Times &other);
+  void lower(const Times &other);
+  void settle();                  /* it is nobody's from now on */
+  void adopt(const Times &other); /* which is nobody's, and later than this */
+
+private:
+  using Shared = std::shared_ptr<std::vector<u32>>;
+  Shared shared, joined; /* joined: no entry of it is above that of `shared` */
+  u32 own, when;         /* the agent whose entry is `when`; no less than that of `shared` */
+};
+
 struct Clock {
-  std::vector<u32> seen, fenced[2]; /* of shared, of global memory */
+  Times seen, fenced[2]; /* of shared, of global memory */
   bool launched = false; /* it comes after the launches before this one (griddepcontrol.wait) */
   TensorOrder carried;   /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
                             commit, follows: a fence::after_thread_sync makes use of it */
-  void resize(size_t n, u32 value);
+  void reset(size_t n, u32 value, u32 own);
   void join(const Clock &other);
   void meet(const Clock &other); /* what both know */
+  void settle();                 /* as those of Times */
+  void adopt(const Clock &other);
   void fence(bool global);
 };
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
-enum : u16 { NOBODY = 0xffff, MANY = 0xfffe, MAX_READERS = 16 };
+enum : u16 { MAX_READERS = 16 };
 
 /* of one byte */
 struct Mark {
@@ -81,9 +103,16 @@ struct EngineReads {
   } at[MAX_READERS];
 };
 
+/* By several agents, and when each did it; most are of neighbours. */
+struct Accesses {
+  u32 first = 0;         /* agent */
+  std::vector<u32> when; /* of it and those after it; 0: none */
+  void set(u32 who, u32 value);
+};
+
 /* several threads read a byte, or wrote the same value to it, in no order */
 struct Crowd {
-  std::vector<u32> read, write;
+  Accesses read, write;
 };
 
 /* The last plain write of a byte before atomics, which may come in any order among themselves, but
@@ -91,7 +120,7 @@ struct Crowd {
 struct PlainWrite {
   u32 write;
   u16 writer, line;
-  std::vector<u32> many;
+  Accesses many;
 };
 
 struct Region {
@@ -280,7 +309,7 @@ struct Block {
   std::vector<Thread *> want_registers;
   u32 alive;
   std::vector<Arrival> arrivals; /* of threads of other blocks, at its barriers */
-  std::vector<u32> met;          /* by the clock: what preceded the latest barrier of the cluster */
+  Times met; /* what preceded the latest barrier of the cluster */
 };
 
 /* ---- engines ------------------------------------------------------------------------------- */
@@ -414,7 +443,7 @@ std::string host_name_of(const Began &c);
 u16 host_new_agent(AgentKind kind, const Block *b, u32 number);
 /* clock of operation n, from 1, of an engine */
 u32 host_when(u64 n);
-u32 host_release(Thread *t); /* its clock; what it does from now on comes after */
+void host_release(Thread *t); /* what it does from now on comes after what it did */
 
 /* tensor.cpp */
 u32 host_element_bits(u8 type);

@@ -20,13 +20,18 @@ static Mark *marks_of(Region &r) {
   return r.marks.data();
 }
 
-static Crowd &crowd_of(Region &r, size_t at) {
-  Crowd &c = r.crowds[at];
-  if (c.read.empty()) {
-    c.read.assign(m.n_clock, 0);
-    c.write.assign(m.n_clock, 0);
+void Accesses::set(u32 who, u32 value) {
+  if (when.empty()) first = who;
+  if (who < first) {
+    when.insert(when.begin(), first - who, 0);
+    first = who;
   }
-  return c;
+  if (who - first >= when.size()) when.resize(who - first + 1);
+  when[who - first] = value;
+}
+
+static Crowd &crowd_of(Region &r, size_t at) {
+  return r.crowds[at];
 }
 
 static bool is_engine(u16 who) { return who < MANY && who >= m.first_engine; }
@@ -232,47 +237,51 @@ static void after_engine_reads(Region &r, size_t at, size_t n, int access, const
 
 /* ---- by threads ---------------------------------------------------------------------------- */
 
-static bool any_seen(const std::vector<u32> &write, const std::vector<u32> &seen) {
-  for (size_t k = 0; k < write.size(); k++)
-    if (write[k] && seen[k] >= write[k]) return true;
+static bool any_seen(const Accesses &x, const Times &seen) {
+  for (u32 k = 0; k < x.when.size(); k++)
+    if (x.when[k] && seen[x.first + k] >= x.when[k]) return true;
   return false;
 }
 
-static bool all_seen(const std::vector<u32> &access, const std::vector<u32> &seen, u32 but) {
-  for (size_t k = 0; k < access.size(); k++)
-    if (k != but && access[k] > seen[k]) return false;
-  return true;
-}
-
-static bool all_after(const std::vector<u32> &access, const std::vector<u32> &seen) {
-  return all_seen(access, seen, ~0u);
-}
-
-/* Engines need no proxy fence among themselves. */
-static bool all_fenced(const std::vector<u32> &access, const std::vector<u32> &fenced) {
-  for (size_t k = 0; k < access.size(); k++)
-    if (access[k] > fenced[k] && !is_engine((u16)k)) return false;
-  return true;
-}
-
-/* One of a crowd that is not ordered; MANY: all are. */
-static u16 one_of(const std::vector<u32> &access, const std::vector<u32> &seen, u32 but = ~0u) {
-  for (size_t k = 0; k < access.size(); k++)
-    if (k != but && access[k] > seen[k]) return (u16)k;
+/* One of them that is not among what is seen; MANY: all are. */
+static u16 one_of(const Accesses &x, const Times &seen, u32 but = NOBODY) {
+  for (u32 k = 0; k < x.when.size(); k++)
+    if (x.when[k] > seen[x.first + k] && x.first + k != but) return (u16)(x.first + k);
   return MANY;
 }
 
+static bool all_seen(const Accesses &x, const Times &seen, u32 but = NOBODY) {
+  return one_of(x, seen, but) == MANY;
+}
+
+static bool all_after(const Accesses &x, const Times &seen) { return all_seen(x, seen); }
+
+/* Engines need no proxy fence among themselves. */
+static bool all_fenced(const Accesses &x, const Times &fenced) {
+  for (u32 k = 0; k < x.when.size(); k++)
+    if (x.when[k] > fenced[x.first + k] && !is_engine((u16)(x.first + k))) return false;
+  return true;
+}
+
+/* Is each that is not among what is seen by somebody who may? */
+template <typename May>
+static bool others_may(const Accesses &x, const Times &seen, May may) {
+  for (u32 k = 0; k < x.when.size(); k++)
+    if (x.when[k] > seen[x.first + k] && !may((u16)(x.first + k))) return false;
+  return true;
+}
+
 static void note_read(Region &r, Mark &b, size_t at, Thread *t, int line) {
-  const std::vector<u32> &seen = t->clock.seen;
+  const Times &seen = t->clock.seen;
   if (b.reader == MANY) {
-    crowd_of(r, at).read[t->rank] = seen[t->rank];
+    crowd_of(r, at).read.set(t->rank, seen[t->rank]);
     return;
   }
   if (b.reader != NOBODY && b.reader != t->rank && seen[b.reader] < b.read) {
     Crowd &c = crowd_of(r, at);
-    std::fill(c.read.begin(), c.read.end(), 0);
-    c.read[b.reader] = b.read;
-    c.read[t->rank] = seen[t->rank];
+    c.read.when.clear();
+    c.read.set(b.reader, b.read);
+    c.read.set(t->rank, seen[t->rank]);
     b.reader = MANY;
   } else {
     b.reader = (u16)t->rank;
@@ -284,7 +293,7 @@ static void note_read(Region &r, Mark &b, size_t at, Thread *t, int line) {
 void thread_reads(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  const std::vector<u32> &seen = t->clock.seen;
+  const Times &seen = t->clock.seen;
   after_launches(r, at, READ, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
@@ -294,7 +303,7 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
     } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, nullptr, line);
     } else if (b.writer == MANY) {
-      const std::vector<u32> &write = crowd_of(r, k).write;
+      const Accesses &write = crowd_of(r, k).write;
       if (b.atomic ? !all_seen(write, seen, t->rank) : !any_seen(write, seen))
         unordered(r, k, READ, write_of(b), one_of(write, seen, t->rank), b.write_line, nullptr,
                   line);
@@ -307,14 +316,14 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
 }
 
 static bool write_is_ordered(Region &r, const Mark &b, size_t at, const Thread *t) {
-  const std::vector<u32> &seen = t->clock.seen;
+  const Times &seen = t->clock.seen;
   if (b.writer == NOBODY) return true;
   if (b.writer == MANY) return all_seen(crowd_of(r, at).write, seen, t->rank);
   return seen[b.writer] >= b.write;
 }
 
 static bool reads_are_ordered(Region &r, const Mark &b, size_t at, const Thread *t) {
-  const std::vector<u32> &seen = t->clock.seen;
+  const Times &seen = t->clock.seen;
   if (b.reader == NOBODY || b.reader == t->rank) return true;
   if (b.reader == MANY) return all_seen(crowd_of(r, at).read, seen, t->rank);
   return seen[b.reader] >= b.read;
@@ -329,10 +338,8 @@ static bool same_thread(u16 who, const Thread *t) {
 static bool others_read(Region &r, const Mark &b, size_t at, const Thread *t) {
   if (b.reader == NOBODY) return false;
   if (b.reader != MANY) return !same_thread(b.reader, t);
-  const std::vector<u32> &read = crowd_of(r, at).read;
-  for (size_t k = 0; k < read.size(); k++)
-    if (read[k] > t->clock.seen[k] && !same_thread((u16)k, t)) return true;
-  return false;
+  return !others_may(crowd_of(r, at).read, t->clock.seen,
+                     [&](u16 who) { return same_thread(who, t); });
 }
 
 /* Did only lanes of t write the byte, or threads of other points of the grid or other devices?
@@ -342,10 +349,8 @@ static bool may_repeat(Region &r, const Mark &b, size_t at, const Thread *t) {
     return same_thread(who, t) || m.blocks[who / m.block_threads].cluster != t->block->cluster;
   };
   if (b.writer != MANY) return is_engine(b.writer) || may(b.writer);
-  const std::vector<u32> &write = crowd_of(r, at).write;
-  for (size_t k = 0; k < write.size(); k++)
-    if (write[k] > t->clock.seen[k] && !is_engine((u16)k) && !may((u16)k)) return false;
-  return true;
+  return others_may(crowd_of(r, at).write, t->clock.seen,
+                    [&](u16 who) { return is_engine(who) || may(who); });
 }
 
 /* Whose write or read it is, for messages: one that is not ordered, of several. */
@@ -360,11 +365,11 @@ static u16 reader_of(Region &r, const Mark &b, size_t at, const Thread *t) {
 static void join_writers(Region &r, Mark &b, size_t at, u16 who, u32 when) {
   Crowd &c = crowd_of(r, at);
   if (b.writer != MANY) {
-    std::fill(c.write.begin(), c.write.end(), 0);
-    c.write[b.writer] = b.write;
+    c.write.when.clear();
+    c.write.set(b.writer, b.write);
     b.writer = MANY;
   }
-  c.write[who] = when;
+  c.write.set(who, when);
 }
 
 /* The first atomic after a plain write. */
@@ -379,13 +384,14 @@ static void keep_plain_write(Region &r, const Mark &b, size_t at) {
 }
 
 /* Another atomic, by one who knows `seen`. */
-static void after_plain_write(Region &r, size_t at, const std::vector<u32> &seen, const Stamp *s,
+static void after_plain_write(Region &r, size_t at, const Times &seen, const Stamp *s,
                               int line) {
   const auto found = r.before_atomics.find(at);
   if (found == r.before_atomics.end()) return;
   const PlainWrite &p = found->second;
-  if (p.many.empty() ? seen[p.writer] >= p.write : any_seen(p.many, seen)) return;
-  const u16 who = p.many.empty() ? p.writer : one_of(p.many, seen);
+  const bool one = p.many.when.empty();
+  if (one ? seen[p.writer] >= p.write : any_seen(p.many, seen)) return;
+  const u16 who = one ? p.writer : one_of(p.many, seen);
   unordered(r, at, UPDATE, WRITE, who, p.line, s, line);
 }
 
@@ -474,7 +480,7 @@ static void thread_updates(Region &r, size_t at, size_t n, int line) {
 
 void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
   const Clock &c = *s.known;
-  const std::vector<u32> &fenced = c.fenced[r.global];
+  const Times &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
   after_launches(r, at, READ, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
@@ -488,7 +494,7 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
       if (c.seen[b.writer] < b.write)
         unordered(r, k, READ, write_of(b), b.writer, b.write_line, &s, s.line);
     } else if (b.writer == MANY) {
-      const std::vector<u32> &write = crowd_of(r, k).write;
+      const Accesses &write = crowd_of(r, k).write;
       const auto enough = b.atomic ? all_after : any_seen;
       if (!enough(write, c.seen))
         unordered(r, k, READ, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
@@ -506,7 +512,7 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
 void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s, bool update) {
   const Clock &c = *s.known;
   const int access = update ? UPDATE : WRITE;
-  const std::vector<u32> &fenced = c.fenced[r.global];
+  const Times &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
   after_launches(r, at, access, c, &s, s.line);
   after_engine_reads(r, at, n, access, update ? nullptr : from, c, &s, s.line);
@@ -516,10 +522,10 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     in_flight(r, k, access, b, &s, s.line);
     write_among_clusters(r, b, k, r.bytes[k] == ((const u8 *)from)[k - at], update, &s, s.line);
     if (b.reader == MANY) {
-      const std::vector<u32> &read = crowd_of(r, k).read;
-      if (!all_seen(read, c.seen, ~0u))
+      const Accesses &read = crowd_of(r, k).read;
+      if (!all_seen(read, c.seen))
         unordered(r, k, access, READ, one_of(read, c.seen), b.read_line, &s, s.line);
-      if (!r.global && !all_seen(read, fenced, ~0u)) unread(r, k, one_of(read, fenced), b, s);
+      if (!r.global && !all_seen(read, fenced)) unread(r, k, one_of(read, fenced), b, s);
     } else if (b.reader != NOBODY) {
       if (c.seen[b.reader] < b.read)
         unordered(r, k, access, READ, b.reader, b.read_line, &s, s.line);
@@ -532,8 +538,8 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
       after_plain_write(r, k, c.seen, &s, s.line);
       if (b.writer != s.who) join_writers(r, b, k, s.who, s.when);
     } else if (b.writer == MANY) {
-      const std::vector<u32> &write = crowd_of(r, k).write;
-      if (!all_seen(write, c.seen, ~0u))
+      const Accesses &write = crowd_of(r, k).write;
+      if (!all_seen(write, c.seen))
         unordered(r, k, access, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
       if (!all_fenced(write, fenced)) unfenced(r, k, access, one_of(write, fenced), b, s);
     } else if (b.writer != NOBODY) {
@@ -574,11 +580,10 @@ after_the_end(const Region &r, size_t at, const Mark &b, u16 who, u32 device) {
 
 /* The host may read memory of a device as soon as the kernel there has ended. */
 void host_end_of_devices() {
-  std::vector<std::vector<u32>> ends(m.devices, std::vector<u32>(m.n_clock));
-  for (Block &b : m.blocks)
-    for (Thread &t : b.threads)
-      for (u32 k = 0; k < m.n_clock; k++)
-        ends[b.device][k] = std::max(ends[b.device][k], t.clock.seen[k]);
+  std::vector<Times> ends(m.devices);
+  for (Times &end : ends) end.reset(m.n_clock, 0, NOBODY);
+  for (const Block &b : m.blocks)
+    for (const Thread &t : b.threads) ends[b.device].raise(t.clock.seen);
   const u32 each = (u32)(m.global.size() / m.devices);
   for (Region &r : m.global) {
     const u32 device = r.number / each;
@@ -593,9 +598,9 @@ void host_end_of_devices() {
       if (b.atomic && m.semaphores.count((u32 *)(r.bytes + (at & ~(size_t)3)))) continue;
       if (b.writer < MANY) check(b.writer, b.write);
       if (b.writer != MANY) continue;
-      const std::vector<u32> &write = crowd_of(r, at).write;
-      for (size_t k = 0; k < write.size(); k++)
-        if (write[k]) check((u16)k, write[k]);
+      const Accesses &write = crowd_of(r, at).write;
+      for (u32 k = 0; k < write.when.size(); k++)
+        if (write.when[k]) check((u16)(write.first + k), write.when[k]);
     }
   }
 }

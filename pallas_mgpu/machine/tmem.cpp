@@ -220,7 +220,7 @@ extern "C" void host_tmem_relinquish(u32 ctas, int line) {
 
 /* Everything that touched the columns is over, as far as any lane of the warp knows. */
 static void check_quiet(Warp &w, u32 first, u32 n, int line) {
-  const std::vector<u32> &seen = w.lane[0]->clock.seen;
+  const Times &seen = w.lane[0]->clock.seen;
   for (u32 k = first * LANES; k < (first + n) * LANES; k++) {
     const Cell &c = w.block->tensor.cells[k];
     u32 late = 0;
@@ -405,7 +405,7 @@ static void wait_moves(Warp &w) {
   for (u32 l = 0; l < 32; l++) {
     const u32 when = host_when(w.n_moves[store]);
     w.lane[l]->ordered.note(w.mover[store], when);
-    w.lane[l]->clock.seen[w.mover[store]] = when;
+    w.lane[l]->clock.seen.raise_to(w.mover[store], when, true);
   }
 }
 
