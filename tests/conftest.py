@@ -6,6 +6,7 @@ sm_90a, whose log must be clean (of some cases only, see selection.py); way "hos
 runs the generated program on the CPU, on the emulated machine of pallas_mgpu/machine; way "cuda"
 (marked gpu) runs it on a GPU."""
 
+import gc
 import os
 import re
 import sys
@@ -27,6 +28,8 @@ from pallas_mgpu.ops import _open_rows
 
 # JAX would take three quarters of the GPU's memory in each process of the tests
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# there is a process for each processor
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if tool := sass.nvdisasm():  # the package looks for it beside NVRTC, which may lie elsewhere
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(tool)])
@@ -54,6 +57,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {found['no_gpu']}"))
+
+
+def pytest_collection_finish():
+    """Thousands of tests are not looked through for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

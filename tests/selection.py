@@ -11,7 +11,7 @@ cases of products of parameters, and one without either fewer still:
   without a GPU share one.
 - Of other products of parameters with the fixture `run`, every third case runs on the emulated
   machine and the others on the interpreter, with `--long` all of them.
-- NVRTC compiles every third program of a test that the interpreter runs.
+- NVRTC compiles every fifth program of a test that the interpreter runs, with --long every third.
 
 Tests named on the command line, file::test, run whole."""
 
@@ -24,7 +24,8 @@ import pytest
 
 MOST_WORKERS = 8
 COMPILES = pytest.StashKey()
-COMPILED = 3  # of the programs of each test, NVRTC compiles every third
+COMPILED = 3  # with --long, of the programs of each test NVRTC compiles every third
+SELDOM = 5  # without
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -90,12 +91,14 @@ def covering_array(cases, strength, used):
     return taken
 
 
-def only_long(cases, *kept, rare=(), every=1):
-    """Parameters of which a run without --long has those that are named, one with --long every nth
-    of the others too, and only an exhaustive one the rest and those that are rare."""
-    missing = {*kept, *rare} - set(cases)
+def only_long(cases, *kept, long=(), rare=(), every=1):
+    """Parameters of which a run without --long has those that are named, one with --long those of
+    `long` and every nth of the others too, and only an exhaustive one the rest and those that are
+    rare."""
+    missing = {*kept, *long, *rare} - set(cases)
     assert not missing, missing
-    long = [x for x in cases if x not in kept and x not in rare][::every]
+    others = [x for x in cases if x not in (*kept, *long, *rare)]
+    long = [*long, *others[::every]]
     late = lambda x: pytest.mark.long if x in long else pytest.mark.exhaustive  # noqa: E731
     return [x if x in kept else pytest.param(x, marks=late(x)) for x in cases]
 
@@ -152,7 +155,7 @@ def left_out(items, long):
 
 def compile_some(config, items):
     """The cases of which NVRTC compiles the program: with --exhaustive all of them."""
-    every = 1 if config.option.exhaustive else COMPILED
+    every = 1 if config.option.exhaustive else COMPILED if config.option.long else SELDOM
     is_named, seen = named(config), Counter()
     for item in items:
         if getattr(item, "callspec", None) and item.callspec.params.get("run") == "interpret":

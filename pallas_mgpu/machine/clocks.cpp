@@ -27,7 +27,8 @@ static void lower(u32 *to, const u32 *a, const u32 *b, size_t n) {
 /* ---- times --------------------------------------------------------------------------------- */
 
 void Times::reset(size_t n, u32 value, u32 who) {
-  static Shared last; /* all threads of a cluster begin with the same */
+  static Shared zeros, begins; /* all threads of a cluster begin with the same */
+  Shared &last = value ? begins : zeros;
   if (!last || last->size() != n || (*last)[0] != value)
     last = std::make_shared<std::vector<u32>>(n, value);
   shared = last;
@@ -119,20 +120,20 @@ void Clock::reset(size_t n, u32 value, u32 own) {
   fenced[0].reset(n, value, own);
   fenced[1].reset(n, value, own);
   launched = false;
-  carried = TensorOrder();
+  carried.reset(n, 0, NOBODY);
 }
 
 void Clock::join(const Clock &o) {
   seen.raise(o.seen);
   for (int k = 0; k < 2; k++) fenced[k].raise(o.fenced[k]);
-  carried.join(o.carried);
+  carried.raise(o.carried);
   launched |= o.launched;
 }
 
 void Clock::meet(const Clock &o) {
   seen.lower(o.seen);
   for (int k = 0; k < 2; k++) fenced[k].lower(o.fenced[k]);
-  carried.meet(o.carried);
+  carried.lower(o.carried);
   launched &= o.launched;
 }
 

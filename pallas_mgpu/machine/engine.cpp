@@ -136,7 +136,7 @@ extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int l
     x.gathered.join(t->clock);
   } else {
     for (u32 k = m.first_engine; k < m.n_clock; k++) x.gathered.seen.raise_to(k, t->clock.seen[k]);
-    x.gathered.carried.join(t->clock.carried);
+    x.gathered.carried.raise(t->clock.carried);
     if (release) x.far.join(t->clock);
   }
   arrived(b, x, at, 1, line);
@@ -859,8 +859,8 @@ void Commit::execute() {
     }
     learn_of(x.gathered, b, *this);
     x.gathered.seen.raise_to(who, when);
-    x.gathered.carried.join(known);
-    x.gathered.carried.note(who, when);
+    x.gathered.carried.raise(known);
+    x.gathered.carried.raise_to(who, when);
     x.pending--;
     complete_if_done(x);
   }

@@ -181,9 +181,7 @@ u32 host_when(u64 n) {
   return when;
 }
 
-void host_release(Thread *t) {
-  t->clock.seen.raise_to(t->rank, t->clock.seen[t->rank] + 1);
-}
+void host_release(Thread *t) { t->clock.seen.raise_to(t->rank, t->clock.seen[t->rank] + 1); }
 
 /* ---- fibers -------------------------------------------------------------------------------- */
 
@@ -703,7 +701,7 @@ static void make_thread(Block &b, u32 k, u32 rank) {
   t.reads = t.writes = 0;
   t.stores = t.any = t.all = 0;
   t.fenced_stack.clear();
-  t.ordered = TensorOrder();
+  t.ordered.reset(m.n_clock, 0, NOBODY);
   t.tensor_ops.clear();
   t.tensor = 0;
   t.n_tensor_ops = t.tensor_access = t.tensor_line = 0;

@@ -32,24 +32,13 @@ struct Block;
 struct Warp;
 struct Thread;
 
-/* ---- order of tensor memory -------------------------------------------------------------- */
-
-/* Accesses of tensor memory that come before something: of each agent, up to which one. */
-struct TensorOrder {
-  std::vector<u32> at; /* empty: none */
-  bool has(u16 who, u32 when) const { return who < at.size() && at[who] >= when; }
-  void note(u16 who, u32 when);
-  void join(const TensorOrder &other);
-  void meet(const TensorOrder &other); /* what both have */
-};
-
 /* ---- clocks -------------------------------------------------------------------------------- */
 
 enum : u16 { NOBODY = 0xffff, MANY = 0xfffe }; /* beside the numbers of agents */
 
 /* One entry for each agent: up to which of its steps. See clocks.cpp. */
 class Times {
-public:
+ public:
   bool empty() const { return !shared; }
   u32 operator[](u32 who) const { return who == own ? when : (*shared)[who]; }
   void reset(size_t n, u32 value, u32 who); /* who: the agent whose clock it is, or NOBODY */
@@ -60,7 +49,7 @@ public:
   void settle();                  /* it is nobody's from now on */
   void adopt(const Times &other); /* which is nobody's, and later than this */
 
-private:
+ private:
   using Shared = std::shared_ptr<std::vector<u32>>;
   Shared shared, joined; /* joined: no entry of it is above that of `shared` */
   u32 own, when;         /* the agent whose entry is `when`; no less than that of `shared` */
@@ -69,7 +58,7 @@ private:
 struct Clock {
   Times seen, fenced[2]; /* of shared, of global memory */
   bool launched = false; /* it comes after the launches before this one (griddepcontrol.wait) */
-  TensorOrder carried;   /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
+  Times carried;         /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
                             commit, follows: a fence::after_thread_sync makes use of it */
   void reset(size_t n, u32 value, u32 own);
   void join(const Clock &other);
@@ -211,8 +200,8 @@ struct Thread : HostThread {
   bool done;
   int line;
   WaitsFor waits_for = {"", 0, 0, ""}; /* while it sleeps */
-  i64 site = -1;     /* of the check that ends its wait */
-  bool late = false; /* that wait was ended */
+  i64 site = -1;                       /* of the check that ends its wait */
+  bool late = false;                   /* that wait was ended */
   Clock clock;
   BulkGroup open_group;
   std::vector<BulkGroup> groups;
@@ -223,7 +212,7 @@ struct Thread : HostThread {
   u32 any, all;                 /* what the last bar.red found */
   Clock told;                   /* at the fence in front of relaxed signals */
   std::vector<u8> fenced_stack; /* as it was at the last wgmma.fence: registers live there */
-  TensorOrder ordered;          /* before what it does with tensor memory from now on */
+  Times ordered; /* accesses of tensor memory before what it does there from now on */
   std::vector<std::shared_ptr<TensorOp>> tensor_ops; /* issued and not done, in order */
   u16 tensor;                                        /* their agent, 0: none yet */
   u32 n_tensor_ops, tensor_access, tensor_line; /* the last one that accesses memory; its line */
@@ -309,7 +298,7 @@ struct Block {
   std::vector<Thread *> want_registers;
   u32 alive;
   std::vector<Arrival> arrivals; /* of threads of other blocks, at its barriers */
-  Times met; /* what preceded the latest barrier of the cluster */
+  Times met;                     /* what preceded the latest barrier of the cluster */
 };
 
 /* ---- engines ------------------------------------------------------------------------------- */
@@ -326,7 +315,7 @@ struct Operation {
  * at any time after. */
 struct TensorOp : Operation {
   Thread *thread;
-  TensorOrder known; /* accesses of tensor memory that it comes after */
+  Times known; /* accesses of tensor memory that it comes after */
   u16 who;
   u32 when;
   bool done = false;
@@ -335,10 +324,9 @@ struct TensorOp : Operation {
 };
 void host_issue_tensor(std::shared_ptr<TensorOp> op, bool accesses, int line);
 /* of one cell, by operation `when` of agent `who` that knows `known` */
-u32 tensor_read(Block &b, u32 lane, u32 column, const TensorOrder &known, u16 who, u32 when,
-                int line);
-void tensor_write(Block &b, u32 lane, u32 column, u32 value, const TensorOrder &known, u16 who,
-                  u32 when, int line);
+u32 tensor_read(Block &b, u32 lane, u32 column, const Times &known, u16 who, u32 when, int line);
+void tensor_write(Block &b, u32 lane, u32 column, u32 value, const Times &known, u16 who, u32 when,
+                  int line);
 void host_tensor_group(u32 ctas, int line); /* an instruction of one block, or of a pair */
 Block &host_pair_of(Block &b, int line);    /* the other one */
 void host_tensor_ends(Block &b);            /* nothing of the block is left behind */

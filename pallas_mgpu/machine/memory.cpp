@@ -30,9 +30,7 @@ void Accesses::set(u32 who, u32 value) {
   when[who - first] = value;
 }
 
-static Crowd &crowd_of(Region &r, size_t at) {
-  return r.crowds[at];
-}
+static Crowd &crowd_of(Region &r, size_t at) { return r.crowds[at]; }
 
 static bool is_engine(u16 who) { return who < MANY && who >= m.first_engine; }
 
@@ -384,8 +382,7 @@ static void keep_plain_write(Region &r, const Mark &b, size_t at) {
 }
 
 /* Another atomic, by one who knows `seen`. */
-static void after_plain_write(Region &r, size_t at, const Times &seen, const Stamp *s,
-                              int line) {
+static void after_plain_write(Region &r, size_t at, const Times &seen, const Stamp *s, int line) {
   const auto found = r.before_atomics.find(at);
   if (found == r.before_atomics.end()) return;
   const PlainWrite &p = found->second;

@@ -17,28 +17,11 @@ enum : u32 { POISON = 0xfff1fff1 }; /* NaN as f32 and as two f16 */
 
 /* ---- order --------------------------------------------------------------------------------- */
 
-void TensorOrder::note(u16 who, u32 when) {
-  if (at.size() <= who) at.resize(m.n_clock);
-  if (at[who] < when) at[who] = when;
-}
-
-void TensorOrder::join(const TensorOrder &o) {
-  if (at.size() < o.at.size()) at.resize(o.at.size());
-  for (size_t k = 0; k < o.at.size(); k++)
-    if (at[k] < o.at[k]) at[k] = o.at[k];
-}
-
-void TensorOrder::meet(const TensorOrder &o) {
-  if (at.size() > o.at.size()) at.resize(o.at.size());
-  for (size_t k = 0; k < at.size(); k++)
-    if (at[k] > o.at[k]) at[k] = o.at[k];
-}
-
 extern "C" void host_tcgen05_fence(bool before, int line) {
   Thread *t = m.self;
   t->line = line;
-  if (before) t->clock.carried.join(t->ordered);
-  else t->ordered.join(t->clock.carried);
+  if (before) t->clock.carried.raise(t->ordered);
+  else t->ordered.raise(t->clock.carried);
 }
 
 static Cell &cell_of(Block &b, u32 lane, u32 column, const char *what, int line) {
@@ -64,8 +47,7 @@ unordered(const Block &b, u32 lane, u32 column, const char *before, u16 other, i
             what, lane, column, before, where);
 }
 
-u32 tensor_read(Block &b, u32 lane, u32 column, const TensorOrder &known, u16 who, u32 when,
-                int line) {
+u32 tensor_read(Block &b, u32 lane, u32 column, const Times &known, u16 who, u32 when, int line) {
   Cell &c = cell_of(b, lane, column, "read", line);
   if (c.writer == NOBODY) {
     host_fact("kind unwritten");
@@ -73,7 +55,7 @@ u32 tensor_read(Block &b, u32 lane, u32 column, const TensorOrder &known, u16 wh
     host_fail(line, "lane %u, column %u of tensor memory is read and was never written", lane,
               column);
   }
-  if (c.writer != who && !known.has(c.writer, c.write))
+  if (c.writer != who && known[c.writer] < c.write)
     unordered(b, lane, column, "write", c.writer, c.write_line, "read", who, line);
   u32 k = 0;
   while (k < c.n_readers && c.reader[k].who != who) k++;
@@ -85,13 +67,13 @@ u32 tensor_read(Block &b, u32 lane, u32 column, const TensorOrder &known, u16 wh
   return c.value;
 }
 
-void tensor_write(Block &b, u32 lane, u32 column, u32 value, const TensorOrder &known, u16 who,
-                  u32 when, int line) {
+void tensor_write(Block &b, u32 lane, u32 column, u32 value, const Times &known, u16 who, u32 when,
+                  int line) {
   Cell &c = cell_of(b, lane, column, "write", line);
-  if (c.writer != NOBODY && c.writer != who && !known.has(c.writer, c.write))
+  if (c.writer != NOBODY && c.writer != who && known[c.writer] < c.write)
     unordered(b, lane, column, "write", c.writer, c.write_line, "write", who, line);
   for (u32 k = 0; k < c.n_readers; k++)
-    if (c.reader[k].who != who && !known.has(c.reader[k].who, c.reader[k].when))
+    if (c.reader[k].who != who && known[c.reader[k].who] < c.reader[k].when)
       unordered(b, lane, column, "read", c.reader[k].who, c.reader[k].line, "write", who, line);
   c.n_readers = 0;
   c.writer = who;
@@ -277,7 +259,7 @@ struct TensorMove : Operation {
   Warp *warp;
   bool store, done = false;
   HostTmemMove x;
-  TensorOrder known;
+  Times known;
   u16 who;
   u32 when, n; /* registers of a lane */
   u32 *registers[32][128], value[32][128];
@@ -374,7 +356,7 @@ static void issue_move(Warp &w) {
   o->known = w.lane[0]->ordered;
   for (u32 l = 0; l < 32; l++) {
     const HostTmemMove &own = *(const HostTmemMove *)w.request[l]->p;
-    o->known.meet(w.lane[l]->ordered);
+    o->known.lower(w.lane[l]->ordered);
     for (u32 r = 0; r < o->n; r++) {
       o->registers[l][r] = own.registers[r];
       o->value[l][r] = *own.registers[r];
@@ -404,7 +386,7 @@ static void wait_moves(Warp &w) {
   if (!w.mover[store]) return;
   for (u32 l = 0; l < 32; l++) {
     const u32 when = host_when(w.n_moves[store]);
-    w.lane[l]->ordered.note(w.mover[store], when);
+    w.lane[l]->ordered.raise_to(w.mover[store], when, true);
     w.lane[l]->clock.seen.raise_to(w.mover[store], when, true);
   }
 }

@@ -78,7 +78,7 @@ def chosen(cases, quick, long):
         yield pytest.param(cases[k], marks=marks, id=str(k))
 
 
-@pytest.mark.parametrize("case", list(chosen(dense(), 8, 40)))
+@pytest.mark.parametrize("case", list(chosen(dense(), 4, 40)))
 def test_dense(case, rng):
     agrees(case, rng, seeds=range(1))
 
@@ -108,7 +108,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", list(chosen(OTHERS, 12, 20)))
+@pytest.mark.parametrize("case", list(chosen(OTHERS, 7, 20)))
 def test_others(case, rng):
     """Odd widths, A in tensor memory, scales, sparsity."""
     agrees(case, rng, seeds=range(2))
@@ -132,7 +132,7 @@ MOVES = [  # rows, columns, dtype, packed, layout of registers, pair
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("move", list(chosen(MOVES, 11, 20)))
+@pytest.mark.parametrize("move", list(chosen(MOVES, 7, 20)))
 def test_moves(move, rng):
     """A store and a load give back the array; what each lane and column holds is what another
     layout finds there."""

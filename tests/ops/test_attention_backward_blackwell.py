@@ -72,14 +72,14 @@ def check(rng, shape, dtype, **more):
     return bits
 
 
-@pytest.mark.parametrize("name", only_long(CASES, "odd", "causal", "head_dim 72", every=4))
+@pytest.mark.parametrize("name", only_long(CASES, "odd", "head_dim 72", long=["causal"], every=4))
 def test_gradients(name, rng):
     shape, dtype, config = CASES[name]
     check(rng, shape, dtype, config=config)
 
 
 @pytest.mark.parametrize(
-    "name", only_long(SEVEN, "128, causal", "192, keys that nobody sees", every=3)
+    "name", only_long(SEVEN, "192, keys that nobody sees", long=["128, causal"], every=3)
 )
 def test_seven_products(name, rng):
     """Results repeat bit for bit, whatever the order of the blocks."""
@@ -109,11 +109,12 @@ def no_local_memory(f, operands, lse, more=(), ranges=(), targets=("sm_100a",)):
 
 
 OPTIONS = [name + repeats for name in scored.CASES for repeats in ("", "; deterministic")]
-DEFAULT = "packed, window", "all", "bias; deterministic", "packed, causal; deterministic"
+DEFAULT = "packed, window", "bias; deterministic"
+LONG = "all", "packed, causal; deterministic"
 
 
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
-@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT, every=10))
+@pytest.mark.parametrize("case", only_long(OPTIONS, *DEFAULT, long=LONG, every=10))
 def test_options_of_scores(case, rng):
     name, _, deterministic = case.partition("; ")
     deterministic = bool(deterministic)
@@ -145,7 +146,7 @@ CHOSEN = {  # head_dim, causal, deterministic
 }
 
 
-@pytest.mark.parametrize("name", only_long(CHOSEN, "128, causal", "192"))
+@pytest.mark.parametrize("name", only_long(CHOSEN, "128, causal"))
 def test_chosen(name, monkeypatch):
     """What a call on such a GPU runs has no local memory."""
     dim, causal, deterministic = CHOSEN[name]

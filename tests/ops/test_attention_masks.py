@@ -80,9 +80,9 @@ def blocks_of(keep):
 )
 @pytest.mark.parametrize("interpret", INTERPRET, ids=str)
 def test_masks(rng, mask, n, m, dim, interpret):
-    if interpret == "emulate":
-        n, m = min(n, 140), min(m, 260)
     batch, heads, data = 2, 4, ()
+    if interpret == "emulate":
+        n, m, batch = min(n, 140), min(m, 260), 1
     q = rng.standard_normal((batch, n, heads, dim)).astype(bfloat16)
     k, v = rng.standard_normal((2, batch, m, 2, dim)).astype(bfloat16)
     how = {"mask": mask, "interpret": interpret}

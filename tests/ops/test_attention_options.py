@@ -204,6 +204,7 @@ def test_persistent_blocks(rng, monkeypatch, shape):
             near(got, want, q.dtype)
 
 
+@pytest.mark.long
 def test_five_products_in_bfloat16(rng, interpret=CHECKED):
     """Several blocks of keys add to dQ; results have the memory that is given."""
     q, grad = rng.standard_normal((2, 2, 200, 4, 128)).astype(ml_dtypes.bfloat16)

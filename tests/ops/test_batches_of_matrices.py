@@ -99,7 +99,7 @@ def spread_scales(scale, shape, blocks):
     return scale[:, None] if scale.ndim == 1 else scale
 
 
-@pytest.mark.covering(2, share=True)
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("case", SCALED)
 def test_other_dtypes(run, rng, case):
     dtype, shape_a, shape_b, scale_a, scale_b, options = SCALED[case]

@@ -157,10 +157,10 @@ KERNELS = {
 }
 
 
-QUICK = [
-    "matmul", "matmul, pair", "matmul, launched, bias", "matmul, nvfp4, pair", "ragged",
-    "ragged, sums", "mixed, int4", "attention", "attention, bias", "attention, causal",
-    "gated, pair", "gradients", "gradients of keys", "gradient of a bias",
+QUICK = ["matmul, pair", "matmul, nvfp4, pair", "ragged", "mixed, int4", "attention", "gradients"]
+LONG = [
+    "matmul", "matmul, launched, bias", "ragged, sums", "attention, bias", "attention, causal",
+    "gated, pair", "gradients of keys", "gradient of a bias",
 ]  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def held(text, used):
 @pytest.mark.parametrize(
     "target", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.exhaustive)]
 )
-@pytest.mark.parametrize("name", only_long(KERNELS, *QUICK, every=2))
+@pytest.mark.parametrize("name", only_long(KERNELS, *QUICK, long=LONG, every=2))
 def test_instructions(name, target, monkeypatch):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 64)
     matmul.maker.forget()

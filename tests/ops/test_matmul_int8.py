@@ -31,6 +31,7 @@ BLOCK_CASES = [
 ]
 
 
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scaled", [False, True], ids=["sums", "scales"])
 def test_against_numpy(run, rng, monkeypatch, case, scaled):

@@ -240,13 +240,15 @@ def test_attention(name, target, on, rng):
         o, lse = ops.attention(q, k, v, return_lse=True, **options, **how)
         np.testing.assert_allclose(o.astype(f32), want, rtol=3e-2, atol=3e-2)
         np.testing.assert_allclose(lse, sums, rtol=1e-2, atol=1e-2)
-    kernel = ops.attention.kernel(q, k, v, return_lse=True, **options)
-    check_program(kernel, q, k, v, copies=True)
+    if name in ("whole", "few keys", "widest"):
+        kernel = ops.attention.kernel(q, k, v, return_lse=True, **options)
+        check_program(kernel, q, k, v, copies=True)
 
 
-def test_attention_fits(on):
+def test_attention_fits(on, request):
     """Shared memory for two blocks on an SM, for one with 256 columns."""
-    for target, dims in (("sm_80", (64, 128)), ("sm_86", (64, 128)), ("sm_120a", (64, 128, 256))):
+    targets = ("sm_80", (64, 128)), ("sm_86", (64, 128)), ("sm_120a", (64, 128, 256))
+    for target, dims in targets if request.config.option.long else targets[2:]:
         on(target)
         gpu = plgpu._core.target(target)
         for dim in dims:
@@ -258,10 +260,7 @@ def test_attention_fits(on):
         ops.attention(x, x, x, config=MmaAttentionConfig(128, 64, 2))
 
 
-QUICK = [
-    "softcap", "bias", "window before", "fewer keys", "packed, causal", "dropout", "all",
-    "256, causal",
-]  # fmt: skip
+QUICK = ["bias", "window before", "packed, causal", "all"]
 
 
 def two_targets_each():
@@ -310,6 +309,7 @@ def of_rows(name, x):
     return d / np.sqrt((d * d).mean(-1, keepdims=True) + eps)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_120a"])
 @pytest.mark.parametrize("name", ["softmax", "rms_norm", "layer_norm"])
 def test_rows(name, target, on, rng):

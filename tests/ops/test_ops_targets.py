@@ -6,6 +6,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from selection import only_long
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
@@ -133,8 +134,13 @@ def calls(monkeypatch):
     clear_caches()
 
 
+def of_each_op(calls):
+    """One call of each op, the others with --long."""
+    return only_long(calls, *(name for name in calls if "," not in name))
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", BLACKWELL)
+@pytest.mark.parametrize("name", of_each_op(BLACKWELL))
 def test_compiled(name, calls, some):
     BLACKWELL[name](interpret=True)
     assert calls
@@ -227,7 +233,7 @@ def test_configs_refused_by_name(target, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120a"])
-@pytest.mark.parametrize("name", PORTABLE)
+@pytest.mark.parametrize("name", of_each_op(PORTABLE))
 def test_compiled_without_clusters(name, target, calls, monkeypatch):
     """The kernels that a call chooses for the target."""
     monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
