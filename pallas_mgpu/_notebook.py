@@ -58,7 +58,7 @@ def _is_ours(frame, inner):
     )
 
 
-def _without_ours(traceback):
+def without_ours(traceback):
     """The traceback without the frames of this package, and of the standard library below it."""
     kept, inner = [], False
     while traceback is not None:
@@ -83,7 +83,7 @@ def tidy(e):
     notes = getattr(e, "__notes__", None)
     if notes:
         e.__notes__ = [_name_cells(shell, note) for note in notes]
-    e.__traceback__ = _without_ours(e.__traceback__)
+    e.__traceback__ = without_ours(e.__traceback__)
 
 
 # ---- texts by line -------------------------------------------------------------------------------

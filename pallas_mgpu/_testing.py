@@ -81,14 +81,14 @@ def _close(got, ref, args, rtol, atol):
 
 
 def _name(kernel, frame):
-    """What the caller calls it, or else its own name."""
+    """What the caller calls it; None: it has no name there."""
     for names in (frame.f_locals, frame.f_globals):
         for name, value in names.items():
-            if value is kernel:
+            if value is kernel and name.isidentifier():
                 return name
-    own = getattr(kernel, "__name__", None) or show(kernel)
+    own = getattr(kernel, "__name__", "")
     ops = importlib.import_module(".ops", __package__)
-    return f"plgpu.ops.{own}" if getattr(ops, own, None) is kernel else own
+    return f"plgpu.ops.{own}" if getattr(ops, own, None) is kernel else None
 
 
 _failed = None  # (kernel, arguments, ref, tolerances) of the latest failure
@@ -115,11 +115,29 @@ def _missing_is_an_error():
 
 def _chosen(backends, who="check"):
     """Names of backends; ValueError for others, or none."""
-    names = (backends,) if isinstance(backends, str) else tuple(backends)
+    names = (backends,) if isinstance(backends, str) else backends
+    if not isinstance(names, (tuple, list)):
+        raise TypeError(f"{who}: backends are some of {_BACKENDS}, got {show(backends)}")
     for name in names or (None,):
         if name not in _BACKENDS:
             raise ValueError(f"{who}: backends are some of {_BACKENDS}, got {show(backends)}")
-    return names
+    return tuple(names)
+
+
+def seeds_of(seeds, who="check"):
+    """The seeds of that many schedules, or these seeds."""
+    if isinstance(seeds, range):
+        numbers = seeds
+    elif hasattr(seeds, "__index__") and np.ndim(seeds) == 0:
+        numbers = range(operator.index(seeds))
+    else:
+        try:
+            numbers = tuple(map(operator.index, seeds))
+        except TypeError:
+            raise TypeError(f"{who}: seeds must be an int or ints, got {show(seeds)}") from None
+    if not numbers:
+        raise ValueError(f"{who}: seeds must be at least 1, got {show(seeds)}")
+    return numbers
 
 
 @accepts()
@@ -142,27 +160,25 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     schedules give other bits, and AssertionError if the result differs from ``ref``. In each case
     it prints one line: a call that repeats the failure, in the same process. There ``...`` stands
     for the arguments, ``ref`` and the tolerances of the latest failure, which must be of the same
-    kernel (ValueError).
+    kernel (ValueError); for the kernel, too, if the caller has no variable of it.
     """
     global _failed
-    if len(args) == 1 and args[0] is ...:
-        if _failed is None or _failed[0] is not kernel:
+    if kernel is ... or len(args) == 1 and args[0] is ...:
+        if _failed is None or kernel is not ... and _failed[0] is not kernel:
             raise ValueError("check: ... repeats the latest failure, and this kernel has none")
-        _, args, ref, (rtol, atol) = _failed
-    try:
-        numbers = range(seeds) if isinstance(seeds, int) else tuple(map(operator.index, seeds))
-    except TypeError:
-        raise TypeError(f"check: seeds must be an int or ints, got {show(seeds)}") from None
-    if not numbers:
-        raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
-
+        if kernel is ... and args:
+            raise TypeError("check: ... in place of the kernel stands for its arguments, too")
+        kernel, args, ref, (rtol, atol) = _failed
+    numbers = seeds_of(seeds)
     caller = sys._getframe(2)  # 1 is that of accepts()
 
     def repeat(backend, again):
         global _failed
         _failed = kernel, args, ref, (rtol, atol)
         where = "" if backend == "interpret" else f", backends={backend!r}"
-        return f"plgpu.testing.check({_name(kernel, caller)}, ..., seeds={again}{where})"
+        name = _name(kernel, caller)
+        what = f"{name}, ..." if name else "..."
+        return f"plgpu.testing.check({what}, seeds={again}{where})"
 
     result = None
     for number, backend in enumerate(_chosen(backends)):

@@ -9,7 +9,9 @@ that many schedules, and a GPU. Where there is no C++ compiler or no GPU its cas
 marker can be left out. ``--kernel-seeds`` and ``--kernel-backends`` go before it: a case that fails
 prints the command line that repeats it."""
 
+import argparse
 import importlib
+import os
 import re
 import shlex
 
@@ -18,16 +20,20 @@ import pytest
 from . import _core
 
 
+def _module(name):
+    """One of the package, when a test needs it."""
+    return importlib.import_module(f".{name}", __package__)
+
+
 def _testing():
-    """The module, when a test needs it."""
-    return importlib.import_module("._testing", __package__)
+    return _module("_testing")
 
 
 def _seeds(text):
     """ "20": so many; "3,", "0,7": these."""
     if not re.fullmatch(r"\d+|(\d+,)+\d*", text):
-        raise pytest.UsageError(
-            f"--kernel-seeds: a number of schedules (20) or seeds (3, or 0,7), got {text}"
+        raise argparse.ArgumentTypeError(
+            f"a number of schedules (20) or seeds (3, or 0,7), got {text}"
         )
     return tuple(int(k) for k in text.split(",") if k) if "," in text else int(text)
 
@@ -36,6 +42,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("pallas_mgpu", "kernels of pallas_mgpu")
     group.addoption(
         "--kernel-seeds",
+        type=_seeds,
         metavar="SEEDS",
         help="schedules of check_kernel: how many, or seeds with commas ('7,' is seed 7)",
     )
@@ -59,9 +66,10 @@ def _marked(node):
     out = {}
     for mark in node.iter_markers("pallas"):
         if mark.args or not mark.kwargs.keys() <= {"seeds", "backends"}:
-            raise pytest.UsageError(
+            pytest.fail(
                 f"{node.nodeid}: pytest.mark.pallas takes seeds= and backends=, got"
-                f" {mark.args or ''}{mark.kwargs or ''}"
+                f" {mark.args or ''}{mark.kwargs or ''}",
+                pytrace=False,
             )
         out = {**mark.kwargs, **out}
     return out
@@ -75,8 +83,8 @@ def pytest_generate_tests(metafunc):
     names = given.split(",") if given else names
     try:
         names = _testing()._chosen(names, "--kernel-backends" if given else "pytest.mark.pallas")
-    except ValueError as e:
-        raise pytest.UsageError(str(e)) from None
+    except (TypeError, ValueError) as e:
+        pytest.fail(str(e), pytrace=False)
     metafunc.parametrize("check_kernel", names, indirect=True)
 
 
@@ -101,17 +109,27 @@ def check_kernel(request):
     config, node, backend = request.config, request.node, request.param
     _skip_without(backend)
     given = config.getoption("kernel_seeds")
-    seeds = _seeds(given) if given else _marked(node).get("seeds", 20)
-    numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers:
-        raise pytest.UsageError(f"{node.nodeid}: seeds must be at least 1, got {seeds}")
+    seeds = _marked(node).get("seeds", 20) if given is None else given
+    try:
+        who = "pytest.mark.pallas" if given is None else "--kernel-seeds"
+        numbers = _testing().seeds_of(seeds, who)
+    except (TypeError, ValueError) as e:
+        pytest.fail(str(e), pytrace=False)
 
     def repeat(again):
         shown = ",".join(map(str, again)) + ("," if len(again) == 1 else "")
-        return f"pytest {shlex.quote(node.nodeid)} --kernel-seeds={shown}"
+        file = os.path.relpath(node.path, config.invocation_params.dir)
+        case = shlex.quote("::".join((file, *node.nodeid.split("::")[1:])))
+        return f"pytest {case} --kernel-seeds={shown}"
 
     def check(kernel, *args, ref=None, rtol=None, atol=None):
         __tracebackhide__ = True
-        return _testing()._Checked(kernel, args, backend).run(numbers, ref, (rtol, atol), repeat)
+        at = _testing()._Checked(kernel, args, backend)
+        try:
+            return at.run(numbers, ref, (rtol, atol), repeat)
+        except Exception as e:
+            if not config.getoption("fulltrace"):
+                e.__traceback__ = _module("_notebook").without_ours(e.__traceback__)
+            raise
 
     return check

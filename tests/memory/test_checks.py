@@ -226,6 +226,13 @@ def test_the_line_names_what_the_caller_has(capsys):
         exec(line, {"plgpu": plgpu})
     with pytest.raises(ValueError, match="repeats the latest failure"):
         plgpu.testing.check(twice, ...)
+    capsys.readouterr()
+    with pytest.raises(AssertionError):  # of no variable
+        plgpu.testing.check(kernel(doubled), X, ref=X, seeds=np.int32(1))
+    line = capsys.readouterr().out
+    assert line.startswith("plgpu.testing.check(..., seeds=(0,))")
+    with pytest.raises(AssertionError):
+        exec(line, {"plgpu": plgpu})
 
 
 def test_check_is_called_wrongly():
@@ -235,6 +242,11 @@ def test_check_is_called_wrongly():
     for seeds in (None, 2.5, (0, "1")):
         with pytest.raises(TypeError, match="seeds must be an int or ints"):
             plgpu.testing.check(double, X, seeds=seeds)
+    for backends in (None, 3):
+        with pytest.raises(TypeError, match="backends are some of"):
+            plgpu.testing.check(double, X, backends=backends)
+    with pytest.raises(TypeError, match="stands for its arguments, too"):
+        plgpu.testing.check(..., X)
     with pytest.raises(ValueError, match="ref has 2 arrays, the kernel 1"):
         plgpu.testing.check(double, X, ref=(X, X), seeds=1)
     state = plgpu.new_ref(X)

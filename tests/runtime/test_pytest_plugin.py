@@ -110,6 +110,18 @@ def test_double(check_kernel):
     result.stdout.fnmatch_lines(["*RACE DETECTED on 'tile' in SMEM*"])
 
 
+def test_a_failure_shows_the_test_and_the_report(run, pytester, monkeypatch):
+    """Without frames of the package; the command fits the directory that pytest ran in."""
+    text = "def test_swap(check_kernel):\n    check_kernel(swap, X)"
+    shown = run(text, "--kernel-backends=interpret").stdout.str()
+    assert re.search(r"^> +check_kernel\(swap, X\)", shown, re.M)
+    assert "_testing.py" not in shown
+    assert "_testing.py" in run(text, "--kernel-backends=interpret", "--full-trace").stdout.str()
+    monkeypatch.chdir(pytester.mkdir("below"))
+    below = run(text, "--kernel-backends=interpret", "../test_it.py").stdout.str()
+    assert "pytest '../test_it.py::test_swap[interpret]' --kernel-seeds=0," in below
+
+
 def test_seeds_that_are_asked_for(run):
     text = """
 def test_seeds(check_kernel, monkeypatch):
@@ -129,15 +141,25 @@ def test_seeds(check_kernel, monkeypatch):
 WRONG = {
     "--kernel-seeds: a number of schedules (20) or seeds (3, or 0,7), got x": ["--kernel-seeds=x"],
     "--kernel-backends: backends are some of": ["--kernel-backends=gpu"],
-    "takes seeds= and backends=, got {'seed': 3}": [],
+}
+MARKED = {  # what is wrong, the marker
+    "takes seeds= and backends=, got {'seed': 3}": "seed=3",
+    "seeds must be an int or ints, got 2.5": "seeds=2.5",
+    "backends are some of": "backends=7",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_options(run, text):
-    marker = "" if WRONG[text] else "@pytest.mark.pallas(seed=3)"
-    result = run(f"{marker}\ndef test_it(check_kernel):\n    check_kernel(double, X)", *WRONG[text])
+    result = run("def test_it(check_kernel):\n    check_kernel(double, X)", *WRONG[text])
     assert result.ret != 0 and text in result.stdout.str() + result.stderr.str()
+
+
+@pytest.mark.parametrize("text", MARKED)
+def test_wrong_markers(run, text):
+    marker = f"@pytest.mark.pallas({MARKED[text]})"
+    shown = run(f"{marker}\ndef test_it(check_kernel):\n    check_kernel(double, X)").stdout.str()
+    assert text in shown and "pytest_plugin.py" not in shown
 
 
 def test_without_a_compiler(run, monkeypatch):
