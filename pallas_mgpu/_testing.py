@@ -212,22 +212,25 @@ class _Checked:
         if self.backend == "cuda":
             seeds = list(seeds)[:2]  # the same twice
             args = tree.map(lambda x: device_put(x) if isinstance(x, np.ndarray) else x, args)
-        for seed in seeds:
-            shown = self.prints and first is None
-            quiet = contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO())
-            again = (seed,)
-            try:
-                with quiet, _missing_is_an_error():
-                    latest, got = _attempt(self.call, self._params(seed), args)
-                if first is None:
-                    first, result = got, latest
-                    if ref is not None:
-                        _close(got, ref, self.args, *tolerances)
-                again = tuple(dict.fromkeys((seeds[0], seed)))
-                _same(first, got, *again[:1], again[-1])
-            except Exception as e:
-                line = f"{repeat(again)}  # {type(e).__name__}"
-                print(line)
-                e.add_note(f"repeat with {line}")
-                raise
+        with _missing_is_an_error():  # around all of them: other warnings are shown once
+            for seed in seeds:
+                shown = self.prints and first is None
+                quiet = (
+                    contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO())
+                )
+                again = (seed,)
+                try:
+                    with quiet:
+                        latest, got = _attempt(self.call, self._params(seed), args)
+                    if first is None:
+                        first, result = got, latest
+                        if ref is not None:
+                            _close(got, ref, self.args, *tolerances)
+                    again = tuple(dict.fromkeys((seeds[0], seed)))
+                    _same(first, got, *again[:1], again[-1])
+                except Exception as e:
+                    line = f"{repeat(again)}  # {type(e).__name__}"
+                    print(line)
+                    e.add_note(f"repeat with {line}")
+                    raise
         return result

@@ -253,20 +253,43 @@ static PyObject *graph_text(pmpy_plan *p) { return text_by(print, p); }
 
 /* ---- making ------------------------------------------------------------------------------- */
 
-/* Warnings of the passes are "file:line: text"; they are shown at that place. */
+/* Borrowed. What Python has shown of a file: each warning once, unless the user's filters say
+ * otherwise. */
+static PyObject *shown_of(PyObject *file) {
+  static PyObject *_Atomic files;
+  PyObject *all = files, *made = PyDict_New();
+  if (!all && made && atomic_compare_exchange_strong(&files, &all, made)) {
+    all = made;
+    made = PyDict_New();
+  }
+  PyObject *shown = made ? PyDict_SetDefault(all, file, made) : NULL;
+  Py_XDECREF(made);
+  return shown;
+}
+
+/* Warnings of the passes are "file:line: text", and shown at that place; others where the user's
+ * code called. */
 static int warn(const char *text) {
-  const char *line = strstr(text, ": ");
+  const char *line = strstr(text, ": "), *file = NULL;
   const char *colon = line;
   while (colon && colon > text && colon[-1] >= '0' && colon[-1] <= '9') colon--;
-  if (!line || colon == line || colon == text || colon[-1] != ':')
-    return PyErr_WarnEx(PyExc_UserWarning, text, 1);
-  PyObject *file = PyUnicode_DecodeUTF8(text, colon - 1 - text, "replace");
-  PyObject *message = PyUnicode_DecodeUTF8(line + 2, (Py_ssize_t)strlen(line + 2), "replace");
+  const bool placed = line && colon != line && colon != text && colon[-1] == ':';
+  uint32_t number;
+  if (!placed) pmpy_user_place(&file, &number);
+  if (!placed && !file) return PyErr_WarnEx(PyExc_UserWarning, text, 1);
+  PyObject *where = placed ? PyUnicode_DecodeUTF8(text, colon - 1 - text, "replace")
+                           : PyUnicode_DecodeUTF8(file, (Py_ssize_t)strlen(file), "replace");
+  if (placed) {
+    number = (uint32_t)atoi(colon);
+    text = line + 2;
+  }
+  PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+  PyObject *shown = where && message ? shown_of(where) : NULL;
   int code = -1;
-  if (file && message)
-    code = PyErr_WarnExplicitObject(PyExc_UserWarning, message, file, atoi(colon), NULL, NULL);
+  if (shown)
+    code = PyErr_WarnExplicitObject(PyExc_UserWarning, message, where, (int)number, NULL, shown);
   Py_XDECREF(message);
-  Py_XDECREF(file);
+  Py_XDECREF(where);
   return code;
 }
 

@@ -162,8 +162,13 @@ def test_outputs_that_nothing_writes():
     for body in (silent, never):
         with pytest.warns(
             UserWarning, match=rf"kernel {body.__name__}: nothing writes output 0 \(out"
-        ):
+        ) as seen:
             run(body)
+        assert {w.filename for w in seen} == {__file__}  # where the kernel was called
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        plgpu.testing.check(plgpu.kernel(silent, out_type=OUT), X, seeds=3)
+    assert len(seen) == 1 and seen[0].filename == __file__
     lowered = plgpu.kernel(silent, out_type=OUT, interpret=True).lower(X)
     assert "nothing writes output 0" in lowered.graph.warnings[0]
     with warnings.catch_warnings():
