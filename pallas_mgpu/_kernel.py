@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from . import _core, _introspect, _profile, _sizes, _trace, tree
+from . import _core, _introspect, _mutable, _profile, _sizes, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._flags import enable_poison_buffers
@@ -581,6 +581,7 @@ class RefKernel:
             return f(*tree.unflatten(structure, args), *outs, *rest, **scratch)
 
         body.__name__ = inner.name
+        body.parameters = self._parameters(structure, is_ref)
         outs = tuple(inner.outs) + tuple(ShapeDtypeStruct(*t) for t in types)
         interpret = inner.interpret
         outer = Definition(
@@ -589,6 +590,23 @@ class RefKernel:
         if not in_place:
             outer.aliases = {n_plain + k: n_outs + k for k in range(n_refs)}
         return outer.make()
+
+    def _parameters(self, structure, is_ref):
+        """Names of what the outer body is given: operands and mutable arrays, outputs, the mutable
+        arrays again, scratch."""
+        inner = self.definition
+        n, outs_of = len(structure[2]), inner.out_structure[2]
+        positional = () if isinstance(inner.scratch, Mapping) else inner.scratch
+        named = len(_trace.parameter_names(inner.body))
+        names = list(_trace.parameter_names(inner.body, n + len(outs_of) + len(positional)))
+        names += [None] * (n + len(outs_of) - len(names))
+        leaves = leaf_names(structure[2], names)
+        outs = [names[k] if k < named else "out" for k in range(n, n + len(outs_of))]
+        plain = [name for name, r in zip(leaves, is_ref) if not r]
+        refs = [name for name, r in zip(leaves, is_ref) if r]
+        refs += _mutable.names_of(inner.body, self.closed)
+        before = refs if inner.outs else []
+        return (*plain, *before, *leaf_names(outs_of, outs), *refs, *names[n + len(outs_of) :])
 
     def __call__(self, *args, out=None, stream=None):
         if out is not None:

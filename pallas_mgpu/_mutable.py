@@ -6,6 +6,7 @@ any of these. `rebound` makes a copy of the function with the kernel's refs in t
 """
 
 import functools
+import inspect
 import types
 
 import numpy as np
@@ -156,6 +157,16 @@ def _names_of(code):
         if isinstance(c, types.CodeType):
             names |= _names_of(c)
     return names
+
+
+def names_of(f, arrays):
+    """The variables of a function that hold these arrays; "ref" for those in others or deeper."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    found = inspect.getclosurevars(f) if inspect.isfunction(f) else None
+    values = {**found.globals, **found.nonlocals} if found else {}
+    names = {id(value): name for name, value in values.items()}
+    return [names.get(id(x), "ref") for x in arrays]
 
 
 def closed_over(f):

@@ -57,8 +57,9 @@ def _same(first, got, seed, other):
         wrong = np.argwhere((bits[0] != bits[1]).any(-1))
         at = tuple(int(i) for i in wrong[0])
         raise ScheduleError(
-            f"the result depends on the schedule: {len(wrong)} elements of result {k} differ"
-            f" between seeds {seed} and {other}, the first at {list(at)}: {x[at]} and {y[at]}"
+            f"the result depends on the schedule: result {k} differs in {len(wrong)} of {x.size}"
+            f" elements between seeds {seed} and {other}, the first at {list(at)}: {x[at]} and"
+            f" {y[at]}"
         )
 
 

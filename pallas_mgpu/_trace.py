@@ -189,7 +189,10 @@ def as_values(leaves, what):
 
 def parameter_names(f, count=0):
     """Names of the positional parameters of a function; empty where they are not known. Parameters
-    ``*refs`` have the names refs_0, refs_1 and so on, ``count`` names in all."""
+    ``*refs`` have the names refs_0, refs_1 and so on, ``count`` names in all. A function that calls
+    another one says what it passes on: ``parameters``."""
+    if hasattr(f, "parameters"):
+        return f.parameters
     skip, g = 0, f
     while isinstance(g, functools.partial):
         skip += len(g.args)

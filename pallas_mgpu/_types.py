@@ -1199,6 +1199,8 @@ class CompilerParams(_Frozen):
         lowering_semantics=LoweringSemantics.Warpgroup,
         exact_division=False,
     ):
+        if not isinstance(profile_dir, str | os.PathLike):
+            raise TypeError(f"CompilerParams: profile_dir must be a path, got {show(profile_dir)}")
         if bool(profile_space) != bool(profile_dir):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if not hasattr(profile_space, "__index__") or not 0 <= profile_space.__index__() < 2**14:
@@ -1335,6 +1337,10 @@ class InterpretParams(_Frozen):
         for name, n in counts.items():
             if isinstance(n, bool) or not hasattr(n, "__index__") or n.__index__() < 1:
                 raise ValueError(f"{what}: {name} must be an int of at least 1, got {show(n)}")
+        if not hasattr(seed, "__index__"):
+            raise TypeError(f"{what}: seed must be an int, got {show(seed)}")
+        if not (timeline is None or isinstance(timeline, str | os.PathLike)):
+            raise TypeError(f"{what}: timeline must be a path or None, got {show(timeline)}")
         if vector_clock_size is not None:
             raise ValueError(
                 f"{what}: vector_clock_size must be None on a GPU, got {show(vector_clock_size)}"
@@ -1359,7 +1365,7 @@ class InterpretParams(_Frozen):
             )
         self._set(
             backend=backend,
-            seed=int(seed),
+            seed=seed.__index__(),
             out_of_bounds_reads=out_of_bounds_reads,
             uninitialized_memory=uninitialized_memory,
             skip_floating_point_ops=bool(skip_floating_point_ops),

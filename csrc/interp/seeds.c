@@ -58,10 +58,12 @@ static pm_code compare(pm_machine *m, void *const *buffers, const char *first, u
       char index[256], x[40], y[40];
       number(a, first + at, x, sizeof x);
       number(a, got + at, y, sizeof y);
-      return pm_fail(err, PM_E_SCHEDULE,
-                     "the result depends on the schedule: %zu elements of %s differ between seeds "
-                     "%" PRIu64 " and %" PRIu64 ", the first at %s: %s and %s",
-                     n, a->name, seed, other, pm_vm_index_text(a, at, index, sizeof index), x, y);
+      return pm_fail(
+          err, PM_E_SCHEDULE,
+          "the result depends on the schedule: %s differs in %zu of %zu elements between "
+          "seeds %" PRIu64 " and %" PRIu64 ", the first at %s: %s and %s",
+          a->name, n, (size_t)(a->bytes / a->item), seed, other,
+          pm_vm_index_text(a, at, index, sizeof index), x, y);
     }
     first += a->bytes;
   }

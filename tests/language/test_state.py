@@ -1,6 +1,7 @@
 """Mutable arrays of the host, kernels over a mesh object, state that kernels change in place."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -114,6 +115,25 @@ def test_lowered_for_mutable_arrays():
     x, y = np.ones(128, np.float32), plgpu.new_ref(np.zeros(128, np.float32))
     low = plgpu.kernel(body).lower(x, y, target="sm_100a")
     assert "target sm_100a" in low.as_text("graph") and not y[...].any()
+
+
+def test_messages_name_the_parameters_of_the_body():
+    """Also of kernels with mutable arrays, as arguments, in a closure, and nested."""
+    inside = plgpu.new_ref(np.zeros(8, np.float32))
+    x, state = np.ones(8, np.float32), plgpu.new_ref(np.zeros(8, np.float32))
+
+    def body(first, pair, last, tile):
+        tile[...] = first[...] + pair["b"][...]
+        pair["a"][...] = tile[...]
+        inside[...] = tile[...]
+        last[...] = tile[...]
+
+    out = plgpu.ShapeDtypeStruct((8,), np.float32)
+    k = plgpu.kernel(body, out_type=out, scratch_types=[plgpu.SMEM((8,), np.float32)])
+    text = k.lower(x, {"a": state, "b": x}).as_text("graph")
+    names = re.findall(r"%(\w+?)_\d+: gmem", text)
+    assert names == ["first", "pair_1", "pair_0", "inside", "last", "pair_0", "inside"]
+    assert re.search(r"%tile_\d+ = alloc_smem", text)
 
 
 @pytest.mark.filterwarnings("error::DeprecationWarning")
