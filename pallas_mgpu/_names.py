@@ -138,6 +138,7 @@ def accepts(*positional, **older):
 
         @functools.wraps(f)
         def call(*args, **kwargs):
+            __tracebackhide__ = True  # by pytest and IPython
             if positional and len(args) > first:
                 for key, value in zip(positional, args[first:]):
                     if key in kwargs:

@@ -50,6 +50,12 @@ def _name_cells(shell, text):
     return re.sub(r"(<ipython-[^>\s]*>|[^\s\"\']+\.py):(\d+)", name, text)
 
 
+def place_name(file, line):
+    """ "file.py:3", or "cell In[2], line 3" for a file that holds a cell."""
+    text, shell = f"{file}:{line}", _shell()
+    return text if shell is None else _name_cells(shell, text)
+
+
 def _is_ours(frame, inner):
     """``inner``: the frame that called it is ours."""
     file = frame.f_code.co_filename
@@ -142,14 +148,14 @@ def _side_by_side(columns):
             rows.setdefault(place, {}).setdefault(title, []).append(line)
     places = sorted((p for p in rows if p), key=lambda p: (p[0], p[1]))
     out = ["<table><tr><th>Python</th>", *(f"<th>{title}</th>" for title in columns), "</tr>"]
-    for place in [*places, *([None] if None in rows else [])]:
-        if place:
-            source = linecache.getline(*place).strip()
-            where = f"{os.path.basename(place[0])}:{place[1]}"
-            out.append(f'<tr><td><pre>{escape(source)}</pre><span class="n">{escape(where)}</span>')
+    for at in [*places, *([None] if None in rows else [])]:
+        if at:
+            source = linecache.getline(*at).strip()
+            where = escape(os.path.basename(place_name(*at)))
+            out.append(f'<tr><td><pre>{escape(source)}</pre><span class="n">{where}</span>')
         else:
             out.append('<tr><td><span class="n">around the body</span>')
-        out += ["</td>", *(_cell(rows[place].get(title, [])) for title in columns), "</tr>"]
+        out += ["</td>", *(_cell(rows[at].get(title, [])) for title in columns), "</tr>"]
     return "".join([*out, "</table>"])
 
 
@@ -320,8 +326,8 @@ def _kernel_html(kernel):
         rows += [("compiler_params", definition.params), ("interpret", definition.interpret)]
         parts.append(_table(rows))
     if code is not None:
-        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-        parts.append(f'<p class="n">{escape(place)}; kernel.lower(*args) shows what it becomes</p>')
+        where = escape(os.path.basename(place_name(code.co_filename, code.co_firstlineno)))
+        parts.append(f'<p class="n">{where}; kernel.lower(*args) shows what it becomes</p>')
     return _page(repr(kernel)[1:-1], *parts)
 
 

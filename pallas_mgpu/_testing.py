@@ -30,6 +30,7 @@ def _runner(kernel):
         return lambda params, args: kernel(*args, interpret=params)
 
     def run(params, args):
+        __tracebackhide__ = True  # by pytest and IPython
         other = copy.copy(definition)
         other.interpret, other.batched = params, {}
         return other.make()(*args)
@@ -43,6 +44,7 @@ def _host(x):
 
 def _attempt(run, params, args):
     """Leaves of the result, and of the mutable arrays among the arguments."""
+    __tracebackhide__ = True
     args = tree.map(lambda x: new_ref(x._value) if isinstance(x, MutableArray) else x, args)
     result = run(params, args)
     changed = [x[...] for x in tree.leaves(args) if isinstance(x, MutableArray)]
@@ -50,6 +52,7 @@ def _attempt(run, params, args):
 
 
 def _same(first, got, seed, other):
+    __tracebackhide__ = True
     for k, (x, y) in enumerate(zip(first, got, strict=True)):
         if x.tobytes() == y.tobytes():
             continue
@@ -64,6 +67,7 @@ def _same(first, got, seed, other):
 
 
 def _close(got, ref, args, rtol, atol):
+    __tracebackhide__ = True
     want = ref(*args) if callable(ref) else ref
     leaves = [_host(x) for x in tree.leaves(want)]
     if len(leaves) != len(got):
@@ -85,7 +89,7 @@ def _name(kernel, frame):
     """What the caller calls it; None: it has no name there."""
     for names in (frame.f_locals, frame.f_globals):
         for name, value in names.items():
-            if value is kernel and name.isidentifier():
+            if value is kernel and name.isidentifier() and name[0] != "_":
                 return name
     own = getattr(kernel, "__name__", "")
     ops = importlib.import_module(".ops", __package__)
@@ -164,6 +168,7 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     kernel (ValueError); for the kernel, too, if the caller has no variable of it.
     """
     global _failed
+    __tracebackhide__ = True
     if kernel is ... or len(args) == 1 and args[0] is ...:
         if _failed is None or kernel is not ... and _failed[0] is not kernel:
             raise ValueError("check: ... repeats the latest failure, and this kernel has none")
@@ -208,7 +213,7 @@ class _Checked:
 
     def run(self, seeds, ref, tolerances, repeat):
         """The result under the first seed. repeat(seeds): what repeats a failure, one line."""
-        __tracebackhide__ = True  # by pytest
+        __tracebackhide__ = True
         first, result, args = None, None, self.args
         if self.backend == "cuda":
             seeds = list(seeds)[:2]  # the same twice

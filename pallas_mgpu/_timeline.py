@@ -13,6 +13,7 @@ import json
 import linecache
 import os
 
+from . import _notebook
 from ._drawing import draw
 
 _COSTLY = 3  # lines whose waits are marked
@@ -105,7 +106,7 @@ def _unravel(number, sizes):
 
 
 def _place(file, line):
-    return f"{file}:{line}" if file else ""
+    return _notebook.place_name(file, line) if file else ""
 
 
 def _source(file, line):

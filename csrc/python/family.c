@@ -421,6 +421,7 @@ static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargs
   else if (e && pmpy_call_check_overlap(&r.c) == 0) result = call_target(&r, e);
   drop(e);
   end(&r);
+  if (!result) pmpy_tidy_error();
   return result;
 }
 

@@ -12,7 +12,7 @@ import pytest
 from test_timeline import DEPTH, ROWS, kernel
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core
+from pallas_mgpu import _core, ops
 from pallas_mgpu.ops import matmul
 
 F16, F32 = np.float16, np.float32
@@ -141,6 +141,8 @@ def use(body, **options):
         body, out_type=plgpu.ShapeDtypeStruct((128,), np.float32), interpret=True, **options
     )
     return kernel(np.zeros(128, np.float32))
+def copied(x, o):
+    o[...] = x[...]
 """
 
 
@@ -176,6 +178,28 @@ def test_errors_name_the_cell(cell):
         cell["use"](cell["stuck"], scratch_types=[plgpu.Barrier()])
     assert str(caught.value).count("cell In[7], line 6") == 2
     assert frames(caught.value) == [__file__, "/tmp/ipykernel_12/345.py"]
+
+
+def test_errors_of_ready_kernels(cell):
+    with pytest.raises(TypeError, match="interpret must be") as caught:
+        ops.softmax(np.zeros((2, 8), F32), interpret="on")
+    assert frames(caught.value) == [__file__]
+
+
+def test_pages_and_traces_name_the_cell(cell, tmp_path):
+    file = tmp_path / "trace.json"
+    k = plgpu.kernel(
+        cell["copied"],
+        out_type=plgpu.ShapeDtypeStruct((128,), F32),
+        interpret=plgpu.InterpretParams(timeline=file),
+    )
+    x = np.zeros(128, F32)
+    k(x)
+    page = k.lower(x)._repr_html_()
+    assert "cell In[7], line 13" in page
+    assert "cell In[7], line 12" in k._repr_html_()
+    text = file.read_text()
+    assert "cell In[7], line 13" in text and "ipykernel" not in text + page
 
 
 def test_all_frames(cell, monkeypatch):
