@@ -45,7 +45,8 @@ def _ref(x, what, name, space=None):
     if not isinstance(x, Ref):
         raise TypeError(f"{what}: {name} must be a ref, got {show(x)}")
     if space is not None and x.memory_space is not space:
-        raise ValueError(f"{what}: {name} must be a {space.name} ref, got {type_text(x)}")
+        a = "an" if space is SMEM else "a"
+        raise ValueError(f"{what}: {name} must be {a} {space.name} ref, got {type_text(x)}")
     return x
 
 
@@ -283,7 +284,9 @@ def copy_smem_to_gmem(
     what = "copy_smem_to_gmem"
     src = _ref(src, what, "src", SMEM)
     if isinstance(dst, IndexedRef):
-        _plain_rows(what, predicate=predicate, reduction_op=reduction_op, engine=engine)
+        if reduction_op is not None:
+            raise ValueError(f"{what}: reduction_op together with an array of row numbers")
+        _plain_rows(what, predicate=predicate, engine=engine)
         dst, rows = _rows(dst, what, "dst")
         _core.effect("scatter_smem_to_gmem", (src, dst, rows), commit=int(bool(commit_group)))
         return

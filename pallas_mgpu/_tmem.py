@@ -99,6 +99,7 @@ class TMEMRef(MemoryRef):
                 f"{what}: the rows (dimension -2) must be 128 or 64, got {self.shape[-2]}"
             )
         self._set(packed=packed, collective=bool(collective), layout=layout)
+        _core.check_tmem(self.shape, self.dtype, *self.place)
 
     @property
     def place(self):
@@ -117,6 +118,8 @@ def TryClusterCancelResult(num_buffers=None):  # noqa: N802 - a constructor to i
     if num_buffers is None:
         return SMEM((16,), np.int8)
     (n,) = ints(num_buffers, "TryClusterCancelResult: num_buffers")
+    if n < 1:
+        raise ValueError(f"TryClusterCancelResult: num_buffers must be at least 1, got {n}")
     return SMEM((n, 16), np.int8)
 
 

@@ -327,7 +327,7 @@ class RefUnion(_Frozen):
     sequence: ``a, [b, c] = union``. Do not read through one group what was written through another,
     and place the necessary commits, waits and barriers between uses of different groups.
     NotImplementedError for other spaces and for both in one union, ValueError for TMEM with and
-    without ``collective``.
+    without ``collective`` and for a leaf that does not fill whole bytes.
     """
 
     __slots__ = ("groups",)
@@ -343,6 +343,8 @@ class RefUnion(_Frozen):
                     "RefUnion: all leaves must be plgpu.SMEM(shape, dtype), or all plgpu.TMEM,"
                     f" got {show(x)}"
                 )
+            if math.prod(x.shape) * itemsize_bits(x.dtype) % 8:
+                raise ValueError(f"RefUnion: {show(x)} does not fill its last byte; pad it")
         found = tree.leaves(groups, is_leaf=is_leaf)
         if len({x.memory_space for x in found}) > 1:
             raise NotImplementedError("RefUnion: SMEM and TMEM cannot share memory; use two unions")

@@ -607,19 +607,6 @@ static pm_code rows_of(pm_gen *e, pm_opid op, pm_val smem, pm_val gmem, pm_val n
   r->chunks = column->size / r->chunk;
   r->row_bytes = r->chunk * bits / 8;
   r->chunk_bytes = column->outer * bits / 8;
-  if (column->inner != 1 || s->dim[0].inner != r->chunk || s->dim[0].tile || r->chunk > 256 ||
-      r->row_bytes % 16 || column->size % r->chunk) {
-    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                       "rows of %lld columns of this SMEM; tile it by (8, S), S being 128, 64 or "
-                       "32 bytes, with that swizzle",
-                       (long long)column->size);
-  }
-  if (g->reshaped || g->base_rank != 2 || g->dim[1].step != 1 || g->dim[0].base_dim != 0 ||
-      g->base_stride[0] * bits / 8 % 16) {
-    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                       "the array must be a matrix whose rows begin at multiples of 16 bytes, "
-                       "and the ref all of its rows");
-  }
   r->map = (pm_tensor_map){.param = g->param,
                            .dtype = g->dtype,
                            .rank = 2,

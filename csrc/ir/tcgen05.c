@@ -69,6 +69,14 @@ static pm_code cancel_result(const pm_typing *t) {
          ".at[slot] if it has several",
          name(t), show(t, r));
   }
+  for (pm_val v = t->in[0]; pm_value_of(t->g, v)->def;
+       v = pm_in(t->g, pm_value_of(t->g, v)->def, 0)) {
+    const int code = pm_get(t->g, pm_value_of(t->g, v)->def)->code;
+    if (!pm_makes_view(code)) break;
+    if (code == PM_OP_INDEX || code == PM_OP_CLUSTER_REF) continue;
+    FAIL(NOT_IMPLEMENTED, "%s: the result is a %s of an allocation; only indices are possible",
+         name(t), pm_op_name(code));
+  }
   return pm_own_block(t, 0, "the result");
 }
 
@@ -94,55 +102,59 @@ static pm_code has_pair(const pm_typing *t) {
        name(t), g->n_cluster ? g->cluster[g->n_cluster - 1] : 1);
 }
 
-static pm_code tmem_rows(const pm_typing *t, int64_t rows, int64_t columns) {
-  const int64_t layout = word(t, PM_ATTR_TMEM_LAYOUT), p = word(t, PM_ATTR_PACKING);
+static const char *refuse_extents(pm_arena *arena, const pm_type *type, int64_t layout, int64_t p) {
   const char *text = pm_enum_text(PM_ENUM_TMEM, layout);
+  const int64_t rows = type->dim[type->rank - 2], columns = type->dim[type->rank - 1];
   const bool scales = layout == PM_TMEM_SCALES || layout == PM_TMEM_SCALES_M64;
   const bool halves = layout == PM_TMEM_HALF || layout == PM_TMEM_M64;
   const int64_t want = halves ? 64 : layout == PM_TMEM_SCALES_M64 ? 256 : 128;
   if (rows != want && !(layout == PM_TMEM_SCALES && rows == 256)) {
-    FAIL(VALUE, "TMEM: %" PRId64 " rows in the layout %s; it has %s", rows, text,
-         layout == PM_TMEM_SCALES ? "128 or 256" : pm_printf(t->g->arena, "%" PRId64, want));
+    return pm_printf(arena, "%" PRId64 " rows in the layout %s; it has %s", rows, text,
+                     layout == PM_TMEM_SCALES ? "128 or 256" : pm_printf(arena, "%" PRId64, want));
   }
   const int64_t unit = halves                       ? pm_max(16, 2 * p)
                        : scales                     ? 4
                        : layout == PM_TMEM_METADATA ? 64
                                                     : p;
-  if (columns % unit) {
-    FAIL(VALUE, "TMEM: %" PRId64 " columns in the layout %s; a multiple of %" PRId64 " is needed",
-         columns, text, unit);
+  if (columns > 0 && columns % unit == 0) return NULL;
+  return pm_printf(arena,
+                   "%" PRId64 " columns in the layout %s; a multiple of %" PRId64 " is needed",
+                   columns, text, unit);
+}
+
+const char *pm_tmem_refusal(pm_arena *arena, const pm_type *type, int64_t layout, int64_t p) {
+  const int64_t bits = pm_dtypes[type->dtype].bits;
+  const char *dtype = pm_dtypes[type->dtype].text;
+  if (type->rank < 2) return "a shape of (rows, columns) or (batch.., rows, columns) is needed";
+  if ((layout == PM_TMEM_SCALES || layout == PM_TMEM_SCALES_M64) && (bits != 8 || p != 4)) {
+    return pm_printf(arena, "scales have 8 bits, not %s", dtype);
   }
-  return PM_OK;
+  if (layout == PM_TMEM_METADATA && (bits != 2 || p != 16)) {
+    return pm_printf(arena, "sparse metadata is uint2, not %s", dtype);
+  }
+  if (p < 1 || p & (p - 1) || p * bits > 32) {
+    return pm_printf(arena,
+                     "%" PRId64
+                     " elements of %s in 32 bits; a power of two that fits is "
+                     "needed",
+                     p, dtype);
+  }
+  return refuse_extents(arena, type, layout, p);
 }
 
 pm_code pm_type_alloc_tmem(const pm_typing *t, pm_type *out) {
   pm_code rc = given(t, PM_REF, out);
   if (rc) return rc;
-  const pm_type *type = t->given;
-  const int64_t layout = word(t, PM_ATTR_TMEM_LAYOUT), p = word(t, PM_ATTR_PACKING);
-  const int64_t bits = pm_dtypes[type->dtype].bits;
   uint32_t n;
-  if (type->space != PM_TMEM || type->rank < 2) {
-    FAIL(VALUE, "TMEM: %s; a shape of (rows, columns) or (batch.., rows, columns) is needed",
-         show(t, type));
-  }
-  if (p < 1 || p & (p - 1) || p * bits > 32) {
-    FAIL(VALUE, "TMEM: %" PRId64 " elements of %s in 32 bits; a power of two that fits is needed",
-         p, pm_dtypes[type->dtype].text);
-  }
-  const bool scales = layout == PM_TMEM_SCALES || layout == PM_TMEM_SCALES_M64;
-  if (scales && (bits != 8 || p != 4)) {
-    FAIL(VALUE, "TMEM: scales have 8 bits, not %s", pm_dtypes[type->dtype].text);
-  }
-  if (layout == PM_TMEM_METADATA && (bits != 2 || p != 16)) {
-    FAIL(VALUE, "TMEM: sparse metadata is uint2, not %s", pm_dtypes[type->dtype].text);
-  }
+  const char *why = pm_tmem_refusal(t->g->arena, t->given, word(t, PM_ATTR_TMEM_LAYOUT),
+                                    word(t, PM_ATTR_PACKING));
+  if (t->given->space != PM_TMEM) why = "it is in another space";
+  if (why) FAIL(VALUE, "%s: %s", show(t, t->given), why);
   const int64_t *overlay = list_of(t, PM_ATTR_UNION, &n);
   if (n && (n != 2 || overlay[0] < 1 || overlay[1] < 0)) {
     FAIL(INTERNAL, "alloc_tmem: attribute union is [number from 1, group]");
   }
-  rc = tmem_rows(t, type->dim[type->rank - 2], type->dim[type->rank - 1]);
-  return rc ? rc : has_pair(t);
+  return has_pair(t);
 }
 
 static pm_code whole(const pm_typing *t, int d, int64_t start, int64_t size, const char *what) {

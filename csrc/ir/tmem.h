@@ -9,11 +9,11 @@
  *   default       128       i                                             j / p
  *   half_lane     64        32 (i / 16) + 16 (j / (C/2)) + i % 16         j % (C/2) / p
  *   m64_coll.     64        64 (j / (C/2)) + i                            j % (C/2) / p
- *   scales        128, 256  32 q + i % 32, for all q in 0..3              j / 4 * 4 (rows / 128)
- *                                                                         + 4 (i / 128) + i % 128 /
- * 32 scales_m64    256       64 (i / 128) + 32 q + i % 32, q in 0..1       j / 4 * 4 + i % 128 / 32
+ *   scales        128, 256  32 q + i % 32, for all q in 0..3              below
+ *   scales_m64    256       64 (i / 128) + 32 q + i % 32, q in 0..1       j / 4 * 4 + i % 128 / 32
  *   metadata      128       i                                             j / 16
  *
+ * The column of scales is  j / 4 * 4 (rows / 128) + 4 (i / 128) + i % 128 / 32.
  * Of scales p is 4, element j % 4 of the 32 bits; scales and metadata are replicated or opaque:
  * what (i, j) of metadata means is that of the copy's tile (128, 64). The matrices of a batch
  * follow each other along the columns. */
@@ -34,6 +34,8 @@ typedef struct pm_tmem {
   int64_t offset; /* of the first one; -1: not planned */
   bool pair;
 } pm_tmem;
+/* Why there is no such allocation in this layout and packing, NULL if there is. */
+const char *pm_tmem_refusal(pm_arena *arena, const pm_type *type, int64_t layout, int64_t packing);
 /* Of a well-typed ALLOC_TMEM. */
 pm_tmem pm_tmem_of(const pm_graph *g, pm_opid alloc);
 /* Columns of TMEM that the ref takes: its matrices, in units of 4. */

@@ -52,12 +52,13 @@ pm_code pm_single_barrier(const pm_typing *t, uint32_t k) {
 
 const char *pm_operand_dtypes(const pm_typing *t) {
   pm_text out;
-  pm_dtype last = PM_BOOL;
+  uint64_t listed = 0;
   pm_text_init(&out, t->g->arena);
   for (uint32_t k = 0; k < pm_mma_count; k++) {
-    if (pm_mmas[k].op != t->code || pm_mmas[k].a == last) continue;
-    last = (pm_dtype)pm_mmas[k].a;
-    pm_putf(&out, "%s%s", out.n ? ", " : "", pm_dtypes[last].text);
+    const uint64_t bit = UINT64_C(1) << pm_mmas[k].a;
+    if (pm_mmas[k].op != t->code || listed & bit) continue;
+    listed |= bit;
+    pm_putf(&out, "%s%s", out.n ? ", " : "", pm_dtypes[pm_mmas[k].a].text);
   }
   return out.at;
 }

@@ -176,7 +176,7 @@ static pm_code check_writable(checker *c, pm_opid op, pm_val view) {
   return pm_fail(c->err, PM_E_VALUE,
                  "%s: the ref %s is operand %u of the kernel, which is read-only; write to an "
                  "output (out_type=)",
-                 text_of(c, op), g->strings.at[v->name], v->index);
+                 pm_op_name(pm_get(g, op)->code), g->strings.at[v->name], v->index);
 }
 
 /* Source text gets operands as pointers to const. */

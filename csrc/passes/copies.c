@@ -604,6 +604,33 @@ static pm_code plan_cp_async(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_
   return PM_OK;
 }
 
+/* Rows by number: each is a box of a tensor map of the matrix, cut into chunks of a swizzle. */
+static pm_code check_rows(const pm_graph *g, pm_opid op, pm_err *err) {
+  const uint32_t gather = pm_get(g, op)->code == PM_OP_GATHER_G2S;
+  pm_view s, m;
+  if (pm_view_of(g, pm_in(g, op, gather), true, &s, err) ||
+      pm_view_of(g, pm_in(g, op, !gather), true, &m, err)) {
+    return err->code;
+  }
+  const pm_view_dim *column = &s.dim[1];
+  const int64_t bits = pm_dtypes[s.dtype].bits, chunk = column->tile ? column->tile : column->size;
+  if (column->inner != 1 || s.dim[0].inner != chunk || s.dim[0].tile || chunk > 256 ||
+      chunk * bits % 128 || column->size % chunk) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "%s: rows of %lld columns of this SMEM; tile it by (8, S), S being 128, 64 or "
+                   "32 bytes, with that swizzle",
+                   pm_op_name(pm_get(g, op)->code), (long long)column->size);
+  }
+  if (m.reshaped || m.base_rank != 2 || m.dim[1].step != 1 || m.dim[0].base_dim != 0 ||
+      m.base_stride[0] * bits % 128) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "%s: the array must be a matrix whose rows begin at multiples of 16 bytes, and "
+                   "the ref all of its rows",
+                   pm_op_name(pm_get(g, op)->code));
+  }
+  return PM_OK;
+}
+
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
                      pm_err *err) {
   (void)t;
@@ -630,6 +657,10 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
   pass *s = ctx;
   pm_copy_plan p;
   const int code = pm_get(g, op)->code;
+  if (!s->code && (code == PM_OP_GATHER_G2S || code == PM_OP_SCATTER_S2G)) {
+    s->code = check_rows(g, op, s->err);
+    if (s->code) pm_err_op(s->err, g, op);
+  }
   if (s->code || !pm_has_attr(g, op, PM_ATTR_ENGINE)) return;
   s->code = pm_plan_copy(g, op, s->target, &p, s->err);
   if (s->code) return;

@@ -56,6 +56,9 @@ pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err);
  * binding; a contradiction is PM_E_VALUE "Failed to infer a possible set of layouts", naming both
  * lines. */
 pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
+/* transforms.c: the refusal of operand k of a product, 1 for a and 2 for b, which is not contiguous
+ * along K. */
+pm_code pm_refuse_major(pm_graph *g, pm_opid op, uint32_t k, pm_dtype dtype, pm_err *err);
 /* layouts.c: register layouts of all arrays of rank > 0 together, over the whole kernel. Inserts
  * LAYOUT_CAST where a conversion is needed and a warning where it goes through SMEM. Afterwards
  * every operand of a POINTWISE op of rank > 0 has the layout of the result or is a splat, every

@@ -275,8 +275,8 @@ static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   return 2; /* the op itself is no longer used */
 }
 
-/* A product in tensor memory takes bytes as well, and knows how many elements they hold. Its views
- * may be transposed. Returns how many ops were inserted before it. */
+/* A product in tensor memory takes bytes as well, and knows how many elements they hold. Of b the
+ * view may be transposed. Returns how many ops were inserted before it. */
 static uint32_t pack_product(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   uint32_t inserted = 0;
@@ -286,6 +286,9 @@ static uint32_t pack_product(packer *p, pm_opid op, pm_blk block, uint32_t at) {
     *pm_attr(g, op, PM_ATTR_PACKED) = per_byte(pm_typeof(g, v));
     const struct transpose *transpose = transpose_of(p, v);
     if (!transpose) continue;
+    if (k == 1 && transpose->dims[1] != 1) {
+      p->code = pm_refuse_major(g, op, k, (pm_dtype)pm_typeof(g, v)->dtype, p->err);
+    }
     const pm_type base = bytes_of(*pm_typeof(g, transpose->base));
     pm_type type = base;
     for (int d = 0; d < type.rank; d++) type.dim[d] = base.dim[transpose->dims[d]];

@@ -21,6 +21,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   if (o->code == PM_OP_MULTIMEM_REDUCE && pm_dtypes[pm_typeof(g, o->out)->dtype].bits == 8) {
     needs |= PM_HAS_MULTIMEM_FP8;
   }
+  if (o->code == PM_OP_COPY_G2S && *pm_attr(g, op, PM_ATTR_LEADER)) needs |= PM_HAS_TMA_PAIR;
   if (c->code || pm_target_has(c->target, needs)) return;
   c->lacks = true;
   if ((o->n_in > 0) != c->operands) return;

@@ -325,33 +325,34 @@ static void check_views(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
+pm_code pm_refuse_major(pm_graph *g, pm_opid op, uint32_t k, pm_dtype dtype, pm_err *err) {
+  const bool wgmma = pm_get(g, op)->code == PM_OP_WGMMA;
+  pm_fail(err, PM_E_VALUE,
+          "%s: %s%s is contiguous along %s, and of %s operands the tensor cores read rows along K. "
+          "Keep it in SMEM as %s, or transpose it there: transposed[...] = ref[...].T, then "
+          "plgpu.commit_smem()",
+          pm_op_name(pm_get(g, op)->code), wgmma ? "Only f16 WGMMA supports transposes: " : "",
+          k == 1 ? "a" : "b", k == 1 ? "M" : "N", pm_dtypes[dtype].text,
+          k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
+  pm_err_op(err, g, op);
+  return err->code;
+}
+
 /* With 16-bit elements, either dimension of an operand may be contiguous; otherwise it must be K.
  */
 static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
-  static const char *const names[] = {"", "a", "b"}, *const outer[] = {"", "M", "N"};
   pass *p = ctx;
-  const char *who = pm_op_name(pm_get(g, op)->code);
   const pm_mma *mma = pm_mma_of(g, op);
   if (p->code || !mma || mma->majors != PM_MAJORS_K) return;
-  for (uint32_t k = 1; k < 3; k++) {
+  for (uint32_t k = 1; k < 3 && !p->code; k++) {
     const pm_type *t = pm_typeof(g, pm_in(g, op, k));
     pm_view v;
     if (t->kind != PM_REF || t->space != PM_SMEM) continue;
     if (pm_view_of(g, pm_in(g, op, k), true, &v, p->err)) {
       p->code = p->err->code;
-    } else if (v.dim[2 - k].inner != 1) {
-      p->code =
-          pm_fail(p->err, PM_E_VALUE,
-                  "%s: %s%s is contiguous along %s, and "
-                  "of %s operands the tensor cores read rows along K. Keep it in SMEM as %s, or "
-                  "transpose it there: transposed[...] = ref[...].T, then plgpu.commit_smem()",
-                  who, mma->in[0] != PM_LAYOUT_NONE ? "Only f16 WGMMA supports transposes: " : "",
-                  names[k], outer[k], pm_dtypes[k == 1 ? mma->a : mma->b].text,
-                  k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
-    }
-    if (p->code) {
       pm_err_op(p->err, g, op);
-      return;
+    } else if (v.dim[2 - k].inner != 1) {
+      p->code = pm_refuse_major(g, op, k, k == 1 ? mma->a : mma->b, p->err);
     }
   }
 }

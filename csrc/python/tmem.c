@@ -1,5 +1,32 @@
 /* Tensor memory in kernels that are traced: allocations and loads. */
+#include "../ir/tmem.h"
 #include "trace.h"
+
+/* check_tmem(shape, dtype, layout, packing) */
+static PyObject *check_tmem(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *shape, *dtype;
+  const char *layout;
+  int packing;
+  pm_dtype d;
+  pm_type type = {.kind = PM_REF, .space = PM_TMEM};
+  int64_t number;
+  if (!PyArg_ParseTuple(args, "OOsi:check_tmem", &shape, &dtype, &layout, &packing) ||
+      pmpy_dtype_from(dtype, &d) || pmpy_shape(shape, "plgpu.TMEM", &type) ||
+      pmpy_enum_value(PM_ATTR_TMEM_LAYOUT, layout, &number)) {
+    return NULL;
+  }
+  type.dtype = (uint8_t)d;
+  pm_arena arena;
+  pm_arena_init(&arena);
+  const char *why = pm_tmem_refusal(&arena, &type, number, packing);
+  if (why) {
+    pmpy_fail(PM_E_VALUE, "plgpu.TMEM: %s: %s", pm_type_text(&arena, &type), why);
+  }
+  pm_arena_free(&arena);
+  if (why) return NULL;
+  Py_RETURN_NONE;
+}
 
 static PyObject *alloc_tmem(PyObject *module, PyObject *args, PyObject *kw) {
   static char *names[] = {"shape", "dtype", "layout", "packing", "pair", "name", "union", NULL};
@@ -54,6 +81,8 @@ static PyObject *load_tmem(PyObject *module, PyObject *const *args, Py_ssize_t n
 static PyMethodDef functions[] = {
     {"alloc_tmem", KEYWORDS(alloc_tmem),
      "alloc_tmem(shape, dtype, layout, packing, pair, name=None, union=None) -> Ref"},
+    {"check_tmem", check_tmem, METH_VARARGS,
+     "check_tmem(shape, dtype, layout, packing); ValueError"},
     {"load_tmem", (PyCFunction)(void (*)(void))load_tmem, METH_FASTCALL,
      "load_tmem(ref, layout, reduce) -> Array"},
     {NULL, NULL, 0, NULL}};

@@ -887,7 +887,7 @@ HARDWARE = {
     "product acc": (TE, "acc must be an ACC ref", product(lambda c, a, b: plgpu.wgmma(a, a, b))),
     "product GMEM": (
         VE,
-        "a must be a SMEM ref",
+        "a must be an SMEM ref",
         run(lambda x, o: pl.run_scoped(lambda c: plgpu.wgmma(c, x, x), plgpu.ACC((64, 64)))),
     ),
     "acc part": (NIE, "store to all of it", product(lambda c, a, b: c.set(c[:8], slice(0, 8)))),

@@ -1061,7 +1061,7 @@ def test_copies_that_are_refused():
     using(copy, sm(128, 32), plain, error=ValueError, why="must be equal")
     using(copy, sm(128, 64, E4M3), plain, error=ValueError, why="smem_ref has dtype")
     using(copy, sm(128, 64), acc(128, 64, F16), error=ValueError, why="packed=True")
-    using(copy, plain, plain, error=ValueError, why="smem_ref must be a SMEM ref")
+    using(copy, plain, plain, error=ValueError, why="smem_ref must be an SMEM ref")
     using(
         copy_scales,
         SMEM((1, 1, 32, 16), E8M0),
