@@ -273,13 +273,6 @@ pm_code pm_cuda_COPY_S2T(pm_gen *e, pm_opid op) {
   const pm_view_dim *row = &c.from.dim[0], *column = &c.from.dim[1];
   const int64_t bits = pm_dtypes[c.from.dtype].bits, swizzle = c.from.swizzle;
   const int64_t s = (swizzle ? swizzle : 16) * 8 / bits, step = swizzle ? 32 : 16;
-  if (column->inner != 1 || row->inner != s || row->tile ||
-      (column->tile ? column->tile != s : column->size > s)) {
-    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                       "the SMEM is not tiled by (8, %lld)%s; give it "
-                       "TilingTransform((8, S)) and SwizzleTransform, or leave out its transforms",
-                       (long long)(128 / bits), swizzle ? " with this swizzle" : "");
-  }
   const uint64_t m = pm_tcgen05_matrix(16, 8 * row->inner * bits / 8, (int)swizzle);
   c.shape = swizzle ? "128x256b" : "128x128b";
   const char *high = descriptor(e, "m", &c.from, m);
@@ -303,23 +296,9 @@ static pm_code copy_tiles(pm_gen *e, copy *c, int64_t rows, int64_t n, int64_t k
   return PM_OK;
 }
 
-/* Does the ref in SMEM lie row by row, without gaps? */
-static bool is_contiguous(const pm_view *v) {
-  int64_t stride = 1;
-  for (int d = v->rank - 1; d >= 0; d--) {
-    if (v->dim[d].size > 1 && (v->dim[d].tile || v->dim[d].inner != stride)) return false;
-    stride *= v->dim[d].size;
-  }
-  return !v->swizzle;
-}
-
 static pm_code copy_staged(pm_gen *e, pm_opid op) {
   copy c = {0};
   PM_TRY(begin_copy(e, op, &c));
-  if (!is_contiguous(&c.from)) {
-    return pm_gen_fail(e, op, PM_E_VALUE,
-                       "its tiles must be contiguous in SMEM, without transforms");
-  }
   const int64_t rows = c.from.dim[2].size;
   c.shape = rows == 32 ? "32x128b.warpx4" : rows == 64 ? "64x128b.warpx2::01_23" : "128x128b";
   return copy_tiles(e, &c, rows, c.from.dim[0].size, c.from.dim[1].size);

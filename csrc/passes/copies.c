@@ -631,6 +631,49 @@ static pm_code check_rows(const pm_graph *g, pm_opid op, pm_err *err) {
   return PM_OK;
 }
 
+/* A matrix whose rows an instruction reads by a descriptor, in tiles as wide as the swizzle. */
+static pm_code check_matrix(const pm_graph *g, pm_opid op, pm_err *err) {
+  pm_view v;
+  if (pm_view_of(g, pm_in(g, op, 0), true, &v, err)) return err->code;
+  const pm_view_dim *row = &v.dim[0], *column = &v.dim[1];
+  const int64_t bits = pm_dtypes[v.dtype].bits, s = (v.swizzle ? v.swizzle : 16) * 8 / bits;
+  if (column->inner == 1 && row->inner == s && !row->tile &&
+      (column->tile ? column->tile == s : column->size <= s)) {
+    return PM_OK;
+  }
+  return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                 "%s: the SMEM is not tiled by (8, %lld)%s; give it TilingTransform((8, S)) and "
+                 "SwizzleTransform, or leave out its transforms",
+                 pm_op_name(pm_get(g, op)->code), (long long)s,
+                 v.swizzle ? " with this swizzle" : "");
+}
+
+/* Scales and metadata: their tiles follow each other. */
+static pm_code check_staged(const pm_graph *g, pm_opid op, pm_err *err) {
+  pm_view v;
+  int64_t stride = 1;
+  if (pm_view_of(g, pm_in(g, op, 0), true, &v, err)) return err->code;
+  bool dense = !v.swizzle;
+  for (int d = v.rank - 1; d >= 0; d--) {
+    if (v.dim[d].size > 1) dense &= !v.dim[d].tile && v.dim[d].inner == stride;
+    stride *= v.dim[d].size;
+  }
+  if (dense) return PM_OK;
+  return pm_fail(err, PM_E_VALUE, "%s: its tiles must be contiguous in SMEM, without transforms",
+                 pm_op_name(pm_get(g, op)->code));
+}
+
+static pm_code check_form(const pm_graph *g, pm_opid op, pm_err *err) {
+  switch (pm_get(g, op)->code) {
+    case PM_OP_GATHER_G2S:
+    case PM_OP_SCATTER_S2G: return check_rows(g, op, err);
+    case PM_OP_COPY_S2T: return check_matrix(g, op, err);
+    case PM_OP_COPY_SCALES:
+    case PM_OP_COPY_METADATA: return check_staged(g, op, err);
+    default: return PM_OK;
+  }
+}
+
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
                      pm_err *err) {
   (void)t;
@@ -657,10 +700,7 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
   pass *s = ctx;
   pm_copy_plan p;
   const int code = pm_get(g, op)->code;
-  if (!s->code && (code == PM_OP_GATHER_G2S || code == PM_OP_SCATTER_S2G)) {
-    s->code = check_rows(g, op, s->err);
-    if (s->code) pm_err_op(s->err, g, op);
-  }
+  if (!s->code && (s->code = check_form(g, op, s->err))) pm_err_op(s->err, g, op);
   if (s->code || !pm_has_attr(g, op, PM_ATTR_ENGINE)) return;
   s->code = pm_plan_copy(g, op, s->target, &p, s->err);
   if (s->code) return;
