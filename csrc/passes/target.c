@@ -27,13 +27,23 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   if ((o->n_in > 0) != c->operands) return;
   if (pm_is_mma(g, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
   c->code = pm_target_check(c->target, needs, pm_op_name(o->code), g->arena, c->err);
-  if (c->code) pm_err_op(c->err, g, op);
+  if (!c->code) return;
+  /* a barrier that is given or missing is a wrong argument, whichever the target needs */
+  if (o->code == PM_OP_COPY_G2S && needs & ~c->target->features & PM_HAS_TMA) {
+    c->code = c->err->code = PM_E_VALUE;
+  }
+  pm_err_op(c->err, g, op);
 }
 
 static pm_code check_cluster(const pm_graph *g, const pm_target *t, pm_err *err) {
   int64_t n = 1;
   for (uint32_t k = 0; k < g->n_cluster && n <= INT32_MAX; k++) n *= g->cluster[k];
-  if (n > 1 && pm_target_check(t, PM_HAS_CLUSTER, "a cluster", g->arena, err)) return err->code;
+  if (n > 1) {
+    const char *who = pm_printf(g->arena, "a kernel with a cluster of %lld blocks", (long long)n);
+    const pm_code code = pm_target_check(t, PM_HAS_CLUSTER, who, g->arena, err);
+    if (code && g->blocks.at[1].ops.n) pm_err_op(err, g, g->blocks.at[1].ops.at[0]);
+    if (code) return code;
+  }
   if (n <= t->cluster) return PM_OK;
   return pm_fail(err, PM_E_VALUE, "a cluster has at most %d blocks on %s, this one has %s%lld",
                  t->cluster, t->text, n > INT32_MAX ? "more than " : "",
