@@ -322,10 +322,9 @@ class RefUnion(_Frozen):
 
     A group is a pytree of ``plgpu.SMEM(...)``, or of ``plgpu.TMEM(...)``. The allocations of a
     group follow each other in memory; all groups start at the same address, and the union is as
-    large as the largest group.
-    Unions are accepted by ``run_scoped`` and ``scratch_types``. In the kernel, a union is a
-    sequence: ``a, [b, c] = union``. Do not read through one group what was written through another,
-    and place the necessary commits, waits and barriers between uses of different groups.
+    large as the largest group. Unions are accepted by ``run_scoped`` and ``scratch_types``. In the
+    kernel, a union is a sequence: ``a, [b, c] = union``. Do not read through one group what was
+    written through another; place commits, waits and barriers between uses of different groups.
     NotImplementedError for other spaces and for both in one union, ValueError for TMEM with and
     without ``collective`` and for a leaf that does not fill whole bytes.
     """
@@ -335,8 +334,8 @@ class RefUnion(_Frozen):
     def __init__(self, *groups):
         if not groups:
             raise ValueError("RefUnion: at least one group is needed")
-        is_leaf = lambda x: isinstance(x, MemoryRef)  # noqa: E731
-        for x in tree.leaves(groups, is_leaf=is_leaf):
+        found = tree.leaves(groups, is_leaf=lambda x: isinstance(x, MemoryRef))
+        for x in found:
             spaces = (MemorySpace.SMEM, MemorySpace.TMEM)
             if not isinstance(x, MemoryRef) or x.memory_space not in spaces:
                 raise NotImplementedError(
@@ -345,7 +344,6 @@ class RefUnion(_Frozen):
                 )
             if math.prod(x.shape) * itemsize_bits(x.dtype) % 8:
                 raise ValueError(f"RefUnion: {show(x)} does not fill its last byte; pad it")
-        found = tree.leaves(groups, is_leaf=is_leaf)
         if len({x.memory_space for x in found}) > 1:
             raise NotImplementedError("RefUnion: SMEM and TMEM cannot share memory; use two unions")
         if len({getattr(x, "collective", None) for x in found}) > 1:

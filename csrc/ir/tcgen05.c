@@ -63,21 +63,22 @@ pm_code pm_type_scatter_rows(const pm_typing *t, pm_type *out) {
 
 static pm_code cancel_result(const pm_typing *t) {
   const pm_type *r = type_in(t, 0);
+  const pm_code rc = pm_own_block(t, 0, "the result");
+  if (rc) return rc;
   if (pm_type_size(r) * pm_dtypes[r->dtype].bits != 128) {
     FAIL(TYPE,
          "%s: the result is %s; 16 bytes are needed: a plgpu.TryClusterCancelResult, indexed by "
          ".at[slot] if it has several",
          name(t), show(t, r));
   }
-  for (pm_val v = t->in[0]; pm_value_of(t->g, v)->def;
-       v = pm_in(t->g, pm_value_of(t->g, v)->def, 0)) {
-    const int code = pm_get(t->g, pm_value_of(t->g, v)->def)->code;
-    if (!pm_makes_view(code)) break;
-    if (code == PM_OP_INDEX || code == PM_OP_CLUSTER_REF) continue;
+  for (pm_opid def = pm_value_of(t->g, t->in[0])->def;
+       def && pm_makes_view(pm_get(t->g, def)->code);
+       def = pm_value_of(t->g, pm_in(t->g, def, 0))->def) {
+    if (pm_has_attr(t->g, def, PM_ATTR_STARTS)) continue;
     FAIL(NOT_IMPLEMENTED, "%s: the result is a %s of an allocation; only indices are possible",
-         name(t), pm_op_name(code));
+         name(t), pm_op_name(pm_get(t->g, def)->code));
   }
-  return pm_own_block(t, 0, "the result");
+  return PM_OK;
 }
 
 pm_code pm_type_try_cancel(const pm_typing *t, pm_type *out) {

@@ -606,7 +606,7 @@ static pm_code plan_cp_async(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_
 
 /* Rows by number: each is a box of a tensor map of the matrix, cut into chunks of a swizzle. */
 static pm_code check_rows(const pm_graph *g, pm_opid op, pm_err *err) {
-  const uint32_t gather = pm_get(g, op)->code == PM_OP_GATHER_G2S;
+  const uint32_t gather = pm_typeof(g, pm_in(g, op, 0))->space == PM_GMEM;
   pm_view s, m;
   if (pm_view_of(g, pm_in(g, op, gather), true, &s, err) ||
       pm_view_of(g, pm_in(g, op, !gather), true, &m, err)) {
@@ -664,14 +664,10 @@ static pm_code check_staged(const pm_graph *g, pm_opid op, pm_err *err) {
 }
 
 static pm_code check_form(const pm_graph *g, pm_opid op, pm_err *err) {
-  switch (pm_get(g, op)->code) {
-    case PM_OP_GATHER_G2S:
-    case PM_OP_SCATTER_S2G: return check_rows(g, op, err);
-    case PM_OP_COPY_S2T: return check_matrix(g, op, err);
-    case PM_OP_COPY_SCALES:
-    case PM_OP_COPY_METADATA: return check_staged(g, op, err);
-    default: return PM_OK;
-  }
+  if (pm_rule_of(g, op) == PM_LAY_ROWS) return check_rows(g, op, err);
+  if (!pm_has_attr(g, op, PM_ATTR_PAIR) || pm_get(g, op)->n_in != 2) return PM_OK;
+  const pm_type *from = pm_typeof(g, pm_in(g, op, 0)); /* of a copy to tensor memory */
+  return from->rank == 2 ? check_matrix(g, op, err) : check_staged(g, op, err);
 }
 
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,

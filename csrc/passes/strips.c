@@ -8,11 +8,18 @@
  * loads are the only ops with effects. In each strip all loads come before all stores, so a chain
  * may load from a ref that it stores to, if both are the same ref; other refs that may overlap end
  * the chain. A value that is also used elsewhere would stay in registers anyway. In that case
- * nothing is changed, and pm_warn_large warns the user. */
+ * nothing is changed, and pm_warn_large warns the user.
+ *
+ * Loads of columns of tensor memory are taken if they need more than half of the registers that a
+ * lane has at launch, since ptxas moves part of the work on a large array before the rest of it. A
+ * WAIT_LOAD_TMEM between the loads and the stores moves to the end; waiting later is always right.
+ */
+#include "../ir/tmem.h"
 #include "passes.h"
 
 enum {
   LANES = 128,
+  SM_REGISTERS = 65536,
   MOST_WORDS = 255, /* registers of a lane */
   STRIP = 32,       /* words of a lane that a strip of the widest value should take */
   ROWS = 8,         /* of a tile in SMEM */
@@ -29,18 +36,34 @@ typedef struct chain {
   pm_opid store[MOST_STORES];
   uint32_t n_stores, first_load, first_store, last_store; /* positions in the block */
   int dim;
-  int64_t strip, bits; /* extent of a strip; bytes of the widest element */
-  bool smem;
+  int64_t strip, bits; /* extent of a strip; bits of the widest element */
+  bool smem, tmem;
 } chain;
 
 static int64_t words_of(const pm_type *t, int64_t elements) {
   return elements * pm_dtypes[t->dtype].bits / 32;
 }
 
-static bool is_large(const pm_graph *g, pm_val v) {
+static bool exceeds(const pm_graph *g, pm_val v, int64_t most) {
   const pm_type *t = pm_typeof(g, v);
   if (t->kind != PM_ARRAY || !t->rank) return false;
-  return words_of(t, (pm_type_size(t) + LANES - 1) / LANES) > MOST_WORDS;
+  return words_of(t, (pm_type_size(t) + LANES - 1) / LANES) > most;
+}
+
+static bool is_large(const pm_graph *g, pm_val v) { return exceeds(g, v, MOST_WORDS); }
+
+/* Registers of a lane that an array from tensor memory may take. */
+static int64_t most_of_tmem(const pm_graph *g) {
+  return pm_max(pm_min(MOST_WORDS + 1, SM_REGISTERS / LANES / (int64_t)g->n_threads) / 2, 64);
+}
+
+/* A store that a chain may end in: of a large array, or one that may come from tensor memory. */
+static bool is_candidate(const pm_graph *g, pm_opid op) {
+  const pm_type *t;
+  if (pm_get(g, op)->code != PM_OP_STORE) return false;
+  t = pm_typeof(g, pm_in(g, op, 1));
+  return is_large(g, pm_in(g, op, 1)) ||
+         (t->kind == PM_ARRAY && t->rank == 2 && pm_type_size(t) > most_of_tmem(g) * LANES);
 }
 
 /* ---- which memory -------------------------------------------------------------------------- */
@@ -95,6 +118,28 @@ static bool load_takes_strips(chain *c, pm_opid op) {
   return true;
 }
 
+/* The layout of registers that the user gave for `out`, for its first columns; 0: none. */
+static pm_layid layout_of_columns(pm_graph *g, pm_opid op, int64_t columns) {
+  const pm_layid given = (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT);
+  const int64_t starts[2] = {0, 0};
+  pm_type to = *pm_typeof(g, pm_get(g, op)->out);
+  to.dim[1] = columns;
+  return given ? pm_layout_slice(g, given, starts, &to) : 0;
+}
+
+/* Columns of an accumulator of 128 rows. */
+static bool columns_take_strips(chain *c, pm_opid op, int dim) {
+  pm_graph *g = c->g;
+  const pm_opid alloc = pm_tmem_alloc(g, pm_in(g, op, 0));
+  const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
+  if (!alloc || dim != 1 || t->dim[1] % 8) return false;
+  if (*pm_attr(g, op, PM_ATTR_TMEM_REDUCE) || pm_tmem_of(g, alloc).layout != PM_TMEM_DEFAULT)
+    return false;
+  if (*pm_attr(g, op, PM_ATTR_LAYOUT) && !layout_of_columns(g, op, ROWS)) return false;
+  c->first_load = (uint32_t)pm_min(c->first_load, pm_position(g, op));
+  return c->tmem = true;
+}
+
 static bool broadcast_takes_strips(chain *c, pm_opid op, int dim) {
   uint32_t n;
   const int64_t *dims = pm_attr_list(c->g, op, PM_ATTR_DIMS, &n);
@@ -119,11 +164,13 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
     return !pm_has_attr(g, op, PM_ATTR_LAYOUT) || !*pm_attr(g, op, PM_ATTR_LAYOUT);
   switch (info->layout) {
     case PM_LAY_LOAD: return load_takes_strips(c, op);
+    case PM_LAY_TMEM: return columns_take_strips(c, op, dim);
     case PM_LAY_BROADCAST: return broadcast_takes_strips(c, op, dim);
     case PM_LAY_PACK: return dim != t->rank - 1 && takes_strips(c, pm_in(g, op, 0), dim);
     default: break;
   }
-  if (info->layout != PM_LAY_POINTWISE || !pm_is_pure(o->code) || info->n_attrs) return false;
+  if (info->layout != PM_LAY_POINTWISE || !pm_is_pure(o->code)) return false;
+  if (info->n_attrs && !pm_has_attr(g, op, PM_ATTR_EXACT)) return false;
   for (uint32_t k = 0; k < o->n_in; k++)
     if (!takes_strips(c, pm_in(g, op, k), dim)) return false;
   return true;
@@ -132,13 +179,21 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
 /* Large values of the chain that are also used elsewhere */
 static bool is_wanted_elsewhere(const chain *c) {
   for (pm_val v = 1; v < c->n_values; v++)
-    if (c->inside[v] && c->inside[v] != c->uses[v] && is_large(c->g, v)) return true;
+    if (c->inside[v] && c->inside[v] != c->uses[v] &&
+        exceeds(c->g, v, c->tmem ? STRIP : MOST_WORDS))
+      return true;
   return false;
+}
+
+static bool waits_for_loads(const pm_graph *g, pm_opid op) {
+  return pm_get(g, op)->code == PM_OP_WAIT_LOAD_TMEM;
 }
 
 static bool has_no_effect_but_loads(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
-  return pm_ops[o->code].layout == PM_LAY_LOAD || (pm_is_pure(o->code) && !o->n_regions);
+  return pm_ops[o->code].layout == PM_LAY_LOAD ||
+         (pm_ops[o->code].layout == PM_LAY_TMEM && o->n_out) ||
+         (pm_is_pure(o->code) && !o->n_regions);
 }
 
 /* The stores from position `at` on that can form one chain. */
@@ -173,7 +228,7 @@ static void choose_strip(chain *c, const pm_type *t) {
   const int64_t n = pm_min(pm_max(STRIP * LANES * 32 / pm_max(c->bits, 1) / row, 1), extent);
   int best = -1;
   for (int64_t d = n; d >= 1 && d >= n / 2; d--) {
-    if (c->smem && d % ROWS) continue;
+    if ((c->smem || c->tmem) && d % ROWS) continue;
     const int score = 2 * (d * row % even == 0) + (extent % d == 0);
     if (score > best) c->strip = d;
     best = pm_max(best, score);
@@ -188,11 +243,16 @@ static bool is_chain(chain *c) {
   memset(c->inside, 0, sizeof(uint32_t) * c->n_values);
   c->first_load = c->first_store;
   c->bits = c->strip = 0;
+  c->tmem = false;
   for (uint32_t k = 0; k < c->n_stores; k++)
     if (!takes_strips(c, pm_in(g, c->store[k], 1), c->dim)) return false;
   if (is_wanted_elsewhere(c)) return false;
-  for (uint32_t k = c->first_load; k < c->first_store; k++)
-    if (!has_no_effect_but_loads(g, g->blocks.at[c->block].ops.at[k])) return false;
+  for (uint32_t k = c->first_load; k < c->first_store; k++) {
+    const pm_opid op = g->blocks.at[c->block].ops.at[k];
+    if (!has_no_effect_but_loads(g, op) && !(c->tmem && waits_for_loads(g, op))) return false;
+  }
+  const int64_t words = pm_type_size(t) / LANES * c->bits / 32;
+  if (!is_large(g, pm_in(g, c->store[0], 1)) && !(c->tmem && words > most_of_tmem(g))) return false;
   choose_strip(c, t);
   return c->strip && c->strip < t->dim[c->dim];
 }
@@ -294,13 +354,20 @@ static pm_val strip_of(maker *m, pm_val v, int dim) {
                                    .i = *pm_attr(g, op, PM_ATTR_OPTIMIZED)};
     in[0] = strip_of_ref(m, pm_in(g, op, 0), dim);
     made = emit(m, (pm_opcode)code, in, 1, NULL, &optimized, 1);
+  } else if (pm_rule_of(g, op) == PM_LAY_TMEM) {
+    const pm_attr_arg layout = {.id = PM_ATTR_LAYOUT, .i = layout_of_columns(g, op, m->extent)};
+    in[0] = strip_of_ref(m, pm_in(g, op, 0), dim);
+    made = emit(m, (pm_opcode)code, in, 1, NULL, &layout, 1);
   } else if (pm_rule_of(g, op) == PM_LAY_BROADCAST) {
     made = strip_of_broadcast(m, op, &type, dim);
   } else {
     for (uint32_t k = 0; k < n_in; k++) in[k] = strip_of(m, pm_in(g, op, k), dim);
     m->b.file = pm_get(g, op)->file;
     m->b.line = pm_get(g, op)->line;
-    made = emit(m, (pm_opcode)code, in, n_in, &type, NULL, 0);
+    const bool divides = pm_has_attr(g, op, PM_ATTR_EXACT);
+    const pm_attr_arg exact = {.id = PM_ATTR_EXACT,
+                               .i = divides ? *pm_attr(g, op, PM_ATTR_EXACT) : 0};
+    made = emit(m, (pm_opcode)code, in, n_in, &type, &exact, divides);
   }
   if (!m->code) pm_value_of(g, made)->name = pm_value_of(g, v)->name;
   return m->now[v] = made;
@@ -340,19 +407,26 @@ static void make_loop(maker *m, int64_t trips) {
   if (!m->code) m->code = pm_close(&m->b, loop, m->c->err);
 }
 
-/* Move the ops from position n on to the last store, and remove the stores. */
+/* Move the ops from position n on to the last store, with waits after them, and remove the stores.
+ */
 static void put_in_place(chain *c, uint32_t n) {
   pm_block *b = &c->g->blocks.at[c->block];
   const uint32_t total = b->ops.n, made = total - n;
   pm_opid *order = PM_NEW(c->g->arena, pm_opid, total);
   uint32_t out = 0;
+  pm_opid wait = 0;
   for (uint32_t k = 0; k < n; k++) {
     bool gone = false;
+    if (c->tmem && k >= c->first_load && k < c->last_store && waits_for_loads(c->g, b->ops.at[k])) {
+      wait = b->ops.at[k];
+      continue;
+    }
     for (uint32_t s = 0; s < c->n_stores; s++) gone |= c->store[s] == b->ops.at[k];
     if (!gone) order[out++] = b->ops.at[k];
     if (k != c->last_store) continue;
     memcpy(order + out, b->ops.at + n, sizeof(pm_opid) * made);
     out += made;
+    if (wait) order[out++] = wait;
   }
   memcpy(b->ops.at, order, sizeof(pm_opid) * out);
   b->ops.n = out;
@@ -392,7 +466,7 @@ static pm_code walk(pm_graph *g, pm_blk block, bool *changed, pm_err *err) {
       pm_code failed = walk(g, pm_region(g, op, r), changed, err);
       if (failed) return failed;
     }
-    if (code != PM_OP_STORE || !is_large(g, pm_in(g, op, 1))) continue;
+    if (!is_candidate(g, op)) continue;
     const uint32_t n = g->values.n;
     chain c = {.g = g, .err = err, .block = block, .n_values = n};
     c.uses = PM_NEW(g->arena, uint32_t, n);
@@ -410,7 +484,7 @@ static pm_code walk(pm_graph *g, pm_blk block, bool *changed, pm_err *err) {
 pm_code pm_loop_over_strips(pm_graph *g, const pm_target *t, pm_err *err) {
   bool any = false, changed = false;
   (void)t;
-  for (pm_val v = 1; v < g->values.n && !any; v++) any = is_large(g, v);
+  for (pm_opid op = 1; op < g->ops.n && !any; op++) any = is_candidate(g, op);
   if (!any || walk(g, 1, &changed, err)) return err->code;
   return changed ? pm_simplify(g, err) : PM_OK;
 }

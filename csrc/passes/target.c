@@ -21,7 +21,8 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   if (o->code == PM_OP_MULTIMEM_REDUCE && pm_dtypes[pm_typeof(g, o->out)->dtype].bits == 8) {
     needs |= PM_HAS_MULTIMEM_FP8;
   }
-  if (o->code == PM_OP_COPY_G2S && *pm_attr(g, op, PM_ATTR_LEADER)) needs |= PM_HAS_TMA_PAIR;
+  if (o->n_in && pm_has_attr(g, op, PM_ATTR_LEADER) && *pm_attr(g, op, PM_ATTR_LEADER))
+    needs |= PM_HAS_TMA_PAIR;
   if (c->code || pm_target_has(c->target, needs)) return;
   c->lacks = true;
   if ((o->n_in > 0) != c->operands) return;
@@ -29,7 +30,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   c->code = pm_target_check(c->target, needs, pm_op_name(o->code), g->arena, c->err);
   if (!c->code) return;
   /* a barrier that is given or missing is a wrong argument, whichever the target needs */
-  if (o->code == PM_OP_COPY_G2S && needs & ~c->target->features & PM_HAS_TMA) {
+  if (pm_has_attr(g, op, PM_ATTR_OOB) && needs & ~c->target->features & PM_HAS_TMA) {
     c->code = c->err->code = PM_E_VALUE;
   }
   pm_err_op(c->err, g, op);

@@ -326,7 +326,8 @@ static void check_views(pm_graph *g, pm_opid op, void *ctx) {
 }
 
 pm_code pm_refuse_major(pm_graph *g, pm_opid op, uint32_t k, pm_dtype dtype, pm_err *err) {
-  const bool wgmma = pm_get(g, op)->code == PM_OP_WGMMA;
+  const pm_mma *mma = pm_mma_of(g, op);
+  const bool wgmma = mma && mma->in[0] != PM_LAYOUT_NONE;
   pm_fail(err, PM_E_VALUE,
           "%s: %s%s is contiguous along %s, and of %s operands the tensor cores read rows along K. "
           "Keep it in SMEM as %s, or transpose it there: transposed[...] = ref[...].T, then "

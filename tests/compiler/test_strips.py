@@ -74,6 +74,56 @@ def test_small_arrays_have_no_loop():
     assert loops(body, shape(x), x) == 0
 
 
+@pytest.mark.parametrize("n, layout, out, threads", [
+    (184, None, ml_dtypes.bfloat16, 1), (400, None, f32, 1),
+    (104, plgpu.Layout.TCGEN05_TMEM_NATIVE, f16, 3),
+])  # fmt: skip
+def test_columns_of_tensor_memory(rng, n, layout, out, threads):
+    """Also with the wait for the load before the arithmetic, which moves to the end."""
+
+    def body(x_ref, o_ref, tmem):
+        def work():
+            for at in range(0, n, 8):
+                part = pl.ds(at, 8)
+                plgpu.async_store_tmem(tmem.at[:, part], x_ref[:, part])
+            plgpu.commit_tmem()
+            x = plgpu.async_load_tmem(tmem, layout=layout)
+            plgpu.wait_load_tmem()
+            o_ref[...] = (jnp.tanh(x * 0.5) * x / (1.5 + jnp.exp(-x))).astype(out)
+
+        pl.when(lax.axis_index("t") == 0)(work) if threads > 1 else work()
+
+    x = rng.standard_normal((128, n)).astype(f32)
+    how = dict(num_threads=threads, thread_name="t") if threads > 1 else {}
+    want = (np.tanh(x * 0.5) * x / (1.5 + np.exp(-x))).astype(f32)
+    for backend in ("interpret", "emulate"):
+        params = plgpu.InterpretParams(backend=backend, detect_races=backend == "interpret")
+        kernel = plgpu.kernel(
+            body, out_type=shape(x, out), scratch_types=[plgpu.TMEM((128, n), f32)],
+            interpret=params, **how,
+        )  # fmt: skip
+        np.testing.assert_allclose(kernel(x).astype(f32), want, rtol=1e-2, atol=1e-2)
+    low = kernel.lower(x, target="sm_100a")
+    graph = low.as_text("graph")
+    assert graph.count("  for ") == 1 and graph.index("wait_load_tmem") > graph.index("tanh")
+    assert low.resources()["spill_bytes"] == low.resources()["stack_bytes"] == 0
+
+
+def test_columns_that_others_may_overwrite_have_no_loop():
+    """An arrival after the wait tells that the columns have been read."""
+
+    def body(o_ref, tmem, free):
+        x = plgpu.async_load_tmem(tmem)
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(free)
+        o_ref[...] = x + 1
+
+    scratch = [plgpu.TMEM((128, 200), f32), plgpu.Barrier(orders_tensor_core=True)]
+    out = plgpu.ShapeDtypeStruct((128, 200), f32)
+    low = plgpu.kernel(body, out_type=out, scratch_types=scratch).lower(target="sm_100a")
+    assert "  for " not in low.as_text("graph")
+
+
 def test_one_large_loop_is_short_and_without_spills():
     x = np.zeros((1024, 1024), f32)
 

@@ -924,9 +924,9 @@ def scales(rows, n, dtype=E8M0):
         (product(acc(128, 64), sm(128, 64), acc(128, 64)), ValueError, "b must be|transpose"),
         (product(acc(128, 12), sm(128, 64), sm(12, 64)), ValueError, "N is 12.*multiple of 8"),
         (
-            product(acc(64, 24), sm(64, 64), sm(24, 64)),
+            product(acc(64, 32, np.int32), sm(64, 128, I8), sm(24, 128, I8)),
             ValueError,
-            "columns|N is 24.*multiple of 16",
+            r"must be \(M, N\)",
         ),
         (product(acc(128, 520), sm(128, 64), sm(520, 64)), ValueError, "N is 520.*at most 512"),
         (product(acc(128, 64), sm(128, 24), sm(64, 24)), ValueError, "K is 24.*multiple of 16"),
@@ -1055,6 +1055,18 @@ def using(use, *scratch, error, why):
         kernel()
 
 
+def test_a_of_4_bits_must_be_contiguous_along_k():
+    def body(o_ref, *, acc, a, b, a_scale, b_scale):
+        mma(acc, a.T, b.T, a_scale=a_scale, b_scale=b_scale)
+
+    scratch = dict(acc=acc(128, 64), a=sm(256, 128, E2M1), b=sm(64, 256, E2M1))
+    scratch.update(a_scale=scales(128, 8), b_scale=scales(128, 8))
+    kernel = plgpu.kernel(body, out_type=shaped((8,)), scratch_types=scratch, interpret=True)
+    with pytest.raises(ValueError, match="a is contiguous along M") as caught:
+        kernel()
+    assert "test_tensor_core.py" in str(caught.value)
+
+
 def test_copies_that_are_refused():
     copy, copy_scales = plgpu.async_copy_smem_to_tmem, plgpu.async_copy_scales_to_tmem
     plain = TMEM((128, 64), F16, packed=True)
@@ -1062,6 +1074,11 @@ def test_copies_that_are_refused():
     using(copy, sm(128, 64, E4M3), plain, error=ValueError, why="smem_ref has dtype")
     using(copy, sm(128, 64), acc(128, 64, F16), error=ValueError, why="packed=True")
     using(copy, plain, plain, error=ValueError, why="smem_ref must be an SMEM ref")
+    tiled = SMEM((128, 64), F16, transforms=plgpu.TilingTransform((8, 64)))
+    using(copy, tiled, plain, error=NotImplementedError, why=r"not tiled by \(8, 8\)")
+    cancel = plgpu.try_cluster_cancel
+    square = SMEM((4, 4), np.int8)
+    using(lambda s, b: cancel(s.T, b), square, Barrier(), error=NotImplementedError, why="indices")
     using(
         copy_scales,
         SMEM((1, 1, 32, 16), E8M0),

@@ -371,6 +371,28 @@ def test_print_layout(capfd):
             "for 64 columns",
         ),
         (lambda: plgpu.TMEM((128, 64), F32, layout="scales"), TypeError, "TMEMLayout"),
+        (
+            lambda: plgpu.TMEM((128, 63), F16, packed=True),
+            ValueError,
+            r"float16\[128,63\]: 63 columns in the layout default; a multiple of 2",
+        ),
+        (lambda: plgpu.TMEM((64, 24), F32), ValueError, "24 columns in the layout half_lane"),
+        (
+            lambda: plgpu.TMEM((128, 8), F16, layout=LAYOUTS.SCALES_LAYOUT),
+            ValueError,
+            "scales have 8 bits, not float16",
+        ),
+        (
+            lambda: plgpu.TMEM((64, 64), U2, layout=LAYOUTS.SPARSE_METADATA_LAYOUT),
+            ValueError,
+            "64 rows in the layout sparse_metadata; it has 128",
+        ),
+        (
+            lambda: plgpu.RefUnion(plgpu.SMEM((3,), ml_dtypes.int4), plgpu.SMEM((8,), F32)),
+            ValueError,
+            "does not fill its last byte",
+        ),
+        (lambda: plgpu.TryClusterCancelResult(0), ValueError, "at least 1, got 0"),
         (lambda: LAYOUTS.M64_COLLECTIVE_LAYOUT(40), ValueError, "multiple of 16"),
         (lambda: LAYOUTS.M64_COLLECTIVE_LAYOUT(64, 16), ValueError, "1, 2, 4 or 8"),
         (lambda: LAYOUTS.SCALES_LAYOUT(4), ValueError, "no arguments"),
@@ -534,6 +556,21 @@ def test_targets():
     assert "target sm_90a" in hopper.lower(x).as_text("graph")
     with pytest.raises(NotImplementedError, match="sm_100a lacks.*plgpu.tcgen05_mma"):
         hopper.lower(x, target="sm_100a")
+
+
+def test_leader_tracked_copies_of_other_targets():
+    def body(x_ref, o_ref, smem, barrier):
+        how = dict(collective_axes="c", leader_tracked=plgpu.CopyPartition.REPLICATED)
+        plgpu.copy_gmem_to_smem(x_ref, smem, barrier, **how)
+
+    x = np.zeros((128, 64), F16)
+    options = dict(cluster=(2,), cluster_names=("c",))
+    scratch = [plgpu.SMEM((128, 64), F16), plgpu.Barrier()]
+    kernel = plgpu.kernel(body, out_type=shaped((8,)), scratch_types=scratch, **options)
+    assert "target sm_100a" in kernel.lower(x).as_text("graph")
+    with pytest.raises(NotImplementedError, match="sm_90a lacks") as caught:
+        kernel.lower(x, target="sm_90a")
+    assert re.search(r"leader_tracked(.|\n)*test_tmem\.py:\d+", str(caught.value))
 
 
 # ---- host functions ------------------------------------------------------------------------------
