@@ -317,9 +317,6 @@ class DeviceBlock(_Block):
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
 
-    def part(self, t, first):
-        """The device whose part of the result has tile t; the own one is the first or the last."""
-        return (self.me + (0 if first else 1) + t // self.plan.each) % self.size
 
     def sum(self, me, it0, meanwhile=None):
         if self.acc is None:
@@ -414,8 +411,12 @@ class GatherPlan(Plan):
 
 
 class GatherBlock(DeviceBlock):
+    def part(self, t):
+        """The device whose part of the result has tile t; the own one is the first."""
+        return (self.me + t // self.plan.each) % self.size
+
     def fetch_tile(self, t, it0):
-        p, shard = self.plan, self.part(t, True)
+        p, shard = self.plan, self.part(t)
         own, (row, col) = t < p.tiles, self.origin(t % p.tiles)
         band, first = row // p.band, self.first_step()
 
@@ -476,7 +477,7 @@ class GatherBlock(DeviceBlock):
         def multiply(t, it0):
             [value], _ = self.sum(me, it0)
             value = self.join(me, it0, value)
-            part, (row, col) = self.part(t, True), self.corner(t % self.plan.tiles)
+            part, (row, col) = self.part(t), self.corner(t % self.plan.tiles)
             self.epilogue(me, [value], [self.o.at[part]], row, col)
             return it0 + self.plan.steps
 
@@ -550,8 +551,12 @@ class SumPlan(Plan):
             took = max(took + results / max(waves - first, 1), wave + sent + results)
         return took
 
-    def __init__(self, x, cfg, blocks, parts, dealt=False):
+    def __init__(self, x, cfg, blocks, parts, dealt=False, lag=0, direct=False):
+        """lag: how many waves of own tiles follow the last tile for another device; 0: all.
+        direct: consumers, not couriers, write sums to the other devices."""
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
+        self.groups = pl.cdiv(self.each, self.clusters)  # waves of a part
+        self.lag, self.direct = (lag if lag < self.groups and parts > 1 else 0), direct
         self.units = self.each * self.cluster  # shares that devices send to each other
         self.flags = self.units + 1
         self.part = (self.chunk // _PANEL, 64, _PANEL)
@@ -574,6 +579,7 @@ class SumPlan(Plan):
             "sent": plgpu.Barrier(**waiting),
             "came": plgpu.Barrier(num_barriers=self.chunks),
             "added": plgpu.Barrier(num_arrivals=self.consumers),
+            **({"written": plgpu.Barrier(num_arrivals=self.consumers)} if self.direct else {}),
         }
 
     def staging(self):
@@ -607,25 +613,62 @@ class SumBlock(DeviceBlock):
     it. The unit of a block's share of a tile is the number of a flag, which counts chunks, and the
     place of a summand."""
 
+    carries_sums = False  # the courier, to the other devices
+
     def source(self, t):
         """Where A of tile t is."""
-        return self.a.at[self.part(t, False)]
+        return self.a.at[self.device(t)]
+
+    def place(self, t):
+        """Of tile t: its number in its part, and that of the part: 0 is that of the next device,
+        the last one the own one.
+
+        In waves, with a lag: one of each other part, and an own one of an earlier round."""
+        p, n = self.plan, self.size
+        if not p.lag:
+            return t % p.each, t // p.each
+        wave = p.clusters
+        before = p.lag * (n - 1) * wave  # tiles before the first own one
+        last = p.total - (p.each - (p.groups - p.lag) * wave)  # only own tiles follow
+        early, later = t < before, jnp.maximum(t - before, 0)
+        rounds = lax.select(early, t // ((n - 1) * wave), p.lag + later // (n * wave))
+        inside = lax.select(early, t % ((n - 1) * wave), later % (n * wave))
+        height = jnp.clip(p.each - rounds * wave, 1, wave)  # the last wave may have fewer
+        number, part = rounds * wave + inside % height, inside // height
+        own = (t >= last) | (part >= n - 1)
+        mine = (rounds - p.lag) * wave + (inside - (n - 1) * height)
+        mine = lax.select(t >= last, t - (p.total - p.each), mine)
+        number = jnp.clip(lax.select(own, mine, number), 0, p.each - 1)
+        return number, lax.select(own, jnp.int32(n - 1), part)
+
+    def device(self, t):
+        """Whose part of the result has tile t."""
+        return (self.me + 1 + self.place(t)[1]) % self.size
 
     def tile(self, t):
         """The number of tile t in the product."""
-        return t % self.plan.each
+        return self.place(t)[0]
+
+    def own(self, t):
+        return self.place(t)[1] == self.size - 1
 
     def summed(self, t):
         """Is tile t of the own part one of the result?"""
         return t >= 0
 
     def sends(self):
-        """How many tiles this block sends; those that it sums follow."""
-        tiles = self.tiles()
-        return StaticTiles(self.plan.each * (self.size - 1), tiles.clusters, tiles.first).count()
+        """How many tiles this block sends."""
+        p, first = self.plan, self.tiles().first
+        last = (p.each - (p.groups - 1) * p.clusters if p.lag else p.each) * (self.size - 1)
+        whole = (p.groups - 1) * (self.size - 1) if p.lag else 0
+        return whole + StaticTiles(last, p.clusters, first).count()
+
+    def tiles_summed(self):
+        """How many tiles this block sums."""
+        return self.tiles().count() - self.sends()
 
     def unit(self, t):
-        return t % self.plan.each * self.plan.cluster + self.in_cluster
+        return self.place(t)[0] * self.plan.cluster + self.in_cluster
 
     def other(self, k):
         """Number k of the other devices, in the order of the ranks."""
@@ -645,38 +688,42 @@ class SumBlock(DeviceBlock):
         return self.fetch_steps(it0, *self.origin(self.tile(t)), first, [(True, self.source(t))])
 
     def courier(self):
-        sends = self.sends()
-        self.each_filled(0, sends, self.carry_summands)
+        self.each_filled()
 
-    def each_filled(self, first, end, carry):
-        """carry(w) for tiles of this block from the first to the end, each when consumers allow."""
+    def tiles_filled(self, sent, summed):
+        """How many tiles the courier carries something of, of so many that are sent and summed."""
+        return sent + summed if self.carries_sums else sent
 
-        def step(w, _):
-            slot = w % _WAITING
-            plgpu.barrier_wait(self.filled.at[slot], phase=w // _WAITING)
-            carry(w)
-            pl.when(w + _WAITING < self.filled_tiles())(
+    def each_filled(self):
+        """What consumers leave is carried; tile by tile, each when it is there."""
+        tiles, all_filled = self.tiles(), self.tiles_filled(self.sends(), self.tiles_summed())
+
+        def carry(f, work):
+            slot = f % _WAITING
+            plgpu.barrier_wait(self.filled.at[slot], phase=f // _WAITING)
+            work()
+            pl.when(f + _WAITING < all_filled)(
                 lambda: plgpu.barrier_arrive(self.sent.at[slot])
             )
 
-        lax.fori_loop(first, end, step, None)
+        def step(w, counts):
+            (sent, summed), t = counts, tiles.tile(w)
+            f, own = self.tiles_filled(sent, summed), self.own(t)
+            pl.when(~own)(lambda: carry(f, lambda: self.carry_summands(t, f, sent)))
+            mine = own & self.summed(t)
+            if self.carries_sums:
+                pl.when(mine)(lambda: carry(f, lambda: self.carry_sums(t, sent, summed)))
+            return sent + (~own).astype(jnp.int32), summed + mine.astype(jnp.int32)
 
-    def filled_tiles(self):
-        """How many tiles the courier carries something of."""
-        return self.sends()
+        lax.fori_loop(0, tiles.count(), step, (jnp.int32(0), jnp.int32(0)))
 
-    def carried(self):
-        """How many pieces of summands the courier carries."""
-        p = self.plan
-        return self.sends() * (p.chunks * p.consumers * p.pieces)
+    def fill(self, f, write):
+        """A consumer calls write(), which makes what the courier carries next; f: before it."""
+        slot = f % _WAITING
 
-    def fill(self, w, write):
-        """A consumer calls write(), which makes what the courier carries of tile w."""
-        slot = w % _WAITING
-
-        @pl.when(w >= _WAITING)
+        @pl.when(f >= _WAITING)
         def _():
-            plgpu.barrier_wait(self.sent.at[slot], phase=w // _WAITING - 1)
+            plgpu.barrier_wait(self.sent.at[slot], phase=f // _WAITING - 1)
 
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
@@ -702,22 +749,39 @@ class SumBlock(DeviceBlock):
             arrived,
         )
 
-    def carry_summands(self, w):
-        t = self.tiles().tile(w)
-        device, unit = self.part(t, False), self.unit(t)
-        source = self.waiting.at[w % _WAITING], self.block
+    def carry_summands(self, t, f, sent):
+        device, unit = self.device(t), self.unit(t)
+        source = self.waiting.at[f % _WAITING], self.block
         there = self.on(self.staging, device).at[self.half, self.among(self.me, device)]
-        self.carry_share(w, source, (there, unit), lambda: self.tell(device, unit))
+        self.carry_share(sent, source, (there, unit), lambda: self.tell(device, unit))
 
-    def outgoing(self, w, c, me):
-        """Where a consumer's part of chunk c of tile w is to be left."""
-        return self.waiting.at[w % _WAITING, c, me, self.block]
+    def carried(self, sent):
+        """How many pieces of so many summands the courier carries."""
+        p = self.plan
+        return sent * (p.chunks * p.consumers * p.pieces)
+
+    def outgoing(self, t, f, c, me):
+        """Where a consumer's part of chunk c of tile t is to be left."""
+        return self.waiting.at[f % _WAITING, c, me, self.block]
 
     def arrivals(self, number):
         return self.staging.at[self.half, number]
 
+    def each_own(self, do):
+        """do(t, k) for each tile that this block sums, where k counts them. How many there are."""
+        tiles = self.tiles()
+
+        def step(w, k):
+            t = tiles.tile(w)
+            mine = self.own(t) & self.summed(t)
+            pl.when(mine)(lambda: do(t, k))
+            return k + mine.astype(jnp.int32)
+
+        first = 0 if self.plan.lag else self.sends()
+        return lax.fori_loop(first, tiles.count(), step, jnp.int32(0))
+
     def listener(self):
-        p, tiles = self.plan, self.tiles()
+        p = self.plan
 
         def hear(t, k):
             pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
@@ -729,43 +793,42 @@ class SumBlock(DeviceBlock):
                 )
                 plgpu.barrier_arrive(self.came.at[c])
 
-        def step(w, k):
-            t = tiles.tile(w)
-            pl.when(self.summed(t))(lambda: hear(t, k))
-            return k + self.summed(t).astype(jnp.int32)
-
-        k = lax.fori_loop(self.sends(), tiles.count(), step, jnp.int32(0))
+        k = self.each_own(hear)
         pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
 
     # ---- consumers
 
     def consumer(self, me):
-        sends = self.sends()
-
         def multiply(t, carry):
-            it0, w, k = carry
+            it0, sent, k = carry
             [value], _ = self.sum(me, it0)
             value = self.join(me, it0, value)
-            own = w >= sends
-            summed = own & self.summed(t)
-            pl.when(~own)(lambda: self.send(w, me, value))
-            pl.when(summed)(lambda: self.total(t, w, me, value, k))
-            return it0 + self.plan.steps, w + 1, k + summed.astype(jnp.int32)
+            own = self.own(t)
+            mine = own & self.summed(t)
+            f = self.tiles_filled(sent, k)
+            pl.when(~own)(lambda: self.send(t, f, me, value))
+            pl.when(mine)(lambda: self.total(t, f, me, value, k))
+            counts = sent + (~own).astype(jnp.int32), k + mine.astype(jnp.int32)
+            return it0 + self.plan.steps, *counts
 
         self.tiles().consume(multiply, (jnp.int32(0),) * 3)
 
     def columns(self, value, c):
         return value[:, c * self.plan.chunk : (c + 1) * self.plan.chunk]
 
-    def send(self, w, me, value):
+    def send(self, t, f, me, value):
         def write():
             for c in range(self.plan.chunks):
-                panels = self.outgoing(w, c, me).transpose((1, 0, 2))
+                panels = self.outgoing(t, f, c, me).transpose((1, 0, 2))
                 panels[...] = self.columns(value, c).reshape(panels.shape)
 
-        self.fill(w, write)
+        self.fill(f, write)
 
-    def total(self, t, w, me, value, k):
+    def results(self):
+        """Where sums are stored."""
+        return [self.o]
+
+    def total(self, t, f, me, value, k):
         p, unit = self.plan, self.unit(t)
 
         def summand(c, d):
@@ -796,7 +859,7 @@ class SumBlock(DeviceBlock):
             return total
 
         chunks = Chunks(p.chunks, total_of)
-        self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
+        self.epilogue(me, chunks, self.results(), *self.corner(self.tile(t)))
 
     def total_in_turn(self, own, summand):
         """The sum in the order of the ranks; the next summand is loaded while one is added."""
@@ -816,11 +879,16 @@ class EverySumBlock(SumBlock):
 
     reads_only = False
 
+    def __init__(self, plan, *args):
+        super().__init__(plan, *args)
+        self.carries_sums = not plan.direct
+
     def source(self, t):
         return self.a
 
     def number(self, t):
-        return t % self.plan.each * self.size + self.part(t, False)
+        number, part = self.place(t)
+        return number * self.size + (self.me + 1 + part) % self.size
 
     def tile(self, t):
         return jnp.minimum(self.number(t), self.plan.tiles - 1)
@@ -828,31 +896,44 @@ class EverySumBlock(SumBlock):
     def summed(self, t):
         return self.number(t) < self.plan.tiles
 
-    def filled_tiles(self):
-        tiles, sends = self.tiles(), self.sends()
-        count = tiles.count()
+    def tiles_summed(self):
+        tiles = self.tiles()
+        last = tiles.tile(tiles.count() - 1)
         # the last one may be for nobody
-        nobody = (count > sends) & ~self.summed(tiles.tile(count - 1))
-        return count - nobody.astype(jnp.int32)
+        nobody = self.own(last) & ~self.summed(last)
+        return super().tiles_summed() - nobody.astype(jnp.int32)
 
-    def total(self, t, w, me, value, k):
+    def results(self):
+        others = [self.on(self.o, d) for d in self.others()] if self.plan.direct else []
+        return [self.o, *others]
+
+    def total(self, t, f, me, value, k):
         def write():
-            super(EverySumBlock, self).total(t, w, me, value, k)
+            super(EverySumBlock, self).total(t, f, me, value, k)
             plgpu.wait_smem_to_gmem(0)
 
-        self.fill(w, write)
+        if self.plan.direct:
+            return super().total(t, f, me, value, k)
+        return self.fill(f, write)
 
-    def carry_sums(self, w, before):
+    def consumer(self, me):
+        super().consumer(me)
+        if self.plan.direct:
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_arrive(self.written)
+
+    def carry_sums(self, t, sent, summed):
         """From the own result to those of the others."""
-        (rows, cols), t = self.plan.result_piece, self.tiles().tile(w)
-        pieces, (row, col) = self.plan.rows // rows, self.corner(self.tile(t))
+        p, (row, col) = self.plan, self.corner(self.tile(t))
+        rows, cols = p.result_piece
+        pieces = p.rows // rows
 
         def place(j):
             return pl.ds(row + j * rows, rows), pl.ds(col, cols)
 
         self.carry(
             self.pieces[1],
-            before + w * pieces,
+            self.carried(sent) + summed * pieces,
             pieces,
             lambda j: self.o.at[place(j)],
             lambda j: [self.on(self.o, d).at[place(j)] for d in self.others()],
@@ -860,9 +941,9 @@ class EverySumBlock(SumBlock):
 
     def courier(self):
         super().courier()
-        p, sends = self.plan, self.sends()
-        before = self.carried() - sends * (p.rows // p.result_piece[0])
-        self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
+        p = self.plan
+        if p.direct:
+            plgpu.barrier_wait(self.written)
         each(1, self.size, lambda k: self.tell((self.me + k) % self.size, p.units))
         each(1, self.size, lambda k: self.hear((self.me + k) % self.size, p.units, p.blocks))
 
@@ -892,55 +973,54 @@ class PullSumBlock(SumBlock):
     def roles(self):
         return [*super().roles(), self.puller]
 
-    def outgoing(self, w, c, me):
-        t = self.tiles().tile(w)
-        number = self.among(self.part(t, False), self.me)
+    def outgoing(self, t, f, c, me):
+        number = self.among(self.device(t), self.me)
         return self.staging.at[self.half, number, c, me, self.unit(t)]
 
     def arrivals(self, number):
         return self.waiting.at[number]
 
-    def carry_summands(self, w):
+    def carry_summands(self, t, f, sent):
         """They are fetched."""
-        t = self.tiles().tile(w)
-        self.tell(self.part(t, False), self.plan.ready + self.unit(t))
+        self.tell(self.device(t), self.plan.ready + self.unit(t))
 
-    def carried(self):
+    def carried(self, sent):
         return 0
-
-    def own_tiles(self):
-        """How many tiles this block sums."""
-        return self.tiles().count() - self.sends()
 
     def puller(self):
         """What this block adds, from the device before this one first: it began with it."""
-        p, tiles, sends, own = self.plan, self.tiles(), self.sends(), self.own_tiles()
+        p = self.plan
         if p.dealt:
             arrived = self.pulled_arrived
         else:
             self.pulled, arrived = self.pieces[0], self.arrived
 
-        def fetch(step):
-            source = self.step_back(step)
+        def fetch(t, step, before):
+            source, unit = self.step_back(step), self.unit(t)
             here = self.arrivals(self.among(source, self.me))
             there = self.on(self.staging, source).at[self.half, self.among(self.me, source)]
+            self.hear(source, p.ready + unit)
+            self.carry_share(
+                before, (there, unit), (here, unit), lambda: self.raised(source, unit), arrived
+            )
 
+        others = self.size - 1
+        if p.lag:
+            self.each_own(
+                lambda t, k: each(1, self.size, lambda s: fetch(t, s, k * others + s - 1))
+            )
+            return
+        tiles, sends = self.tiles(), self.sends()
+        own = self.tiles_summed()
+
+        def all_of(step):
             def share(i, _):
-                unit = self.unit(tiles.tile(sends + i))
-                self.hear(source, p.ready + unit)
-                self.carry_share(
-                    (step - 1) * own + i,
-                    (there, unit),
-                    (here, unit),
-                    lambda: self.raised(source, unit),
-                    arrived,
-                )
+                fetch(tiles.tile(sends + i), step, (step - 1) * own + i)
 
             lax.fori_loop(0, own, share, None)
 
-        each(1, self.size, fetch)
+        each(1, self.size, all_of)
 
 
 class PullEverySumBlock(EverySumBlock, PullSumBlock):
-    def own_tiles(self):
-        return self.filled_tiles() - self.sends()
+    pass

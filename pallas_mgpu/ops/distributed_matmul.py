@@ -5,6 +5,9 @@ _distributed_engine.py, where the copy engines do. Operands whose rows TMA canno
 first."""
 
 import functools
+from typing import NamedTuple
+
+import numpy as np
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import pl
@@ -15,136 +18,108 @@ from . import _distributed_products as products
 from . import _tensor_memory, distributed
 from ._padding import cropping, padding
 from .distributed import Collective
-from .matmul import Product
+from .matmul import MatmulConfig, Product
 
 TRANSFERS = "push", "pull", "engine"
 
 
+class Call(NamedTuple):
+    """What a kernel is made for: operands (m, k) and (k, n) of each device, or, where the result is
+    scattered, m rows of a device's result.
+
+    lag, direct: of SumPlan."""
+
+    mesh: plgpu.DeviceMesh
+    axis: str
+    m: int
+    k: int
+    n: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    blocks: int
+    interpret: object = None
+    tmem: bool = False
+    config: MatmulConfig | None = None
+    transfer: str = "push"
+    lag: int = 0
+    direct: bool = False
+
+    def plan(self, kind, **options):
+        x = Product(self.m, self.n, self.k, (self.dtype,) * 2, self.out_dtype, False, False)
+        size = distributed._size(self.mesh, self.axis)
+        if issubclass(kind, products.SumPlan):
+            options |= {"lag": self.lag, "direct": self.direct}
+        return products.plan_of(kind, x, self.blocks, size, self.tmem, self.config, **options)
+
+    def make(self, name, plan, body, shape, make=Collective):
+        """The kernel. body: of the memory by name, flags and epochs; shape: of the result."""
+        waits = "staging", *(["waiting"] if isinstance(plan, products.SumPlan) else [])
+
+        def run(refs, flags, epochs, **scratch):
+            engines = self.transfer == "engine"
+            named = plan.named_by_engine(refs) if engines else plan.named(refs, *waits)
+            body(named | scratch, flags, epochs)
+
+        return make(
+            self.mesh,
+            run,
+            name,
+            [(shape, self.out_dtype)],
+            plan.staging(),
+            plan.clusters,
+            self.interpret,
+            flags=(plan.flags, 1),
+            scratch_types=products.scratch_types(plan, self.tmem),
+            **plan.options(),
+        )
+
+
 @cached
-def _gathered(
-    mesh,
-    axis,
-    m,
-    k,
-    n,
-    dtype,
-    out_dtype,
-    blocks,
-    interpret,
-    tmem=False,
-    config=None,
-    transfer="push",
-):
-    size = distributed._size(mesh, axis)
-    x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    is_engine = transfer == "engine"
+def _gathered(call):
+    kind, block, make = {
+        "push": (products.GatherPlan, products.GatherBlock, None),
+        "pull": (products.PullGatherPlan, products.PullGatherBlock, None),
+        "engine": (engine.GatherPlan, engine.GatherBlock, engine.gathered),
+    }[call.transfer]
+    plan, size = call.plan(kind), distributed._size(call.mesh, call.axis)
+
+    def body(named, flags, epochs):
+        named["o"] = named["o"].reshape((size, call.m, call.n))
+        block(plan, call.axis, named, flags, epochs).run()
+
+    make = functools.partial(make, plan) if make else Collective
+    return call.make("all_gather_matmul", plan, body, (size * call.m, call.n), make)
+
+
+@cached
+def _scattered(call):
+    kind, block, make = {
+        "push": (products.SumPlan, products.SumBlock, None),
+        "pull": (products.PullSumPlan, products.PullSumBlock, None),
+        "engine": (engine.OwnSumPlan, engine.OwnSumBlock, engine.scattered),
+    }[call.transfer]
+    plan, size = call.plan(kind), distributed._size(call.mesh, call.axis)
+
+    def body(named, flags, epochs):
+        named["a"] = named["a"].reshape((size, call.m, named["a"].shape[1]))
+        block(plan, call.axis, named, flags, epochs).run()
+
+    make = functools.partial(make, plan) if make else Collective
+    return call.make("matmul_reduce_scatter", plan, body, (call.m, call.n), make)
+
+
+@cached
+def _reduced(call):
     kind, block = {
-        "push": (products.GatherPlan, products.GatherBlock),
-        "pull": (products.PullGatherPlan, products.PullGatherBlock),
-        "engine": (engine.GatherPlan, engine.GatherBlock),
-    }[transfer]
-    plan = products.plan_of(kind, x, blocks, size, tmem, config)
+        "push": (products.SumPlan, products.EverySumBlock),
+        "pull": (products.PullSumPlan, products.PullEverySumBlock),
+    }[call.transfer]
+    plan = call.plan(kind, dealt=True)
 
-    def body(refs, flags, epochs, **scratch):
-        named = plan.named_by_engine(refs) if is_engine else plan.named(refs, "staging")
-        named |= scratch
-        named["o"] = named["o"].reshape((size, m, n))
-        block(plan, axis, named, flags, epochs).run()
+    def body(named, flags, epochs):
+        block(plan, call.axis, named, flags, epochs).run()
 
-    make = functools.partial(engine.gathered, plan) if is_engine else Collective
-    return make(
-        mesh,
-        body,
-        "all_gather_matmul",
-        [((size * m, n), out_dtype)],
-        plan.staging(),
-        plan.clusters,
-        interpret,
-        flags=(plan.flags, 1),
-        scratch_types=products.scratch_types(plan, tmem),
-        **plan.options(),
-    )
-
-
-@cached
-def _scattered(
-    mesh,
-    axis,
-    m,
-    k,
-    n,
-    dtype,
-    out_dtype,
-    blocks,
-    interpret,
-    tmem=False,
-    config=None,
-    transfer="push",
-):
-    """m: rows of the result of a device."""
-    size = distributed._size(mesh, axis)
-    x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    is_engine = transfer == "engine"
-    kind, block = {
-        "push": (products.SumPlan, products.SumBlock),
-        "pull": (products.PullSumPlan, products.PullSumBlock),
-        "engine": (engine.OwnSumPlan, engine.OwnSumBlock),
-    }[transfer]
-    plan = products.plan_of(kind, x, blocks, size, tmem, config)
-
-    def body(refs, flags, epochs, **scratch):
-        waits = "staging", "waiting"
-        named = plan.named_by_engine(refs) if is_engine else plan.named(refs, *waits)
-        named |= scratch
-        named["a"] = named["a"].reshape((size, m, named["a"].shape[1]))
-        block(plan, axis, named, flags, epochs).run()
-
-    make = functools.partial(engine.scattered, plan) if is_engine else Collective
-    return _summing("matmul_reduce_scatter", mesh, body, plan, interpret, tmem, make)
-
-
-@cached
-def _reduced(
-    mesh,
-    axis,
-    m,
-    k,
-    n,
-    dtype,
-    out_dtype,
-    blocks,
-    interpret,
-    tmem=False,
-    config=None,
-    transfer="push",
-):
-    size = distributed._size(mesh, axis)
-    x = Product(m, n, k, (dtype, dtype), out_dtype, False, False)
-    pull = transfer == "pull"
-    kind = products.PullSumPlan if pull else products.SumPlan
-    plan = products.plan_of(kind, x, blocks, size, tmem, config, dealt=True)
-    block = products.PullEverySumBlock if pull else products.EverySumBlock
-
-    def body(refs, flags, epochs, **scratch):
-        named = plan.named(refs, "staging", "waiting") | scratch
-        block(plan, axis, named, flags, epochs).run()
-
-    return _summing("matmul_all_reduce", mesh, body, plan, interpret, tmem)
-
-
-def _summing(name, mesh, body, plan, interpret, tmem, make=Collective):
-    return make(
-        mesh,
-        body,
-        name,
-        [((plan.x.m, plan.x.n), plan.x.out_dtype)],
-        plan.staging(),
-        plan.clusters,
-        interpret,
-        flags=(plan.flags, 1),
-        scratch_types=products.scratch_types(plan, tmem),
-        **plan.options(),
-    )
+    return call.make("matmul_all_reduce", plan, body, (call.m, call.n))
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -195,8 +170,7 @@ def _cropped(mesh, shape, n, dtype, interpret):
 def _prepare(
     what, a, b, mesh, axis_name, out_dtype, blocks, config, transfer, interpret, scatters=False
 ):
-    """Checks a call. The operands, with rows that TMA can address; the shape of a device's result;
-    its dtype; and a function of (make, n) that makes the kernel for n columns."""
+    """Checks a call. The operands, with rows that TMA can address, and what the kernel is for."""
     (m, k, n), dtype = _operands(a, b, mesh, what)
     axis, size = distributed._along(mesh, axis_name, what)
     if scatters:
@@ -215,10 +189,10 @@ def _prepare(
             f'{what}: transfer="engine" is there for all_gather_matmul and matmul_reduce_scatter,'
             ' with rows of a multiple of 16 bytes; use "push" or "pull"'
         )
-    how = out_dtype, blocks, interpret, tmem, config, transfer
     products.checked(config, what, m, tmem)
     operands = [_aligned(z, mesh, interpret) for z in (a, b)]
-    return operands, (m, n), out_dtype, lambda make, n: make(mesh, axis, m, k, n, dtype, *how)
+    how = dtype, out_dtype, blocks, interpret, tmem, config, transfer
+    return operands, Call(mesh, axis, m, k, n, *how)
 
 
 def all_gather_matmul(
@@ -247,8 +221,8 @@ def all_gather_matmul(
     bytes and a mesh of one axis. With a process group, ``"pull"`` copies an ``a`` that is not from
     ``plgpu.symm_empty``."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
-    operands, (_, n), _, kernel = _prepare("all_gather_matmul", a, b, mesh, *how)
-    return kernel(_gathered, n)(*operands, out=out)
+    operands, call = _prepare("all_gather_matmul", a, b, mesh, *how)
+    return _gathered(call)(*operands, out=out)
 
 
 def matmul_reduce_scatter(
@@ -271,8 +245,8 @@ def matmul_reduce_scatter(
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
     the rows cannot be divided evenly. Everything else is as for :func:`all_gather_matmul`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
-    operands, (_, n), _, kernel = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
-    return kernel(_scattered, n)(*operands, out=out)
+    operands, call = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
+    return _scattered(call)(*operands, out=out)
 
 
 def matmul_all_reduce(
@@ -295,12 +269,12 @@ def matmul_all_reduce(
     devices. Summands are float32, added in the order of the devices. Everything else is as for
     :func:`matmul_reduce_scatter`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
-    operands, (m, n), out_dtype, kernel = _prepare("matmul_all_reduce", a, b, mesh, *how)
-    whole = 16 // out_dtype.itemsize
+    operands, call = _prepare("matmul_all_reduce", a, b, mesh, *how)
+    m, n, whole = call.m, call.n, 16 // call.out_dtype.itemsize
     if m == 1 or n % whole == 0:
-        return kernel(_reduced, n)(*operands, out=out)
+        return _reduced(call)(*operands, out=out)
     # rows that TMA can write on the other devices
     padded = pl.cdiv(n, whole) * whole
-    made = kernel(_reduced, padded)(*operands)
-    crop = _cropped(mesh, (m, padded), n, out_dtype, _interpreted(mesh, interpret))
+    made = _reduced(call._replace(n=padded))(*operands)
+    crop = _cropped(mesh, (m, padded), n, call.out_dtype, _interpreted(mesh, interpret))
     return crop(made, out=out)

@@ -55,7 +55,8 @@ def test_host(rng, name):
     """Calls in a row on the emulated machine, with the flags and the staging memory of the last."""
     n, (m, k, cols) = 2, (128, 128, 136)
     a, b, wants = problem(rng, name, n, m, k, cols)
-    f = PRODUCTS[name](plgpu.DeviceMesh(n, "x"), "x", m, k, cols, BF16, F32, 2, None, True)
+    call = ops.Call(plgpu.DeviceMesh(n, "x"), "x", m, k, cols, BF16, F32, 2, tmem=True)
+    f = PRODUCTS[name](call)
     lasting = [[np.zeros(x.shape, x.dtype) for x in row] for row in zip(*f.lasting)]
     low = f.lower(a[0], b[0], target="sm_100a")
     for seed in range(2):
@@ -68,14 +69,11 @@ def test_host(rng, name):
 def programs():
     """Kernels of two devices, with the arguments of one."""
     mesh, spec = plgpu.DeviceMesh(2, "x"), plgpu.ShapeDtypeStruct
+    call = ops.Call(mesh, "x", 1024, 4096, 2048, BF16, BF16, 132, tmem=True)
     for name, make in PRODUCTS.items():
         rows = 2048 if make is ops._scattered else 1024
         args = spec((rows, 4096), BF16), spec((4096, 2048), BF16)
-        yield (
-            name,
-            lambda make=make: make(mesh, "x", 1024, 4096, 2048, BF16, BF16, 132, None, True),
-            args,
-        )
+        yield name, lambda make=make: make(call), args
     yield (
         "norm",
         lambda: distributed_norms._normed(mesh, "x", (256, 4096), BF16, 1e-6, False, 8, None),
