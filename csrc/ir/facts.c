@@ -1,11 +1,12 @@
 /* Facts about scalars, derived from the graph on demand: constants, divisors, ranges.
  *
  * A query walks the definitions of a value. Values form a DAG, so every query has a budget of
- * visits; when it is exhausted, the answer is "nothing known". Index arithmetic is assumed not to
- * overflow, except that a range that exceeds its dtype is dropped. */
+ * visits; when it is exhausted, the answer is "nothing known". A query of ranges keeps those of
+ * some values, which it does not visit twice. Index arithmetic is assumed not to overflow, except
+ * that a range that exceeds its dtype is dropped. */
 #include "ir.h"
 
-enum { BUDGET = 256 };
+enum { BUDGET = 256, KEPT = 32 };
 
 static bool defined_by(const pm_graph *g, pm_val v, pm_op *out) {
   pm_opid def = pm_value_of(g, v)->def;
@@ -60,10 +61,16 @@ static bool int_constant(const pm_graph *g, pm_val v, int64_t *out) {
 
 /* ---- divisors ----------------------------------------------------------------------------- */
 
+typedef struct span {
+  int64_t lo, hi;
+} span;
+
 typedef struct facts {
   const pm_graph *g;
   int budget;
   bool compares; /* the next comparison is what is asked for; others are not worth their visits */
+  pm_val kept[KEPT]; /* 0: none */
+  span range[KEPT];
 } facts;
 
 static int64_t divisor(facts *f, pm_val v);
@@ -199,7 +206,7 @@ static int64_t divisor(facts *f, pm_val v) {
 }
 
 int64_t pm_divisor(const pm_graph *g, pm_val v) {
-  facts f = {g, BUDGET, false};
+  facts f = {.g = g, .budget = BUDGET};
   return divisor(&f, v);
 }
 
@@ -240,10 +247,6 @@ bool pm_shares_grid(const pm_graph *g) {
 }
 
 /* ---- ranges ------------------------------------------------------------------------------- */
-
-typedef struct span {
-  int64_t lo, hi;
-} span;
 
 static span range(facts *f, pm_val v);
 
@@ -464,6 +467,8 @@ static span range(facts *f, pm_val v) {
   span all = span_of_dtype(dtype), s;
   int64_t c;
   pm_op o;
+  const uint32_t at = v % KEPT;
+  if (f->budget > 0 && f->kept[at] == v) return f->range[at];
   if (f->budget-- <= 0) return all;
   if (int_constant(f->g, v, &c)) return (span){c, c};
   if (defined_by(f->g, v, &o)) {
@@ -474,13 +479,18 @@ static span range(facts *f, pm_val v) {
   } else {
     s = range_of_arg(f, v, all);
   }
-  return s.lo < all.lo || s.hi > all.hi ? all : s;
+  if (s.lo < all.lo || s.hi > all.hi) s = all;
+  if (!f->compares) {
+    f->kept[at] = v;
+    f->range[at] = s;
+  }
+  return s;
 }
 
 bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
   const pm_type *t = pm_typeof(g, v);
   if (t->kind != PM_ARRAY || !pm_is_int(t->dtype)) return false;
-  facts f = {g, BUDGET, false};
+  facts f = {.g = g, .budget = BUDGET};
   const span s = range(&f, v);
   *lo = s.lo;
   *hi = s.hi;
@@ -490,7 +500,7 @@ bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
 bool pm_compared_range(const pm_graph *g, pm_opid op, int64_t *lo, int64_t *hi) {
   const pm_op *o = pm_get(g, op);
   if (o->n_in != 2 || !pm_is_int(pm_typeof(g, operand(g, o, 0))->dtype)) return false;
-  facts f = {g, BUDGET, true};
+  facts f = {.g = g, .budget = BUDGET, .compares = true};
   const span s = range(&f, o->out);
   *lo = s.lo;
   *hi = s.hi;
@@ -500,7 +510,7 @@ bool pm_compared_range(const pm_graph *g, pm_opid op, int64_t *lo, int64_t *hi) 
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
   const pm_type *t = pm_typeof(g, v);
   if (t->kind != PM_ARRAY || t->rank || !pm_is_int(t->dtype)) return false;
-  facts f = {g, BUDGET, false};
+  facts f = {.g = g, .budget = BUDGET};
   span all = span_of_dtype(t->dtype), s = range(&f, v);
   *lo = s.lo;
   *hi = s.hi;
