@@ -66,6 +66,26 @@ def test_all_reduce_rms_norm(way, rng, shape, dtype, one_shot):
         )
 
 
+@pytest.mark.parametrize("n, one_shot", [(2, True), (3, False), (4, True)])
+@pytest.mark.parametrize("columns", [512, 18432])
+def test_rows_of_blocks(rng, n, one_shot, columns):
+    """The warpgroups of a block share a row."""
+    x, [r] = shards(rng, n, (3, columns), bfloat16), shards(rng, 1, (3, columns), bfloat16)
+    [g] = shards(rng, 1, (columns,), bfloat16)
+    mesh, dtype = plgpu.DeviceMesh(n, "x"), np.dtype(bfloat16)
+    f = distributed_norms._normed(
+        mesh, "x", (3, columns), dtype, 1e-5, one_shot, 3, params(2), shared=True
+    )
+    for _ in range(2):
+        got, totals = f(x, [r] * n, [g] * n)
+    want, total = normed(x, r, g, 1e-5)
+    for d in range(n):
+        assert totals[d].tobytes() == total.tobytes() and got[d].tobytes() == got[0].tobytes()
+        np.testing.assert_allclose(
+            got[d].astype("f4"), want.astype("f4"), rtol=1e-2, atol=1e-2
+        )
+
+
 def exchanged(x, sizes, capacity):
     """Of each device: rows from all, in their order, and zeros."""
     n = len(x)
