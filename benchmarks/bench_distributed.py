@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,7 @@ import results
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax
 from pallas_mgpu.ops import (
+    _distributed_products,
     distributed,
     distributed_matmul,
     distributed_norms,
@@ -74,7 +76,7 @@ MORE_PRODUCTS = [  # of more than two GPUs
 class Dry:
     """A mesh of the interpreter. Arrays are lists, and times are those of the interpreter."""
 
-    rank, dry, row = 0, True, "start"
+    rank, dry, row, shapes = 0, True, "start", None
 
     def __init__(self, n, said=None):
         self.n, self.mesh, self.said = n, plgpu.DeviceMesh((n,), "x"), said
@@ -151,7 +153,7 @@ class Dry:
 class Ranks:
     """This process of several, each with its GPU. Arrays are tensors in symmetric memory."""
 
-    dry, without_nccl, row = False, False, "start"
+    dry, without_nccl, row, shapes = False, False, "start", None
 
     def __init__(self, n, said=None):
         import torch
@@ -333,9 +335,9 @@ def goal(kind, size, n, one_shot):
     return None
 
 
-def collectives(w, dtype="bfloat16", sizes=None, blocks=(None,)):
+def collectives(w, dtype="bfloat16", sizes=None, blocks=(None,), kinds=COLLECTIVES):
     for size in sizes or (SIZES[:2] if w.dry else SIZES):
-        for kind in COLLECTIVES:
+        for kind in kinds:
             for count in blocks:
                 for one_shot in [True, False] if kind == "all_reduce" else [None]:
                     if one_shot and size > 256 << 10:
@@ -390,21 +392,21 @@ def components(w):
             yield partial(component, w, body, blocks, size)
 
 
-def empty(w, x, out):
+def empty(w, x):
     """empty kernel"""
 
 
-def told(w, x, out):
+def told(w, x):
     """signal to the others, no wait"""
     w.tell(distributed.ENTRY)
 
 
-def met(w, x, out):
+def met(w, x):
     """one meeting"""
     w.meet(distributed.ENTRY)
 
 
-def met_twice(w, x, out):
+def met_twice(w, x):
     """two meetings"""
     w.meet(distributed.ENTRY)
     w.meet(distributed.EXIT)
@@ -420,7 +422,7 @@ def moved(w, source, target):
 
 def copied_here(w, x, out):
     """two meetings, copy on the GPU"""
-    met_twice(w, x, out)
+    met_twice(w, x)
     moved(w, x, out)
 
 
@@ -447,12 +449,13 @@ def component(w, body, blocks, size):
         body(worker, *refs)
         worker.end()
 
-    made = [(shape, np.dtype("float32"))]
+    copies = body in (copied_here, pushed, pulled)
+    made = [(shape, np.dtype("float32"))] if copies else []
     f = distributed.Collective(w.mesh, kernel, body.__name__, made, [], blocks, None)
     w.say("ours: a call")
-    got = f(x, out=out)
-    copies = body in (copied_here, pushed, pulled)
-    took = w.time("ours", lambda: f(x, out=out), FEW if size > 32 << 20 else CALLS)
+    given = {"out": out} if copies else {}
+    got = f(x, **given)
+    took = w.time("ours", lambda: f(x, **given), FEW if size > 32 << 20 else CALLS)
     row = {"what": f"{body.__doc__} {blocks} SMs", "size": f"{size >> 10} KiB", "ours": took}
     return row | {"wrong": w.wrong(got, x)} if copies else row
 
@@ -460,6 +463,14 @@ def component(w, body, blocks, size):
 def settings(w):
     """How many SMs large sizes want, and other dtypes."""
     size = SIZES[0] if w.dry else 64 << 20
+    for some in [] if w.dry else (1 << 20, 16 << 20):
+        kinds = ["all_gather", "reduce_scatter"]
+        yield from collectives(w, sizes=[some], blocks=[16, 64, 128], kinds=kinds)
+    for rows in [3] if w.dry else [1, 16, 128]:
+        for one_shot in (False, True):
+            for shared in (False, True):
+                how = {"one_shot": one_shot, "shared": shared}
+                yield partial(normed, w, rows, 512 if w.dry else 8192, "bfloat16", how)
     yield from collectives(w, sizes=[size], blocks=[2] if w.dry else [8, 32, 64])
     yield from collectives(w, "float32", sizes=[size])
     yield from collectives(w, "float16", sizes=[SIZES[0]])
@@ -469,7 +480,9 @@ KINDS = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
 def shapes_of_products(w):
-    return [(130, 72, 66)] if w.dry else PRODUCTS if w.n == 2 else MORE_PRODUCTS
+    if w.shapes:
+        return w.shapes
+    return [(130, 72, 72)] if w.dry else PRODUCTS if w.n == 2 else MORE_PRODUCTS
 
 
 def products(w, dtype="float16"):
@@ -481,7 +494,7 @@ def products(w, dtype="float16"):
 def transfers(w, dtype="float16"):
     """Who moves the data: the device that has it, or the one that needs it."""
     shapes = shapes_of_products(w)
-    if w.n == 2 and not w.dry:
+    if w.n == 2 and not w.dry and not w.shapes:
         shapes = [shapes[1], shapes[0], shapes[4], shapes[2]]
     for shape in shapes if w.n == 2 else shapes[:2]:
         for kind in KINDS:
@@ -553,51 +566,103 @@ def product(w, kind, m, k, cols, dtype, transfer=None):
     return row
 
 
+# Fields of distributed_matmul.Call that the section `configs` compares with what is chosen.
+TILE = MatmulConfig(2, 128, cluster=2, buffers=1)
+PUSH, PULL = {"transfer": "push"}, {"transfer": "pull"}
+SMALL_PIECES = {"_PIECE": (8, 256), "_PIECES": 4}  # 12 KiB on the way to a block, instead of 8
+WAYS = {
+    "all_gather_matmul": (
+        PUSH,
+        PULL,
+        PULL | {"config": TILE._replace(tile_n=256)},
+        PULL | {"constants": SMALL_PIECES},
+    ),
+    "matmul_reduce_scatter": (
+        PUSH,
+        PULL,
+        *(way | {"lag": lag} for lag in (1, 2) for way in (PUSH, PULL)),
+        *(way | {"config": TILE} for way in (PUSH, PULL)),
+        PULL | {"constants": SMALL_PIECES},
+    ),
+    "matmul_all_reduce": (
+        PUSH,
+        PULL,
+        PUSH | {"lag": 1},
+        PUSH | {"direct": True},
+        *(way | {"direct": True, "lag": 1} for way in (PUSH, PULL)),
+        PUSH | {"config": TILE},
+    ),
+}
+MADE = {
+    "all_gather_matmul": distributed_matmul._gathered,
+    "matmul_reduce_scatter": distributed_matmul._scattered,
+    "matmul_all_reduce": distributed_matmul._reduced,
+}
+
+
 def configs(w, dtype="float16"):
-    """Products of other tiles than they choose."""
-    one = MatmulConfig(2, 128, cluster=1)
-    wide = one._replace(tile_n=256, buffers=1)
-    summed = one, one._replace(cluster=2), wide, wide._replace(cluster=2), wide._replace(split=2)
-    gathered = (
-        one._replace(buffers=1),
-        one._replace(cluster=2),
-        wide,
-        wide._replace(cluster=2),
-        wide._replace(cluster=2, stages=3, buffers=2),
-    )
-    for shape in [(130, 72, 66)] if w.dry else PRODUCTS[:3]:
-        for config in (None, *gathered):
-            yield partial(configured, w, "all_gather_matmul", *shape, dtype, config)
-        for config in (None, *summed):
-            yield partial(configured, w, "matmul_reduce_scatter", *shape, dtype, config)
+    """Products in other ways than they choose: who sends, in which order, and tiles."""
+    for shape in shapes_of_products(w)[:4]:
+        for kind in KINDS:
+            for way in WAYS[kind]:
+                yield partial(configured, w, kind, *shape, dtype, way)
 
 
-def configured(w, kind, m, k, cols, dtype, config):
+def described(way):
+    """Fields of Call, in words."""
+    kinds = {"config": lambda v: f"tile {v.tile_n}", "constants": lambda v: "small pieces"}
+    words = [kinds.get(k, lambda v, k=k: f"{k} {v}")(v) for k, v in way.items()]
+    return ", ".join(word.removeprefix("transfer ").removesuffix(" True") for word in words)
+
+
+@contextlib.contextmanager
+def changed(names):
+    """Other values of names of _distributed_products, while kernels are traced."""
+    module = vars(_distributed_products)
+    real = {name: module[name] for name in names}
+    module.update(names)
+    try:
+        yield
+    finally:
+        module.update(real)
+
+
+def configured(w, kind, m, k, cols, dtype, way):
     w.say("arrays")
-    scatters = kind == "matmul_reduce_scatter"
+    scatters, gathers = kind == "matmul_reduce_scatter", kind == "all_gather_matmul"
     a, b = w.data((w.n * m if scatters else m, k), dtype, 2), w.data((k, cols), dtype, 3)
-    out = w.empty((m if scatters else w.n * m, cols), dtype)
-    options = {"config": config, "out": out} | ({"blocks": 2} if w.dry else {})
-
-    def ours():
-        return getattr(distributed_matmul, kind)(a, b, w.mesh, **options)
-
-    names = ("tile_n", "cluster", "stages", "buffers", "group", "split")
-    how = ", ".join(f"{n} {getattr(config, n)}" for n in names) if config else "chosen"
-    took = w.time("ours", ours, FEW)
-    return {"what": kind, "size": f"{m} x {k} x {cols}", "ours": took, "note": how}
+    out = w.empty((w.n * m if gathers else m, cols), dtype)
+    found = plgpu.ShapeDtypeStruct((), dtype).dtype
+    blocks = 2 if w.dry else plgpu.sm_count()
+    fields = {name: value for name, value in way.items() if name != "constants"}
+    call = distributed_matmul.Call(w.mesh, "x", m, k, cols, found, found, blocks, **fields)
+    if gathers:
+        all_a, want = w.scratch((w.n * m, k), dtype), w.scratch((w.n * m, cols), "float32")
+        w.reference("all_gather", a, all_a, 2)
+        w.product(all_a, b, want)
+    else:
+        want = w.summed(a, b)
+        want = w.part(want) if scatters else want
+    w.say("ours: a call")
+    with changed(way.get("constants", {})):
+        f = MADE[kind].__wrapped__(call)
+        wrong = w.wrong(f(a, b, out=out), want, 2e-2)
+    flop = 2 * (w.n * m if gathers or scatters else m) * k * cols
+    took = w.time("ours", lambda: f(a, b, out=out), FEW if flop < 1e12 else 5)
+    what = {"what": f"{kind}, {described(way)}", "size": f"{m} x {k} x {cols}"}
+    return what | {"ours": took, "wrong": wrong}
 
 
 # ---- what the time of a product over devices consists of
 
 
-def only_tell(block, slots, first, n, source, targets, there=None):
+def only_tell(block, slots, first, n, source, targets, there=None, arrived=None):
     if there:
         lax.fori_loop(0, n, lambda j, _: there(j), None)
 
 
-def only_own(block, t, w, me, value, k):
-    chunks = distributed_matmul._Chunks(block.plan.chunks, lambda c: block.columns(value, c))
+def only_own(block, t, f, me, value, k):
+    chunks = _distributed_products.Chunks(block.plan.chunks, lambda c: block.columns(value, c))
     block.epilogue(me, chunks, [block.o], *block.corner(block.tile(t)))
 
 
@@ -610,7 +675,7 @@ PARTS = {
     "summands that nobody adds": WITHOUT_SUMS,
     "tiles alone": WITHOUT_DATA | WITHOUT_SUMS,
 }
-IN_FLIGHT = {  # everything, with constants of distributed_matmul
+IN_FLIGHT = {  # everything, with constants of _distributed_products
     "16 KiB of a block in flight, in four": {"_PIECE": (16, 128), "_PIECES": 4, "_LEAVING": 2},
     "8 KiB of a block in flight": {"_LEAVING": 0},
     "4 KiB of a block in flight": {"_PIECE": (16, 128), "_LEAVING": 0},
@@ -620,7 +685,7 @@ IN_FLIGHT = {  # everything, with constants of distributed_matmul
 def parts(w, dtype="float16"):
     """matmul_reduce_scatter without some of its work, which gives wrong results; and products
     while the copy engine sends."""
-    for shape in [(130, 72, 66)] if w.dry else PRODUCTS[:3]:
+    for shape in shapes_of_products(w)[:3]:
         for what in [*PARTS, *IN_FLIGHT]:
             yield partial(part, w, what, *shape, dtype)
     if not w.dry:
@@ -632,16 +697,12 @@ def part(w, what, m, k, cols, dtype):
     w.say("arrays")
     a, b = w.data((w.n * m, k), dtype, 2), w.data((k, cols), dtype, 3)
     out, found = w.empty((m, cols), dtype), plgpu.ShapeDtypeStruct((), dtype).dtype
-    changed = {"_SumBlock": type("Part", (distributed_matmul._SumBlock,), PARTS.get(what, {}))}
-    changed |= IN_FLIGHT.get(what, {})
-    real = {name: getattr(distributed_matmul, name) for name in changed}
-    vars(distributed_matmul).update(changed)
-    try:
-        how = (found, found, 2 if w.dry else 132, None)
-        f = distributed_matmul._scattered.__wrapped__(w.mesh, "x", m, k, cols, *how)
+    block = type("Part", (_distributed_products.SumBlock,), PARTS.get(what, {}))
+    blocks = 2 if w.dry else plgpu.sm_count()
+    call = distributed_matmul.Call(w.mesh, "x", m, k, cols, found, found, blocks)
+    with changed({"SumBlock": block, **IN_FLIGHT.get(what, {})}):
+        f = distributed_matmul._scattered.__wrapped__(call)
         took = w.time("ours", lambda: f(a, b, out=out), FEW)
-    finally:
-        vars(distributed_matmul).update(real)
     return {"what": f"scatter: {what}", "size": f"{m} x {k} x {cols}", "ours": took}
 
 
@@ -682,7 +743,8 @@ def fused(w, dtype="bfloat16"):
         yield partial(normed, w, rows, 256 if w.dry else 8192, dtype)
 
 
-def normed(w, rows, columns, dtype):
+def normed(w, rows, columns, dtype, how=None):
+    """how: of _normed, instead of what is chosen."""
     w.say("arrays")
     x, r = w.data((rows, columns), dtype, 4), w.data((rows, columns), dtype, 5, same=True)
     outs = w.data((rows, columns), dtype, 10), w.data((rows, columns), dtype, 11)
@@ -695,6 +757,16 @@ def normed(w, rows, columns, dtype):
     def ours():
         return distributed_norms.all_reduce_rms_norm(x, r, g, w.mesh, out=outs)
 
+    if how is not None:
+        kind = plgpu.ShapeDtypeStruct((), dtype).dtype
+        blocks = distributed._blocks(4 if w.dry else None, "", (rows, columns), kind)
+        f = distributed_norms._normed(
+            w.mesh, "x", (rows, columns), kind, 1e-6, how["one_shot"], blocks, None, how["shared"]
+        )
+
+        def ours():
+            return f(x, r, g, out=outs)
+
     def beside():
         w.nccl("all_reduce", own, total)
         if not w.dry:
@@ -702,12 +774,13 @@ def normed(w, rows, columns, dtype):
 
     w.say("ours: a call")
     row = {
-        "what": f"all_reduce_rms_norm {dtype}",
+        "what": f"all_reduce_rms_norm {dtype}" + (f", {described(how)}" if how else ""),
         "size": f"{rows} x {columns}",
         "wrong": w.wrong(ours()[1], want),
         "ours": w.time("ours", ours),
     }
-    w.beside(row, lambda: w.time("nccl", beside))
+    if how is None:
+        w.beside(row, lambda: w.time("nccl", beside))
     return row
 
 
@@ -797,9 +870,9 @@ def one_process(n, dry):
     mesh = plgpu.DeviceMesh((n,), "x", devices=devices)
     calls = 2 if dry else 200
     for size in [4 << 10] if dry else [4 << 10, 1 << 20, (128 << 20) // n]:
-        host = Dry(n).data((size // 4096 * n, 1024), "float32", 1)
-        x = host if dry else [plgpu.device_put(a, d) for a, d in zip(host, devices)]
         for kind in COLLECTIVES:
+            host = Dry(n).data(collective_shapes(kind, size, n, 4)[0], "float32", 1)
+            x = host if dry else [plgpu.device_put(a, d) for a, d in zip(host, devices)]
             f = getattr(distributed, kind)
             out = f(x, mesh)
             wait(n, dry)
@@ -811,6 +884,7 @@ def one_process(n, dry):
             got = [np.asarray(a) for a in out]
             want = [np.empty_like(a) for a in got]
             Dry(n).nccl(kind, host, want)
+            del out
             yield {
                 "what": f"{kind} float32, one process, eager",
                 "size": f"{size >> 10} KiB",
@@ -860,6 +934,8 @@ def run_sections(w, args, note):
 
 
 def worker(args):
+    # kernels without some of their work
+    warnings.filterwarnings("ignore", ".*nothing writes output")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -877,6 +953,7 @@ def worker(args):
             note({"section": args.mode, "failed": f"{e}"[:1500]})
         return
     w = Dry(args.gpus, args.worker) if args.dry else Ranks(args.gpus, args.worker)
+    w.shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     run_sections(w, args, note)
     sys.stdout.flush()
     os._exit(0)  # the ranks end together, with nothing left to wait for
@@ -888,6 +965,7 @@ def launch(args, mode, n, place, attempt):
     port = str(20000 + (os.getpid() * 7 + attempt * 2 + (mode == "one process")) % 20000)
     command = [sys.executable, __file__, "--worker", place, "--mode", mode, "--gpus", str(n)]
     command += ["--start", str(args.start), *(["--dry"] if args.dry else [])]
+    command += ["--shapes", *args.shapes]
     command += ["--sections", *[s for s in args.sections if s in SECTIONS]]
     running = []
     for rank in range(count):
@@ -1014,6 +1092,7 @@ def main():
     parser.add_argument("--patience", type=float, default=20, help="seconds of a measurement")
     results.argument(parser)
     parser.add_argument("--dry", action="store_true", help="on the interpreter")
+    parser.add_argument("--shapes", nargs="*", default=[], help="of products: MxKxN of a device")
     parser.add_argument("--sections", nargs="*", choices=[*SECTIONS, "one process"])
     for hidden in ("--worker", "--mode"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

@@ -150,8 +150,11 @@ def plan_of(kind, x, blocks, parts, tmem, given, **options):
         steps = pl.cdiv(x.k, cfg.step)
         for split in (1, 2, 4) if alone else (1,):
             if split == 1 or split <= blocks and steps >= 8 * split and cfg.tile_n >= 64 * split:
-                fitted = _fitted(cfg._replace(buffers=1, split=split), couriers)
-                found.append(plan(fitted))
+                # a store buffer for each part of a tile that leaves by way of NVLink
+                buffers = max(cfg.tile_n // split // 64, 1) if options.get("direct") else 1
+                fitted = _fitted(cfg._replace(buffers=buffers, split=split), couriers)
+                if fitted.stages > 1:
+                    found.append(plan(fitted))
     if not found or given and not kind.fits(x, given):
         raise NotImplementedError(
             f'transfer="engine" for a part ({x.m}, {x.n}) of the sums that is not a multiple of a'
@@ -316,7 +319,6 @@ class DeviceBlock(_Block):
 
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
-
 
     def sum(self, me, it0, meanwhile=None):
         if self.acc is None:
@@ -565,6 +567,8 @@ class SumPlan(Plan):
         self.pieces = part // self.piece  # of a consumer's part of a chunk
         rows = 4 * math.prod(_PIECE) // 2 // (self.width * x.out_dtype.itemsize)
         self.result_piece = min(1 << rows.bit_length() - 1, 64), self.width
+        self.share_pieces = self.chunks * self.consumers * self.pieces
+        self.result_pieces = self.rows // self.result_piece[0]
 
     def scratch(self):
         waiting = {"num_barriers": _WAITING}
@@ -702,17 +706,16 @@ class SumBlock(DeviceBlock):
             slot = f % _WAITING
             plgpu.barrier_wait(self.filled.at[slot], phase=f // _WAITING)
             work()
-            pl.when(f + _WAITING < all_filled)(
-                lambda: plgpu.barrier_arrive(self.sent.at[slot])
-            )
+            pl.when(f + _WAITING < all_filled)(lambda: plgpu.barrier_arrive(self.sent.at[slot]))
 
         def step(w, counts):
             (sent, summed), t = counts, tiles.tile(w)
             f, own = self.tiles_filled(sent, summed), self.own(t)
-            pl.when(~own)(lambda: carry(f, lambda: self.carry_summands(t, f, sent)))
+            before = self.pieces_before(sent, summed)
+            pl.when(~own)(lambda: carry(f, lambda: self.carry_summands(t, f, before)))
             mine = own & self.summed(t)
             if self.carries_sums:
-                pl.when(mine)(lambda: carry(f, lambda: self.carry_sums(t, sent, summed)))
+                pl.when(mine)(lambda: carry(f, lambda: self.carry_sums(t, before)))
             return sent + (~own).astype(jnp.int32), summed + mine.astype(jnp.int32)
 
         lax.fori_loop(0, tiles.count(), step, (jnp.int32(0), jnp.int32(0)))
@@ -730,10 +733,9 @@ class SumBlock(DeviceBlock):
 
     def carry_share(self, before, source, target, told, arrived=None):
         """A block's share of a tile, from a place (memory, number in it) to another one. told():
-        is called when a chunk is there. before: shares carried before."""
+        is called when a chunk is there. before: pieces carried before."""
         p = self.plan
-        of_chunk = p.consumers * p.pieces
-        n = p.chunks * of_chunk
+        of_chunk, n = p.consumers * p.pieces, p.share_pieces
 
         def piece(memory, unit, j):
             found = memory.at[j // of_chunk, j // p.pieces % p.consumers, unit]
@@ -741,7 +743,7 @@ class SumBlock(DeviceBlock):
 
         self.carry(
             self.pieces[0] if arrived is None else self.pulled,
-            before * n,
+            before,
             n,
             lambda j: piece(*source, jnp.minimum(j, n - 1)),  # it is not beyond
             lambda j: [piece(*target, j)],
@@ -749,16 +751,16 @@ class SumBlock(DeviceBlock):
             arrived,
         )
 
-    def carry_summands(self, t, f, sent):
+    def carry_summands(self, t, f, before):
         device, unit = self.device(t), self.unit(t)
         source = self.waiting.at[f % _WAITING], self.block
         there = self.on(self.staging, device).at[self.half, self.among(self.me, device)]
-        self.carry_share(sent, source, (there, unit), lambda: self.tell(device, unit))
+        self.carry_share(before, source, (there, unit), lambda: self.tell(device, unit))
 
-    def carried(self, sent):
-        """How many pieces of so many summands the courier carries."""
-        p = self.plan
-        return sent * (p.chunks * p.consumers * p.pieces)
+    def pieces_before(self, sent, summed):
+        """How many pieces the courier carried of so many tiles."""
+        of_sums = summed * self.plan.result_pieces if self.carries_sums else 0
+        return sent * self.plan.share_pieces + of_sums
 
     def outgoing(self, t, f, c, me):
         """Where a consumer's part of chunk c of tile t is to be left."""
@@ -922,19 +924,18 @@ class EverySumBlock(SumBlock):
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(self.written)
 
-    def carry_sums(self, t, sent, summed):
+    def carry_sums(self, t, before):
         """From the own result to those of the others."""
         p, (row, col) = self.plan, self.corner(self.tile(t))
         rows, cols = p.result_piece
-        pieces = p.rows // rows
 
         def place(j):
             return pl.ds(row + j * rows, rows), pl.ds(col, cols)
 
         self.carry(
             self.pieces[1],
-            self.carried(sent) + summed * pieces,
-            pieces,
+            before,
+            p.result_pieces,
             lambda j: self.o.at[place(j)],
             lambda j: [self.on(self.o, d).at[place(j)] for d in self.others()],
         )
@@ -980,12 +981,12 @@ class PullSumBlock(SumBlock):
     def arrivals(self, number):
         return self.waiting.at[number]
 
-    def carry_summands(self, t, f, sent):
+    def carry_summands(self, t, f, before):
         """They are fetched."""
         self.tell(self.device(t), self.plan.ready + self.unit(t))
 
-    def carried(self, sent):
-        return 0
+    def pieces_before(self, sent, summed):
+        return summed * self.plan.result_pieces if self.carries_sums else 0
 
     def puller(self):
         """What this block adds, from the device before this one first: it began with it."""
@@ -1001,7 +1002,11 @@ class PullSumBlock(SumBlock):
             there = self.on(self.staging, source).at[self.half, self.among(self.me, source)]
             self.hear(source, p.ready + unit)
             self.carry_share(
-                before, (there, unit), (here, unit), lambda: self.raised(source, unit), arrived
+                before * p.share_pieces,
+                (there, unit),
+                (here, unit),
+                lambda: self.raised(source, unit),
+                arrived,
             )
 
         others = self.size - 1

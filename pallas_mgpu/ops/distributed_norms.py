@@ -18,7 +18,6 @@ from pallas_mgpu._caches import cached
 from . import distributed
 from .distributed import _SMALL, _THREADS, ENTRY, EXIT, Collective, Workers, _piece, _runs
 
-
 _KEPT = 4096  # columns that a worker keeps in registers
 
 

@@ -235,7 +235,9 @@ def test_orders_of_sums(rng, make, options, n, shape):
     config, f16 = MatmulConfig(1, 64, cluster=1, group=2, stages=2), np.dtype(np.float16)
     f32, mesh = np.dtype(np.float32), plgpu.DeviceMesh(n, "x")
     for seed in range(2):
-        f = make(ops.Call(mesh, "x", m, k, cols, f16, f32, 2, params(seed), config=config, **options))
+        f = make(
+            ops.Call(mesh, "x", m, k, cols, f16, f32, 2, params(seed), config=config, **options)
+        )
         for _ in range(2):
             for got, want in zip(f(a, b), wants, strict=True):
                 np.testing.assert_array_equal(got, want)

@@ -81,9 +81,7 @@ def test_rows_of_blocks(rng, n, one_shot, columns):
     want, total = normed(x, r, g, 1e-5)
     for d in range(n):
         assert totals[d].tobytes() == total.tobytes() and got[d].tobytes() == got[0].tobytes()
-        np.testing.assert_allclose(
-            got[d].astype("f4"), want.astype("f4"), rtol=1e-2, atol=1e-2
-        )
+        np.testing.assert_allclose(got[d].astype("f4"), want.astype("f4"), rtol=1e-2, atol=1e-2)
 
 
 def exchanged(x, sizes, capacity):
