@@ -28,7 +28,7 @@ def test_tables_name_what_is_there():
     table = re.search(r"\| function \| gradients by .*?\n\n", text, re.S)[0]
     rows = [row.split("|")[1] for row in table.strip().splitlines()[2:]]
     named = [x for row in rows for x in re.findall(r"`(\w+)`", row)]
-    rest = re.search(r"`pallas_mgpu.torch.AdamW` is(.*?)are those of", text, re.S)[1]
+    rest = re.search(r"`pallas_mgpu.torch.AdamW` is(.*?)are those\s+of", text, re.S)[1]
     assert sorted([*named, *re.findall(r"`(\w+)`", rest), "AdamW"]) == sorted(pt.__all__)
     pj = pytest.importorskip("pallas_mgpu.jax")
     row = re.search(r"`pallas_mgpu.jax` has (.*?) with derivatives", text)[1]
