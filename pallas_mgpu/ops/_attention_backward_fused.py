@@ -23,6 +23,8 @@ its wait for dS of step i - 2, that the other one has finished dQ of step i - 4.
 Registers are what limits the tile: dK and dV take 128 of a lane's 240, S and dP 64. The statistics
 of the queries are columns here, 16 values each; delta is loaded when lse is no longer needed."""
 
+import functools
+
 import numpy as np
 
 import pallas_mgpu as plgpu
@@ -64,9 +66,9 @@ class FusedPlan(Plan):
             self.counted = bool(uneven) and self.total > self.clusters
         self.block, self.stages, self.rotate = 64, cfg.stages or 2, bool(cfg.rotate)
         self.early, self.lag, self.atomics = bool(cfg.early), bool(cfg.lag), bool(cfg.atomics)
-        self.turns = x.dim == 64
+        self.keys_last, self.turns = bool(cfg.keys_last), x.dim == 64
         # a buffer is stored into once the other consumer has told that its product is done
-        self.buffers = 4 if self.lag else 2
+        self.buffers = 4 if self.lag and not self.keys_last else 2
 
     @property
     def fits(self):
@@ -124,10 +126,10 @@ class _Fused(ByKeys):
         p, x = self.plan, self.x
 
         def step(it, carry):
-            j, g, *before = carry
+            j, g = carry
             slot = self.ring.slot(it)
             q, grad = self.first_smem.at[slot], self.second_smem.at[slot]
-            head, queries = self.head * x.group + g, self.block_at(j) * p.block
+            head, queries = self.place_of(j, g)
             self.ring.wait(it)
             lse, delta = (
                 self.statistic(self.lse_smem, slot),
@@ -144,6 +146,16 @@ class _Fused(ByKeys):
                 return [v.astype(x.dtype) for v in found]
 
             probabilities, ds = pl.run_scoped(scores, *[plgpu.ACC((64, p.block))] * 2)
+            last = j + 1 == self.count
+            there = lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
+            if p.keys_last:
+                if not p.early:
+                    plgpu.wgmma(dv_acc, probabilities, grad)
+                place = self.place_before(j, g) if p.lag else (head, queries)
+                self.queries_then_keys(me, it, base, ds, (dk_acc, ds, q), *place)
+                plgpu.wgmma_wait(0)
+                self.ring.release(it)
+                return there
             if p.early:
                 plgpu.wgmma(dk_acc, ds, q)
             self.ds_smem[it % p.buffers, me] = ds
@@ -154,19 +166,34 @@ class _Fused(ByKeys):
                 plgpu.wgmma(dv_acc, probabilities, grad)
                 plgpu.wgmma(dk_acc, ds, q)
             if p.lag:
-                pl.when(it > base)(lambda: self.add_queries(me, it - 1, *before))
+                pl.when(it > base)(
+                    lambda: self.add_queries(me, it - 1, *self.place_before(j, g))
+                )
             else:
                 self.add_queries(me, it, head, queries)
             plgpu.wgmma_wait(0)
             self.ring.release(it)
-            last = j + 1 == self.count
-            there = lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
-            return (*there, head, queries) if p.lag else there
+            return there
 
+        if p.lag and p.keys_last:
+            self.ds_smem[(base + 1) % p.buffers, me] = jnp.zeros((64, p.block), x.dtype)
+            plgpu.commit_smem()
+            plgpu.ext.named_barrier_sync(0, CONSUMERS)
         zero, end = jnp.int32(0), base + self.steps
-        *_, head, queries = lax.fori_loop(base, end, step, (zero,) * (4 if p.lag else 2))
+        last = lax.fori_loop(base, end, step, (zero, zero))
         if p.lag:
-            pl.when(self.steps > 0)(lambda: self.add_queries(me, end - 1, head, queries))
+            pl.when(self.steps > 0)(
+                lambda: self.add_queries(me, end - 1, *self.place_before(*last))
+            )
+
+    def place_of(self, j, g):
+        """(head, first query) of block number j of head g of the group."""
+        return self.head * self.x.group + g, self.block_at(j) * self.plan.block
+
+    def place_before(self, j, g):
+        """The same of the step before."""
+        first = j == 0
+        return self.place_of(lax.select(first, self.count, j) - 1, g - first.astype(jnp.int32))
 
     def early(self, s_acc, p_acc, lse, delta, tile, of_values):
         """P and dS; dV is multiplied before dS is computed. of_values: its accumulator, and dO."""
@@ -201,17 +228,58 @@ class _Fused(ByKeys):
             def _():
                 plgpu.ext.named_barrier_arrive(it % 2, CONSUMERS)
 
+    def queries_then_keys(self, me, it, base, ds, of_keys, head, queries):
+        """Multiplies dQ, and then dK while dQ is stored. With `lag` it is dQ of the step before, and
+        dS of this step is stored with it. of_keys: the accumulator of dK, and Q. head, queries: of
+        dQ's block."""
+        p, acc = self.plan, of_keys[0]
+        columns, follows = pl.ds(pl.multiple_of(me * 64, 64), 64), it > base
+        which = it - 1 if p.lag else it
+
+        def products(dq_acc):
+            if p.lag:  # dQ before the first step is a product with zeros, which goes nowhere
+                full = self.ds_full.at[which % p.buffers]
+                pl.when(follows)(lambda: plgpu.barrier_wait(full, phase=which // p.buffers))
+            else:
+                self.ds_smem[it % p.buffers, me] = ds
+                plgpu.commit_smem()
+                plgpu.ext.named_barrier_sync(0, CONSUMERS)
+            self.issue(dq_acc, which, columns)
+            plgpu.wgmma(acc, *of_keys[1:])
+            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+            if not p.lag:
+                self.store_queries(me, dq, head, queries, columns)
+                return
+            self.ds_smem[it % p.buffers, me] = ds
+            store_it = functools.partial(self.store_queries, me, dq, head, queries, columns)
+            if p.atomics:
+                plgpu.commit_smem()
+                pl.when(follows)(store_it)
+            else:  # the store has a fence, too
+                lax.cond(follows, store_it, plgpu.commit_smem)
+            plgpu.barrier_arrive(self.ds_full.at[it % p.buffers])
+
+        pl.run_scoped(products, plgpu.ACC((p.block, 64)))
+
+    def issue(self, acc, it, columns):
+        """Some columns of dS K, over the keys of both consumers."""
+        for w in range(CONSUMERS):
+            keys = self.own_smem.at[0, w, :, columns]
+            plgpu.wgmma(acc, self.ds_smem.at[it % self.plan.buffers, w].T, keys)
+
     def multiply(self, me, it, head, queries, columns):
-        """Adds some columns of dS K, over the keys of both consumers, to dQ."""
-        p = self.plan
+        """Adds some columns of dS K to dQ."""
 
         def product(acc):
-            for w in range(CONSUMERS):
-                keys = self.own_smem.at[0, w, :, columns]
-                plgpu.wgmma(acc, self.ds_smem.at[it % p.buffers, w].T, keys)
+            self.issue(acc, it, columns)
             return plgpu.wgmma_accumulator_load(acc)
 
-        dq = pl.run_scoped(product, plgpu.ACC((p.block, 64)))
+        dq = pl.run_scoped(product, plgpu.ACC((self.plan.block, 64)))
+        self.store_queries(me, dq, head, queries, columns)
+
+    def store_queries(self, me, dq, head, queries, columns):
+        """Adds dq to some columns of a block of dQ."""
+        p = self.plan
         there = self.dq.at[self.b, head, pl.ds(queries, p.block), columns]
         if p.atomics:
             plgpu.atomic_add(there, dq)

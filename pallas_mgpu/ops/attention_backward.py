@@ -61,6 +61,7 @@ class AttentionBackwardConfig(typing.NamedTuple):
     lag: bool = False
     atomics: bool = False
     persistent: bool = False
+    keys_last: bool = False
 
 
 class _Keys:
