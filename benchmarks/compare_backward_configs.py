@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pallas_mgpu import ops
+from pallas_mgpu.ops._matmul_choice import clusters_at_once
 from pallas_mgpu.testing import rotated
 
 BYTES = 512 << 20
@@ -54,23 +55,20 @@ def side_by_side(contestants):
 
 def attention_configs(dim):
     C = ops.AttentionBackwardConfig
-    found = {"7": C(7), "5": C(5), "5, one start": C(5, rotate=False), "5, 3 stages": C(5, 3)}
-    for early in (False, True):
-        for lag in (False, True):
-            for atomics in (False, True):
-                name = "5" + ", early" * early + ", lag" * lag + ", atomics" * atomics
-                found[name] = C(5, early=early, lag=lag, atomics=atomics)
-    for early in (False, True):
-        for atomics in (False, True):
-            name = "5, persistent" + ", early" * early + ", atomics" * atomics
-            found[name] = C(5, early=early, atomics=atomics, persistent=True)
-    found["5, persistent, lag, atomics"] = C(5, lag=True, atomics=True, persistent=True)
-    if dim == 64:
-        found["5, persistent, early, lag"] = C(5, early=True, lag=True, persistent=True)
-    found["5, early, atomics, 3 stages"] = C(5, 3, early=True, atomics=True)
-    found["5, early, lag, atomics, 3 stages"] = C(5, 3, early=True, lag=True, atomics=True)
-    if dim == 64:
-        found["5, early, lag, 3 stages"] = C(5, 3, early=True, lag=True)
+    found = {"7": C(7), "5": C(5)}
+    orders = [("early",), ("lag",), ("early", "lag")]
+    if dim == 128:
+        orders += [(*order, "keys_last") for order in [(), *orders]]
+        orders.append(("early", "lag", "keys_last", "persistent"))
+    else:
+        orders.append(("early", "lag", "persistent"))
+    for order in orders:
+        found[", ".join(("5", *order))] = C(5, **dict.fromkeys(order, True))
+    if dim == 128:
+        best = {"early": True, "lag": True, "keys_last": True}
+        found["5, early, lag, keys_last, one start"] = C(5, rotate=False, **best)
+    else:
+        found["5, lag, 3 stages"] = C(5, 3, lag=True)
     return {f"ours, {name}": config for name, config in found.items()}
 
 
@@ -152,25 +150,20 @@ def rotary_attention(b, shape, backward):
 
 def norm_configs(n):
     C = ops.NormBackwardConfig
-    found = {
-        "chosen": None,
-        "contiguous": C(contiguous=True),
-        "copies": C(copies=True),
-        "contiguous, copies": C(contiguous=True, copies=True),
-        "2 stages": C(stages=2),
-        "3 stages": C(stages=3),
-        "7 stages": C(stages=7),
-        "copies, 7 stages": C(stages=7, copies=True),
-    }
-    if n > 1024:
-        found |= {f"{m} members, copies": C(members=m, copies=True) for m in (1, 2, 4)}
-        found["4 members"] = C(members=4)
-    if n > 4096:
-        found["cluster of 2"] = C(cluster=2)
-        found["cluster of 2, copies"] = C(cluster=2, copies=True)
+    found = {"chosen": None, "2 stages": C(stages=2), "copies": C(copies=True)}
+    found |= {"3 stages": C(stages=3), "contiguous": C(contiguous=True)}
+    if n > 2048:
+        found |= {"once": C(once=True), "once, 2 stages": C(once=True, stages=2)}
+    if n == 4096:
+        found["4 members, once"] = C(members=4, once=True)
     if n > 16384:
-        found["cluster of 4"] = C(cluster=4)
-        found["cluster of 4, copies"] = C(cluster=4, copies=True)
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        for cluster in (2, 4, 8):
+            at_once = int(clusters_at_once(sms, cluster))
+            found[f"{at_once} clusters of {cluster}"] = C(cluster=cluster, programs=at_once)
+            found[f"{at_once} clusters of {cluster}, once"] = C(
+                cluster=cluster, programs=at_once, once=True
+            )
     return {f"ours, {name}": config for name, config in found.items()}
 
 

@@ -18,7 +18,9 @@ enough, and a buffer is free when its turn comes again.
 
 A config changes the order (AttentionBackwardConfig). With `lag`, dQ of a step is multiplied in the
 next one, and four buffers take the place of two: a consumer that stores dS of step i knows, from
-its wait for dS of step i - 2, that the other one has finished dQ of step i - 4.
+its wait for dS of step i - 2, that the other one has finished dQ of step i - 4. With `keys_last`,
+too, two are enough: it has waited for dS of step i - 1, which the other one stored after dQ of step
+i - 2.
 
 Registers are what limits the tile: dK and dV take 128 of a lane's 240, S and dP 64. The statistics
 of the queries are columns here, 16 values each; delta is loaded when lse is no longer needed."""
@@ -65,7 +67,7 @@ class FusedPlan(Plan):
             uneven = x.causal or x.scores != PLAIN
             self.counted = bool(uneven) and self.total > self.clusters
         self.block, self.stages, self.rotate = 64, cfg.stages or 2, bool(cfg.rotate)
-        self.early, self.lag, self.atomics = bool(cfg.early), bool(cfg.lag), bool(cfg.atomics)
+        self.early, self.lag = bool(cfg.early), bool(cfg.lag)
         self.keys_last, self.turns = bool(cfg.keys_last), x.dim == 64
         # a buffer is stored into once the other consumer has told that its product is done
         self.buffers = 4 if self.lag and not self.keys_last else 2
@@ -76,7 +78,7 @@ class FusedPlan(Plan):
         n, item = self.x.dim, self.x.dtype.itemsize
         own, ring = 2 * ROWS * n * item, 2 * self.block * (n * item + 4)
         ds, dq = CONSUMERS * 64 * self.block * item, CONSUMERS * self.block * 64 * 4
-        used = own + self.stages * ring + self.buffers * ds + (0 if self.atomics else dq)
+        used = own + self.stages * ring + self.buffers * ds + dq
         rest = 1280 if self.persistent else 256  # barriers, and numbers of tiles
         return used + rest <= SMEM_BYTES
 
@@ -87,9 +89,10 @@ class FusedPlan(Plan):
             tile = plgpu.TilingTransform((8, 128 // dtype.itemsize))
             return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
 
-        more = {"ds_smem": smem((self.buffers, CONSUMERS, 64, self.block), x.dtype)}
-        if not self.atomics:
-            more["dq_smem"] = smem((CONSUMERS, self.block, 64), np.dtype(_F32))
+        more = {
+            "ds_smem": smem((self.buffers, CONSUMERS, 64, self.block), x.dtype),
+            "dq_smem": smem((CONSUMERS, self.block, 64), np.dtype(_F32)),
+        }
         if self.lag:
             more["ds_full"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.buffers)
         if self.persistent and self.counted:
@@ -166,9 +169,7 @@ class _Fused(ByKeys):
                 plgpu.wgmma(dv_acc, probabilities, grad)
                 plgpu.wgmma(dk_acc, ds, q)
             if p.lag:
-                pl.when(it > base)(
-                    lambda: self.add_queries(me, it - 1, *self.place_before(j, g))
-                )
+                pl.when(it > base)(lambda: self.add_queries(me, it - 1, *self.place_before(j, g)))
             else:
                 self.add_queries(me, it, head, queries)
             plgpu.wgmma_wait(0)
@@ -230,8 +231,8 @@ class _Fused(ByKeys):
 
     def queries_then_keys(self, me, it, base, ds, of_keys, head, queries):
         """Multiplies dQ, and then dK while dQ is stored. With `lag` it is dQ of the step before, and
-        dS of this step is stored with it. of_keys: the accumulator of dK, and Q. head, queries: of
-        dQ's block."""
+        dS of this step is stored with it. of_keys: the accumulator of dK, dS and Q. head, queries:
+        of dQ's block."""
         p, acc = self.plan, of_keys[0]
         columns, follows = pl.ds(pl.multiple_of(me * 64, 64), 64), it > base
         which = it - 1 if p.lag else it
@@ -252,11 +253,7 @@ class _Fused(ByKeys):
                 return
             self.ds_smem[it % p.buffers, me] = ds
             store_it = functools.partial(self.store_queries, me, dq, head, queries, columns)
-            if p.atomics:
-                plgpu.commit_smem()
-                pl.when(follows)(store_it)
-            else:  # the store has a fence, too
-                lax.cond(follows, store_it, plgpu.commit_smem)
+            lax.cond(follows, store_it, plgpu.commit_smem)  # the store has a fence, too
             plgpu.barrier_arrive(self.ds_full.at[it % p.buffers])
 
         pl.run_scoped(products, plgpu.ACC((p.block, 64)))
@@ -281,9 +278,6 @@ class _Fused(ByKeys):
         """Adds dq to some columns of a block of dQ."""
         p = self.plan
         there = self.dq.at[self.b, head, pl.ds(queries, p.block), columns]
-        if p.atomics:
-            plgpu.atomic_add(there, dq)
-            return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(self.dq_smem.at[me], dq, there, reduction_op="add")
 

@@ -66,6 +66,8 @@ class NormBackwardConfig(NamedTuple):
     stages: int = 0
     contiguous: bool = False
     copies: bool = False
+    once: bool = False
+    programs: int = 0
 
 class NormConfig(NamedTuple):
     height: int = 1
@@ -82,8 +84,8 @@ class AttentionBackwardConfig(NamedTuple):
     rotate: bool = True
     early: bool = False
     lag: bool = False
-    atomics: bool = False
     persistent: bool = False
+    keys_last: bool = False
 
 class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True

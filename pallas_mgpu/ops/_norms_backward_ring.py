@@ -46,7 +46,9 @@ class NormBackwardConfig(typing.NamedTuple):
     ``members``: warpgroups that share a row, 1, 2 or 4. ``cluster``: blocks that share it, 1, 2, 4
     or 8. ``height``: rows of a tile. ``stages``: slots of each warpgroup, at least 2; 0: up to 4.
     ``contiguous``: rows of a block follow each other, instead of those of all blocks. ``copies``:
-    results leave by TMA copies from shared memory. None of these has been timed."""
+    results leave by TMA copies from shared memory. ``once``: of layer norm, warpgroups that share a
+    row exchange the statistics of their segments once, instead of the mean before all others.
+    ``programs``: clusters that are launched. None of these has been timed."""
 
     members: int = 0
     cluster: int = 0
@@ -54,6 +56,8 @@ class NormBackwardConfig(typing.NamedTuple):
     stages: int = 0
     contiguous: bool = False
     copies: bool = False
+    once: bool = False
+    programs: int = 0
 
 
 class Plan:
@@ -73,7 +77,9 @@ class Plan:
         self.width = self.part * self.parts
         self.teams = WARPGROUPS // self.members
         self.tiles = pl.cdiv(x.outer, self.height)
-        self.programs = max(1, min(sms // cluster, pl.cdiv(self.tiles, self.teams)))
+        most = cfg.programs or sms // cluster
+        self.programs = max(1, min(most, pl.cdiv(self.tiles, self.teams)))
+        self.once = bool(cfg.once) and self.segments > 1
         self.of_tile = [n for n in names if n != "weight"]
         size = sum(x.dtype_of(n).itemsize for n in self.of_tile)
         # in registers, or in shared memory
@@ -106,7 +112,7 @@ class Plan:
         if self.kept:
             found["weight_smem"] = plgpu.SMEM((self.members, self.width), x.dtype_of("weight"))
         if self.segments > 1:
-            shape = self.teams, 2, 2, self.segments
+            shape = self.teams, 2, 4 if self.once else 2, self.segments
             found["partial_smem"] = plgpu.SMEM(shape, _F32)
         of_teams = {"num_arrivals": self.members, "num_barriers": self.teams}
         if self.cluster > 1:
@@ -126,7 +132,7 @@ class _Tile:
     def __init__(self, plan, refs):
         """refs: operands, results and scratch by name."""
         self.plan, self.x, self.refs = plan, plan.x, refs
-        self.parts, self.me = plan.parts, lax.axis_index("wg")
+        self.parts, self.once, self.me = plan.parts, plan.once, lax.axis_index("wg")
         self.team, self.member = self.me // plan.members, self.me % plan.members
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member
@@ -244,16 +250,49 @@ class _Tile:
 
     def sum(self, part):
         """Sums of part(k) over the rows, as columns; part returns a tuple."""
+        found = self.sum_of_segment(part)
+        return self._of_all(found) if self.plan.segments > 1 else found
+
+    def sum_of_segment(self, part):
+        """The same over the warpgroup's own segment."""
         found = part(0)
         for k in range(1, self.parts):
             found = [s + v for s, v in zip(found, part(k))]
-        found = [jnp.sum(v, axis=1, keepdims=True) for v in found]
-        return self._of_all(found) if self.plan.segments > 1 else found
+        return [jnp.sum(v, axis=1, keepdims=True) for v in found]
+
+    def moments(self, total, grads, squares, dot):
+        """(mean of x, sum of g, sum of (x - mean)^2, sum of g * (x - mean)) of the row, from the
+        sums of the warpgroup's segment: of x and g, and of the last two about the segment's own
+        mean. What the means of segments differ is made up for."""
+        p, n = self.plan, self.x.n
+        all_of = self._exchange([total, grads, squares, dot])
+        total, grads, squares, dot = ([of_segment[v] for of_segment in all_of] for v in range(4))
+        mean, all_squares, all_dots = sum(total) * _F32(1 / n), sum(squares), sum(dot)
+        for s in range(p.segments):
+            size = min(max(n - s * p.width, 0), p.width)
+            if size == 0:
+                continue
+            off = total[s] * _F32(1 / size) - mean
+            all_squares = all_squares + off * off * _F32(size)
+            all_dots = all_dots + off * grads[s]
+        return mean, sum(grads), all_squares, all_dots
+
+    def mean_of_segment(self, total):
+        """From the sum of the warpgroup's segment."""
+        p = self.plan
+        if p.segments * p.width == self.x.n:
+            return total * _F32(1 / p.width)
+        return total / jnp.clip(self.x.n - self.offset, 1, p.width).astype(jnp.float32)
 
     def _of_all(self, mine):
         """Sums of the segments of a row."""
+        found = self._exchange(mine)
+        return [sum(of_segment[v] for of_segment in found) for v in range(len(mine))]
+
+    def _exchange(self, mine):
+        """These numbers of each segment of a row."""
         p, refs = self.plan, self.refs
-        exchanges = 2 if self.x.name == "layer_norm" else 1
+        exchanges = 2 if self.x.name == "layer_norm" and not p.once else 1
         number = self.i * exchanges + self.exchange
         self.exchange += 1
         buffer = refs["partial_smem"].at[self.team, number % 2]
@@ -264,9 +303,8 @@ class _Tile:
         full = refs["partial_full"].at[self.team]
         plgpu.barrier_arrive(full)
         plgpu.barrier_wait(full, phase=number)
-        return [
-            sum(buffer[v, s] for s in range(p.segments)).reshape((1, 1)) for v in range(len(mine))
-        ]
+        numbers = range(len(mine))
+        return [[buffer[v, s].reshape((1, 1)) for v in numbers] for s in range(p.segments)]
 
 
 def _write_sums(tile, total):

@@ -46,20 +46,19 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
     ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
     (head_dim 64, or 128 without softcap and bias). The others are for five products. ``stages``:
-    slots of the ring, up to 3, with head_dim 128 and without ``atomics`` up to 2; 0: 2. ``rotate``:
-    blocks of a head begin at different queries, so that they do not all add to the same rows of dQ
-    at once. ``early``: dV is multiplied before dS is computed, dK before dS is stored. ``lag``: dQ
-    of a step is multiplied a step later, when both consumers have long stored dS, so that they need
-    not keep in step. ``atomics``: dQ is added from registers instead of by copies from shared
-    memory. ``persistent``: a block for each SM gets one tile of keys after the other, and the next
-    one comes while the results of a tile are stored. The last four have not been timed."""
+    slots of the ring, up to 3, with head_dim 128 up to 2; 0: 2. ``rotate``: blocks of a head begin
+    at different queries, so that they do not all add to the same rows of dQ at once. ``early``: dV
+    is multiplied before dS is computed, dK before dS is stored. ``lag``: dQ of a step is multiplied
+    a step later, when both consumers have long stored dS, so that they need not keep in step.
+    ``persistent``: a block for each SM gets one tile of keys after the other, and the next one
+    comes while the results of a tile are stored. ``keys_last``, with head_dim 128: dK is multiplied
+    after dQ, which is stored meanwhile, with ``lag`` dS too."""
 
     products: int = 7
     stages: int = 0
     rotate: bool = True
     early: bool = False
     lag: bool = False
-    atomics: bool = False
     persistent: bool = False
     keys_last: bool = False
 
@@ -165,6 +164,8 @@ def _check_config(config, dim, adjusted, deterministic):
             f"{name}: five products with head_dim 256, with softcap or bias and head_dim 128, or"
             " deterministic; use AttentionBackwardConfig(products=7)"
         )
+    if config.keys_last and dim != 128:
+        raise ValueError(f"{name}: keys_last is for a head_dim of 128, got {dim}")
     return config
 
 

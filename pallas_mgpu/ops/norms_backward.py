@@ -73,6 +73,8 @@ class Problem(NamedTuple):
 class _Tile:
     """A tile of `height` rows, in parts of `width` elements, while it is traced."""
 
+    once = False  # statistics by one exchange, see _norms_backward_ring.py
+
     def __init__(self, x, refs, height, width):
         self.x, self.refs, self.height, self.width = x, refs, height, width
         self.parts = pl.cdiv(x.n, width)
@@ -153,11 +155,23 @@ class _Row:
             self.factor = lax.rsqrt(squares * n + _F32(x.eps))
             self.dot = dot * self.factor * n
             return
-        total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
-        self.mean, self.grads = total * n, grads * n
-        squares, dot = t.sum(lambda k: (jnp.square(self.y(k)), self.g(k) * self.y(k)))
+        if t.once:
+            squares, dot = self.of_segments(t, n)
+        else:
+            total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
+            self.mean, self.grads = total * n, grads * n
+            squares, dot = t.sum(lambda k: (jnp.square(self.y(k)), self.g(k) * self.y(k)))
         self.factor = lax.rsqrt(squares * n + _F32(x.eps))
         self.dot = dot * self.factor * n
+
+    def of_segments(self, t, n):
+        """The means, and sums of squares and products, by one exchange."""
+        total, grads = t.sum_of_segment(lambda k: (self.load("x", k), self.g(k)))
+        self.mean = t.mean_of_segment(total)
+        squares, dot = t.sum_of_segment(lambda k: (jnp.square(self.y(k)), self.g(k) * self.y(k)))
+        self.mean, grads, squares, dot = t.moments(total, grads, squares, dot)
+        self.grads = grads * n
+        return squares, dot
 
     def load(self, name, k):
         """Part k of an operand, float32: registers hold the only part."""

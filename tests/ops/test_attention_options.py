@@ -195,7 +195,8 @@ def test_persistent_blocks(rng, monkeypatch, shape):
     q, grad = rng.standard_normal((2, batch, queries, heads, dim)).astype(np.float16)
     k, v = rng.standard_normal((2, batch, keys, kv_heads, dim)).astype(np.float16)
     C = ops.AttentionBackwardConfig
-    configs = C(5, persistent=True), C(5, early=True, lag=True, atomics=True, persistent=True)
+    order = {"keys_last": dim == 128, "persistent": True}
+    configs = C(5, persistent=True), C(5, early=True, lag=True, **order)
     for config, options in zip(configs, ({"causal": True}, {"window": (30, 20)})):
         o, lse = ops.attention(q, k, v, return_lse=True, interpret=how and True, **options)
         operands = grad, q, k, v, o, lse
@@ -212,7 +213,8 @@ def test_five_products_in_bfloat16(rng, interpret=CHECKED):
     o, lse = ops.attention(q, k, v, return_lse=True, interpret=interpret and True)
     out = np.empty_like(q), np.empty_like(k), np.empty_like(v)
     C = ops.AttentionBackwardConfig
-    orders = [C(5, early=True), C(5, lag=True), C(5, 3, early=True, lag=True, atomics=True)]
+    orders = [C(5, early=True), C(5, lag=True), C(5, early=True, lag=True)]
+    orders += [C(5, keys_last=True), C(5, early=True, lag=True, keys_last=True)]
     for config in (C(5), C(5, 1, rotate=False), *orders):
         ops.attention_backward(grad, q, k, v, o, lse, config=config, out=out, interpret=interpret)
         for got, want in zip(out, reference(grad, q, k, v)[2]):
@@ -252,11 +254,11 @@ def test_no_spills():
 
 @pytest.mark.parametrize("dim, causal, other", [(64, 0, 0), (64, 1, 1), (128, 0, 1), (128, 1, 0)])
 def test_no_spills_of_five_products(dim, causal, other):
-    """other: in another order, with dQ added from registers."""
+    """other: in another order."""
     x = plgpu.ShapeDtypeStruct((2, 1024, 4, dim), np.float16)
     lse = plgpu.ShapeDtypeStruct((2, 4, 1024), np.float32)
     causal, other = bool(causal), bool(other)
-    config = ops.AttentionBackwardConfig(5, early=other, lag=other, atomics=other)
+    config = ops.AttentionBackwardConfig(5, early=other, lag=other, keys_last=other and dim == 128)
     found = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal, config=config)
     used = found.fused.fused.lower(x, x, x, x, lse, lse, target="sm_90a").resources()
     assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
