@@ -230,7 +230,7 @@ class _Fused(ByKeys):
                 plgpu.ext.named_barrier_arrive(it % 2, CONSUMERS)
 
     def queries_then_keys(self, me, it, base, ds, of_keys, head, queries):
-        """Multiplies dQ, and then dK while dQ is stored. With `lag` it is dQ of the step before, and
+        """Multiplies dQ, then dK while dQ is stored. With `lag` it is dQ of the step before, and
         dS of this step is stored with it. of_keys: the accumulator of dK, dS and Q. head, queries:
         of dQ's block."""
         p, acc = self.plan, of_keys[0]
