@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import ops as _ops
-from ._torch_ops import _dtype, _may_need_gradient, _no_gradients, _operator, matmul
+from ._torch_ops import _dtype, _may_need_gradient, _no_gradients, _operator, matmul, register
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
 
@@ -36,6 +36,8 @@ def quantize_by_scale(
 ) -> tuple[Tensor, Tensor]:
     return ops.quantize_by_scale(x, scale, dtype=dtype)
 
+
+register({"quantize_by_scale": quantize_by_scale})
 
 # ---- scales of blocks ----------------------------------------------------------------------------
 

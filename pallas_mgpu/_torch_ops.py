@@ -437,15 +437,25 @@ def add_layer_norm(
 # ---- attention -----------------------------------------------------------------------------------
 
 
+_OF_CACHES = "kv_lengths", "q_lengths", "page_table", "q_scale", "k_scale", "v_scale"
+
+
 def _attention_fake(q, k, v, *rest):
     b, n, h, _ = q.shape
-    return q.new_empty((b, n, h, v.shape[3])), q.new_empty((b, h, n), dtype=torch.float32)
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    o = q.new_empty((b, n, h, v.shape[3]), dtype=dtype)
+    return o, q.new_empty((b, h, n), dtype=torch.float32)
 
 
 def _attention_setup(ctx, inputs, output):
     q, k, v, *ctx.plain = inputs[:5]
+    given = [n for n, x in zip(_OF_CACHES, inputs[15:]) if x is not None]
+    if given or k.dtype.itemsize == 1:
+        given = " and ".join([*given, *["k and v of 8 bits"] * (k.dtype.itemsize == 1)])
+        raise NotImplementedError(f"pallas_mgpu::attention has no gradient with {given}")
     ctx.options = inputs[9:13]
-    ctx.save_for_backward(q, k, v, *output, *inputs[5:9], *inputs[13:])  # bias ... seed, cos, sin
+    # bias, cu_seqlens_q, cu_seqlens_k, seed; cos, sin
+    ctx.save_for_backward(q, k, v, *output, *inputs[5:9], *inputs[13:15])
     _no_gradients(ctx, output[1])
 
 
@@ -454,7 +464,12 @@ def _attention_gradient(ctx, grad, _):
     *saved, cos, sin = ctx.saved_tensors
     found = attention_backward(grad, *saved, *ctx.plain, *ctx.options, wanted, cos, sin)
     dq, dk, dv, dbias = found
-    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 9
+    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 15
+
+
+def window_of_schema(window):
+    """A window as schemas have it."""
+    return None if window is None else [-1 if side is None else side for side in window]
 
 
 def _attention_options(scale, window, **options):
@@ -481,6 +496,12 @@ def attention_lse(
     dropout: float = 0.0,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = _attention_options(
         scale,
@@ -492,6 +513,12 @@ def attention_lse(
         seed=seed,
         cos=cos,
         sin=sin,
+        kv_lengths=kv_lengths,
+        q_lengths=q_lengths,
+        page_table=page_table,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         bottom_right=bottom_right,
         softcap=softcap,
         dropout=dropout,
@@ -568,13 +595,19 @@ def attention(
     dropout: float = 0.0,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ):
-    """:func:`pallas_mgpu.ops.attention`, differentiable by ``q``, ``k``, ``v`` and ``bias``."""
-    sides = None if window is None else [-1 if side is None else side for side in window]
+    """:func:`pallas_mgpu.ops.attention`, differentiable by ``q``, ``k``, ``v`` and ``bias``, but
+    not with the options of caches, from ``kv_lengths`` on."""
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
-    found = attention_lse(
-        q, k, v, causal, scale, *arrays, sides, bottom_right, softcap, float(dropout), cos, sin
-    )
+    options = window_of_schema(window), bottom_right, softcap, float(dropout), cos, sin
+    caches = kv_lengths, q_lengths, page_table, q_scale, k_scale, v_scale
+    found = attention_lse(q, k, v, causal, scale, *arrays, *options, *caches)
     return found if return_lse else found[0]
 
 
@@ -1113,6 +1146,7 @@ class _Launches:
 
 # options of the functions alone
 _DROPPED = "deterministic", "stream", "out", "config", "interpret", "accumulate", "return_product"
+_DROPPED += "mask", "block_mask", "mask_data"
 
 
 def _of_family(name, operator):
@@ -1145,7 +1179,12 @@ def _entropy_of_ops(logits, targets, ignore_index=-100):
     return cross_entropy_lse(logits, targets, ignore_index)
 
 
-_MADE["cross_entropy"] = _entropy_of_ops
-for _name, _made in _MADE.items():
-    if hasattr(ops, _name):
-        OPERATORS[getattr(ops, _name)] = _of_family(_name, _made)
+def register(made):
+    """Calls of functions of `ops` that need the dispatcher become calls of these, by name."""
+    for name, operator in made.items():
+        _MADE[name] = operator
+        if hasattr(ops, name):
+            OPERATORS[getattr(ops, name)] = _of_family(name, operator)
+
+
+register({**_MADE, "cross_entropy": _entropy_of_ops})

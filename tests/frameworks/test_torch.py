@@ -783,6 +783,57 @@ def checked():
             *(q, k, k, True, None, None, None, None, None, None, False, None, 0.0),
             *(torch.rand(40, 32), torch.rand(40, 32)),
         ),
+        **checked_of_inference(),
+    }
+
+
+def checked_of_inference():
+    """Of operators without a gradient."""
+    one, cache, pages = half(2, 1, 4, 64), half(2, 40, 2, 64), half(5, 16, 2, 64)
+    lengths, table = (
+        torch.tensor(x, dtype=torch.int32) for x in ([17, 40], [[3, 1, 4], [2, 0, 1]])
+    )
+    x, seed, scale = half(6, 128), torch.tensor([7], dtype=torch.int32), torch.rand(2) + 0.5
+    eight = torch.randint(-9, 9, (5, 16, 2, 64), dtype=torch.int8)  # opcheck cannot multiply float8
+    plain = (*(None,) * 4, None, False, None, 0.0, None, None)  # bias to sin
+    return {
+        "attention_decode": (one, cache, cache, lengths),
+        "attention_decode_lse": (*(one, pages, pages, lengths, table), torch.rand(4)),
+        "attention_decode of 8 bits": (
+            *(one, eight, eight, lengths, table, None, None, scale, scale),
+            *(True, [9, -1], 20.0),
+        ),
+        "mla_decode": (half(2, 1, 4, 128), half(2, 40, 128), lengths, None, 128),
+        "mla_decode_lse": (half(2, 2, 4, 192), half(5, 16, 192), lengths, table, 128, True),
+        "merge_attention": (half(3, 1, 5, 2, 64), torch.rand(3, 1, 2, 5)),
+        "merge_attention_lse": (half(3, 1, 5, 2, 64), torch.rand(3, 1, 2, 5)),
+        "append_pages": (pages, pages.clone(), one[:, :, :2], one[:, :, 2:], table, lengths),
+        "append_pages of 8 bits": (
+            *(eight.clone(), eight.clone(), one[:, :, :2], one[:, :, 2:], table, lengths),
+            *(torch.rand(50, 32), torch.rand(50, 32), scale, scale),
+        ),
+        "attention of caches": (
+            half(2, 3, 4, 64),
+            pages,
+            pages,
+            True,
+            None,
+            *plain,
+            lengths,
+            None,
+            table,
+        ),
+        "sample": (x, seed, 20, 0.9, 0.7),
+        "sample of rows": (
+            *(x, seed, None, None, 1.0, torch.arange(6, dtype=torch.int32)),
+            *(torch.rand(6), torch.rand(6)),
+        ),
+        "rms_norm_quantize": (x, half(128), 1e-6, "int8", 32),
+        "gated_linear_unit_quantize": (x, half(6, 128), "gelu", "int8", 32),
+        "adamw": (
+            *(x, half(6, 128), torch.rand(6, 128), torch.rand(6, 128)),
+            torch.tensor([1e-3, 0.9, 0.99, 1e-8, 0.1, 3]),
+        ),
     }
 
 
