@@ -99,6 +99,12 @@ def special(leaves):
     return None
 
 
+def is_jax(x):
+    """Is it an array of JAX, traced or not?"""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
+
+
 def torch_call(target, args, kwargs, recorded):
     """The hook: ``target``, a kernel or a family, is called with a tensor that autograd records, or
     (not ``recorded``) that has no memory of its own. Returns the result, or NotImplemented."""

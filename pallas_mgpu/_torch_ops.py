@@ -453,7 +453,7 @@ def _attention_setup(ctx, inputs, output):
     if given or k.dtype.itemsize == 1:
         given = " and ".join([*given, *["k and v of 8 bits"] * (k.dtype.itemsize == 1)])
         raise NotImplementedError(f"pallas_mgpu::attention has no gradient with {given}")
-    ctx.options = inputs[9:13]
+    ctx.options, ctx.repeats = inputs[9:13], any(inputs[21:])  # deterministic
     # bias, cu_seqlens_q, cu_seqlens_k, seed; cos, sin
     ctx.save_for_backward(q, k, v, *output, *inputs[5:9], *inputs[13:15])
     _no_gradients(ctx, output[1])
@@ -462,9 +462,10 @@ def _attention_setup(ctx, inputs, output):
 def _attention_gradient(ctx, grad, _):
     wanted = any(ctx.needs_input_grad[5:6])  # defaults of the schema are not there
     *saved, cos, sin = ctx.saved_tensors
-    found = attention_backward(grad, *saved, *ctx.plain, *ctx.options, wanted, cos, sin)
+    options = *ctx.plain, *ctx.options, wanted, cos, sin, ctx.repeats
+    found = attention_backward(grad, *saved, *options)
     dq, dk, dv, dbias = found
-    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 15
+    return dq, dk, dv, None, None, dbias if wanted else None, *(None,) * 16
 
 
 def window_of_schema(window):
@@ -502,10 +503,12 @@ def attention_lse(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     options = _attention_options(
         scale,
         window,
+        deterministic=deterministic,
         causal=causal,
         bias=bias,
         cu_seqlens_q=cu_seqlens_q,
@@ -553,6 +556,7 @@ def attention_backward(
     bias_gradient: bool,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = _attention_options(
         scale,
@@ -569,6 +573,7 @@ def attention_backward(
         dropout=dropout,
         bias_gradient=bias_gradient,
     )
+    options["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
     found = ops.attention_backward(grad, q, k, v, o, lse, **options)
     return tuple(found) if bias_gradient else (*found, q.new_empty((0,)))
 
@@ -601,13 +606,15 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    deterministic: bool = False,
 ):
     """:func:`pallas_mgpu.ops.attention`, differentiable by ``q``, ``k``, ``v`` and ``bias``, but
-    not with the options of caches, from ``kv_lengths`` on."""
+    not with the options of caches (``kv_lengths`` to ``v_scale``). Gradients repeat bit for bit with
+    ``deterministic``, and under ``torch.use_deterministic_algorithms(True)``."""
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     options = window_of_schema(window), bottom_right, softcap, float(dropout), cos, sin
     caches = kv_lengths, q_lengths, page_table, q_scale, k_scale, v_scale
-    found = attention_lse(q, k, v, causal, scale, *arrays, *options, *caches)
+    found = attention_lse(q, k, v, causal, scale, *arrays, *options, *caches, deterministic)
     return found if return_lse else found[0]
 
 
@@ -1153,6 +1160,7 @@ def _of_family(name, operator):
     """What a call of a function of `ops` does instead, if a tensor needs the dispatcher."""
 
     def call(*args, **kwargs):
+        repeats = bool(kwargs.get("deterministic"))
         for option in _DROPPED:
             value = kwargs.pop(option, None)
             if option != "deterministic" and value is not None and value is not False:
@@ -1170,6 +1178,7 @@ def _of_family(name, operator):
             )
         if name == "attention":
             kwargs.pop("batch_invariant", None)
+            kwargs["deterministic"] = repeats
         return operator(*args, **kwargs)
 
     return call

@@ -303,10 +303,12 @@ _attention = _differentiable(_attention_forward, _attention_backward)
 
 def attention(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, seed=None, cos=None,
               sin=None, causal=False, window=None, bottom_right=False, softcap=None, dropout=0.0,
-              scale=None, return_lse=False):  # fmt: skip
-    """:func:`pallas_mgpu.ops.attention` with gradients by ``q``, ``k``, ``v`` and ``bias``. The
-    logarithm of the sums, with ``return_lse``, is a constant for derivatives."""
+              scale=None, return_lse=False, deterministic=False):  # fmt: skip
+    """:func:`pallas_mgpu.ops.attention` with gradients by ``q``, ``k``, ``v`` and ``bias``, which
+    repeat bit for bit with ``deterministic``. The logarithm of the sums, with ``return_lse``, is a
+    constant for derivatives."""
     options = _options(
+        deterministic=deterministic,
         causal=causal,
         window=window,
         bottom_right=bottom_right,

@@ -33,6 +33,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._frameworks import is_jax
 
 from ._attention_backward_seven import (
     CONSUMERS,
@@ -357,17 +358,19 @@ class _Persistent(_Fused):
 
 
 @cached
-def kernel(x, cfg, cores, interpret):
+def kernel(x, cfg, cores, interpret, functional=False):
+    """Its results are dk, dv, and float32 sums for dq, which it adds to. functional: the sums are
+    the last operand, too, as XLA wants it."""
     plan = FusedPlan(x, cfg, cores)
+    names = *x.kernel_operands, *["dq_sums"] * functional
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        names = *x.kernel_operands, "dk", "dv", "dq"
-        refs |= dict(zip(names, others, strict=True))
+        refs |= dict(zip((*names, "dk", "dv", "dq"), others, strict=True))
         overlap_launches()
         (_Persistent if plan.persistent else _Fused)(plan, refs).run()
 
-    return warp_specialized(
+    made = warp_specialized(
         body,
         plan,
         (*_pair(x), sums_of(x)),
@@ -375,6 +378,14 @@ def kernel(x, cfg, cores, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
+    return add_to_operand(made, names) if functional else made
+
+
+def add_to_operand(made, names):
+    """The kernel, whose last operand and last result are the same memory. names: of its operands
+    after the first six."""
+    made.definition.aliases = {6 + len(names) - 1: 2}
+    return made
 
 
 def _pair(x):
@@ -430,17 +441,22 @@ def _converted(x, interpret):
 
 
 class FusedKernels:
-    """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. fused: the kernel that
-    gives dK and dV and adds to dQ."""
+    """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. make: makes the kernel
+    that gives dK and dV and adds to dQ; functional=True is an option of it."""
 
-    def __init__(self, x, fused, interpret):
+    def __init__(self, x, make, interpret):
         self.statistics = statistics(x, interpret, sums_of(x))
         self.allocating = statistics(x, interpret, sums_of(x), *_pair(x))
-        self.fused = fused
+        self.fused, self.make = make(), make
         self.convert = _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
+        if is_jax(q):  # its arrays are immutable
+            lse, delta, sums = self.statistics(grad, o, lse)
+            operands = grad, q, k, v, lse, delta, *others, *angles
+            dk, dv, sums = self.make(functional=True)(*operands, sums)
+            return self.convert(sums, *angles), dk, dv, lse, delta
         if out is None:
             lse, delta, sums, dk, dv = self.allocating(grad, o, lse, stream=stream)
             dq = None

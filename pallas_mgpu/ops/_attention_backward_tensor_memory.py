@@ -33,7 +33,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_backward_fused import sums_of
+from ._attention_backward_fused import add_to_operand, sums_of
 from ._attention_scores import Ranges, Tile
 from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, warp_specialized
 from ._tensor_memory import SMEM_BYTES
@@ -323,11 +323,13 @@ def _along_rows(x, shape):
 
 
 @cached
-def kernel(x, cfg, interpret):
-    """Its results are dk, dv, and float32 sums for dq, which it adds to. x: a Problem."""
+def kernel(x, cfg, interpret, functional=False):
+    """Its results are dk, dv, and float32 sums for dq, which it adds to. x: a Problem. functional:
+    the sums are the last operand, too."""
     plan = _Plan(x, cfg)
     names = ["bias"] * bool(x.scores.bias) + ["seed"] * bool(x.scores.dropout)
     names += ["low_k", "high_k", "low_q", "high_q"] * bool(x.scores.sequences)
+    names += ["dq_sums"] * functional
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
@@ -336,7 +338,7 @@ def kernel(x, cfg, interpret):
         _Block(plan, refs).run()
 
     one = plgpu.ShapeDtypeStruct((x.batch, x.keys, x.kv_heads, x.dim), x.dtype)
-    return warp_specialized(
+    made = warp_specialized(
         body,
         plan,
         (one, one, sums_of(x)),
@@ -344,3 +346,4 @@ def kernel(x, cfg, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
+    return add_to_operand(made, names) if functional else made

@@ -17,6 +17,7 @@ for longer rows and deterministic results (`_attention_backward_tensor_memory_se
 gradient of a bias is that of the scores, summed along the dims that the bias lacks: a kernel of its
 own (`_attention_backward_bias.py`)."""
 
+import functools
 import typing
 
 import numpy as np
@@ -96,11 +97,13 @@ class Gradients:
                 self.by_keys = kernel_of("dk", "dv")
             self.by_queries = kernel_of("dq")
         elif self.on_blackwell:
-            fused = _attention_backward_tensor_memory.kernel(x, config, interpret)
-            self.fused = FusedKernels(x, fused, interpret)
+            of = _attention_backward_tensor_memory
+            make = functools.partial(of.kernel, x, config, interpret)
+            self.fused = FusedKernels(x, make, interpret)
         elif config.products == 5:
-            fused = _attention_backward_fused.kernel(x, config, cores, interpret)
-            self.fused = FusedKernels(x, fused, interpret)
+            of = _attention_backward_fused
+            make = functools.partial(of.kernel, x, config, cores, interpret)
+            self.fused = FusedKernels(x, make, interpret)
         else:
             self.statistics = statistics(x, interpret)
             if x.dim == 256:
@@ -148,6 +151,15 @@ class Gradients:
             return found
         dbias = dbias[0] if dbias else None
         return *found, self.bias(*operands, *rest, *of_queries, out=dbias, stream=stream)
+
+
+def _chosen(dim, scores):
+    """The config where results need not repeat: five products where registers hold them."""
+    if dim == 64:
+        return AttentionBackwardConfig(5, lag=True)
+    if dim == 128 and not scores.adjusted and not scores.dropout:
+        return AttentionBackwardConfig(5, early=True, lag=True)
+    return AttentionBackwardConfig(7)
 
 
 def _check_config(config, dim, adjusted, deterministic):
@@ -204,8 +216,8 @@ def attention_backward(
     256, on Blackwell any multiple of 8 up to 256; any lengths and numbers of heads. bias_gradient:
     also return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
     :class:`AttentionBackwardConfig`, on Blackwell a :class:`TensorMemoryBackwardConfig`.
-    deterministic: results repeat bit for bit, as without a config on Hopper; on Blackwell above a
-    head_dim of 128 they always do. out: a tuple of results.
+    deterministic: results repeat bit for bit; otherwise dq may differ from call to call by its
+    rounding, with a head_dim up to 128. out: a tuple of results.
 
     Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,
     NotImplementedError for other head_dims.
@@ -247,7 +259,9 @@ def attention_backward(
     x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)
     x = x._replace(first=angles[0], angles=angles[1])
     if not on_blackwell:
-        config = config or AttentionBackwardConfig()
+        if config is None:
+            seven = AttentionBackwardConfig(7)
+            config = seven if deterministic else _chosen(dim, scores)
         config = _check_config(config, dim, scores.adjusted, deterministic)
         if config.products == 5 and not _attention_backward_fused.FusedPlan(x, config).fits:
             raise ValueError(f"{name}: shared memory does not hold the buffers of {config}")
