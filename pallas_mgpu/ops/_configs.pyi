@@ -77,6 +77,7 @@ class NormConfig(NamedTuple):
     ring: int = 0
     consumers: int = 2
     programs: int = 0
+    unroll: int = 0
 
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7

@@ -18,7 +18,7 @@ rows: a slot is full when those of all pairs are there, and empty when all write
 
 The writer of a pair writes the same chunks of each row, and keeps their weights in registers, as
 many as it has room for: the gatherers and the producer need few. Its loop over the chunks of a row
-is unrolled then, since registers have no index."""
+is unrolled then, since registers have no index, or moves them on from chunk to chunk."""
 
 import functools
 import math
@@ -39,8 +39,9 @@ from ._common import (
 )
 
 SLOTS = 32  # barriers of an array
-# Registers of a lane, at least, where writers keep weights.
-PRODUCER_REGISTERS, GATHERER_REGISTERS = 24, 64
+# Registers of a lane, at least, where writers keep weights. Writers that move them on need more of
+# their own: gatherers get few.
+PRODUCER_REGISTERS, GATHERER_REGISTERS, FEW_REGISTERS = 24, 64, 56
 ROOM = SMEM_BYTES - 1024  # bytes for slots; barriers and statistics have the rest
 
 
@@ -50,8 +51,9 @@ class Plan:
     axes: dict[str, int] = {}
     registers = None  # each role sets its own
 
-    def __init__(self, rows, n, itemsize, chunk, pairs, programs):
+    def __init__(self, rows, n, itemsize, chunk, pairs, programs, unroll=0):
         self.rows, self.n, self.chunk, self.pairs, self.consumers = rows, n, chunk, pairs, 2 * pairs
+        self.unroll = unroll
         self.grain = 2048 // itemsize  # 16 bytes for every lane
         self.whole, self.tail = divmod(n, chunk)
         self.chunks = self.whole + (self.tail > 0)
@@ -59,7 +61,8 @@ class Plan:
         self.clusters = min(programs, rows)
         launched = 512 // (self.consumers + 1) // 8 * 8
         of_pair = ((self.consumers + 1) * launched - PRODUCER_REGISTERS) // pairs
-        self.writer_registers = min((of_pair - GATHERER_REGISTERS) // 8 * 8, 232)
+        gatherer = FEW_REGISTERS if unroll else GATHERER_REGISTERS
+        self.writer_registers = min((of_pair - gatherer) // 8 * 8, 232)
         self.gatherer_registers = min((of_pair - self.writer_registers) // 8 * 8, launched)
         # rows announced at a time: the producer waits for nothing but slots
         self.ahead = min(max(pl.cdiv(self.stages - 1, self.chunks_of(0)), 2), SLOTS)
@@ -71,6 +74,13 @@ class Plan:
 
     def chunks_of(self, pair):
         return (self.chunks - pair + (self.pairs - 1)) // self.pairs
+
+    def turning(self, held):
+        """Parts what registers hold for each chunk: for the first ones, with which a loop unrolls
+        `unroll` chunks and moves on what the registers hold, and for the others."""
+        of_all = self.whole // self.pairs
+        first = of_all // self.unroll * self.unroll if 0 < self.unroll < of_all else 0
+        return held[:first], held[first:]
 
     def why_not(self):
         """What is wrong with the chunks, or None."""
@@ -87,13 +97,14 @@ class _KernelPlan(Plan):
     """The same for a kernel, and what else its blocks need to know."""
 
     def __init__(self, x, ring):
-        """x: a Problem of norms.py; ring: chunk, pairs, programs."""
+        """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll."""
         super().__init__(*x.extents[:2], x.dtype.itemsize, *ring)
         self.x, self.kept = x, self.vectors_kept(x)
         # groups that are stored together: each store is a sync, but results take registers
         self.at_once = self.chunk // self.grain
         if self.kept:
-            self.at_once = 2 if self.tail or sum(v is not None for v in x.vectors) > 1 else 4
+            few = self.tail or self.unroll or sum(v is not None for v in x.vectors) > 1
+            self.at_once = 2 if few else 4
 
     def vectors_kept(self, x):
         """Numbers of the vectors, weight and bias, that the writers keep in registers."""
@@ -150,25 +161,41 @@ class Segment:
     def total(self, x):
         return x.sum(axis=1, keepdims=True)
 
-    def each(self, step, carry, unroll=False):
+    def each(self, step, carry):
         """carry = step(j, number of the chunk in the row, its elements, carry)."""
         p = self.p
 
         def one(j, carry, size=p.chunk):
             return step(j, self.pair + j * p.pairs, size, carry)
 
-        if unroll:
-            of_all, more = divmod(p.whole, p.pairs)
-            for j in range(of_all):
-                carry = one(j, carry)
-            if more:
-                there = self.mine > of_all
-                carry = lax.cond(there, lambda c: one(of_all, c), lambda c: c, carry)
-        else:
-            carry = lax.fori_loop(0, self.mine, one, carry)
+        carry = lax.fori_loop(0, self.mine, one, carry)
         if not p.tail:
             return carry
         return lax.cond(self.has_tail, lambda c: one(self.mine, c, p.tail), lambda c: c, carry)
+
+    def each_with(self, turning, fixed, step):
+        """step(j, number of the chunk in the row, its elements, what registers hold for it), j from
+        0. turning, fixed: see Plan.turning. Returns turning, for the next row."""
+        p = self.p
+
+        def one(j, have, size=p.chunk):
+            step(j, self.pair + j * p.pairs, size, have)
+
+        def some(i, turning):
+            for j in range(p.unroll):
+                one(i * p.unroll + j, turning[j])
+            return turning[p.unroll :] + turning[: p.unroll]
+
+        of_all, first = p.whole // p.pairs, len(turning)
+        if turning:
+            turning = lax.fori_loop(0, first // p.unroll, some, turning)
+        for j in range(first, of_all):
+            one(j, fixed[j - first])
+        if p.whole % p.pairs:
+            pl.when(self.mine > of_all)(lambda: one(of_all, fixed[of_all - first]))
+        if p.tail:
+            pl.when(self.has_tail)(lambda: one(self.mine, None, p.tail))
+        return turning
 
 
 class _Block(WarpSpecialized):
@@ -278,13 +305,15 @@ class _Block(WarpSpecialized):
         if p.kept:
             plgpu.set_max_registers(p.writer_registers, action="increase")
             held = [self.keep(pair, j) for j in range(pl.cdiv(p.whole, p.pairs))]
-        write = functools.partial(self.write_row, pair, held)
-        rows = self.tiles.consume(write, jnp.int32(0))
+        turning, fixed = p.turning(held)
+        write = functools.partial(self.write_row, pair, fixed)
+        rows, _ = self.tiles.consume(write, (jnp.int32(0), turning))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.ring(pair).release(self.before(rows, pair) - 1)
 
-    def write_row(self, pair, held, row, w):
-        p, op = self.plan, self.plan.x.op()
+    def write_row(self, pair, fixed, row, carry):
+        """carry: rows of this block before, and what Plan.turning says."""
+        p, op, (w, turning) = self.plan, self.plan.x.op(), carry
         segment, it0 = Segment(p, pair), self.before(w, pair)
         self.stats_ring.wait(w)
         box = self.stats_smem.at[self.stats_ring.slot(w)]
@@ -293,15 +322,15 @@ class _Block(WarpSpecialized):
         op.joined(segment, of_all)
         ring = self.ring(pair)
 
-        def write(j, k, size, _):
+        def write(j, k, size, have):
             it = it0 + j
             ref, results, stored = self.x_smem.at[pair, ring.slot(it)], [], 0
             parts = self.groups(size)
             for g in parts:
                 valid = self.inside(g, size)
                 value = op.result(segment, self.read(ref, g, valid, op.fill))
-                have = held[j][g] if held and size == p.chunk else {}
-                value = self.weighted(value, valid, k * p.chunk + g * p.grain, have)
+                start = k * p.chunk + g * p.grain
+                value = self.weighted(value, valid, start, have[g] if have else {})
                 results.append(value.astype(p.x.dtype))
                 if len(results) == p.at_once or g == parts[-1]:  # one store: one sync
                     ref[stored : g + 1] = jnp.concatenate(results)
@@ -315,8 +344,11 @@ class _Block(WarpSpecialized):
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 ring.release(it - 1)
 
-        segment.each(write, None, unroll=bool(p.kept))
-        return w + 1
+        if p.kept:
+            turning = segment.each_with(turning, fixed, write)
+        else:
+            segment.each(lambda j, k, size, _: write(j, k, size, None), None)
+        return w + 1, turning
 
     # ---- parts of a chunk: groups, of 16 bytes for every lane
 
@@ -379,7 +411,7 @@ def choose(rows, n, itemsize, pairs, programs):
 
 @cached
 def kernel(x, ring, interpret):
-    """x: a Problem of norms.py; ring: chunk, pairs, programs."""
+    """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll."""
     plan = _KernelPlan(x, ring)
 
     def body(source, *refs, **scratch):

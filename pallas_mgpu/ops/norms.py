@@ -61,7 +61,8 @@ class NormConfig(NamedTuple):
     time; 0: all of the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk if
     chunks of rows pass through a ring in SMEM (the fields above then have no effect); 0: no ring.
     ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``: the
-    number of blocks; 0: one for each SM.
+    number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
+    keeps weights in registers; fewer compile faster; 0: all.
     """
 
     height: int = 1
@@ -71,6 +72,7 @@ class NormConfig(NamedTuple):
     ring: int = 0
     consumers: int = 2
     programs: int = 0
+    unroll: int = 0
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -710,7 +712,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
                 config = config._replace(height=height)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
-    ring = config.ring, config.consumers, config.programs or sms
+    ring = config.ring, config.consumers, config.programs or sms, config.unroll
     why_not = _norms_ring.Plan(outer, n, x.dtype.itemsize, *ring).why_not()
     if not in_place:
         why_not = f"the result must have the dtype of x, {x.dtype}"
@@ -724,11 +726,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs = config
-    if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs) < 0:
+    height, cluster, part, staged, ring, consumers, programs, unroll = config
+    if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
-            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part, ring"
-            f" and programs from 0, got {config}"
+            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part,"
+            f" ring, programs and unroll from 0, got {config}"
         )
     if ring and consumers not in (1, 2, 3):
         raise ValueError(f"{name}: a ring has 1 to 3 consumers, got {config}")

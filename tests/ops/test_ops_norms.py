@@ -120,6 +120,8 @@ RINGS = [
     ((1, 4104), F16, C(ring=1024)),  # one row
     ((18, 2048), BF16, C(ring=1024, programs=1)),  # more rows than are told at a time
     ((3, 26632), F16, C(ring=8192, programs=2)),  # registers keep weights, not all of float32
+    ((3, 14344), BF16, C(ring=1024, programs=2, unroll=1)),  # moved on from chunk to chunk
+    ((5, 11000), F16, C(ring=1024, programs=2, unroll=2)),  # of the first 4 of 5 chunks
 ]
 
 
@@ -395,7 +397,7 @@ def test_chosen_configurations():
         (lambda x: softmax(x, config=C(ring=512, staged=False)), ValueError, "must be True"),
         (lambda x: softmax(x, config=C(ring=512, consumers=5)), ValueError, "1 to 3 consumers"),
         (lambda x: softmax(x, config=C(2, ring=512)), ValueError, "for single rows"),
-        (lambda x: softmax(x, config=C(ring=-1)), ValueError, "ring and programs from 0"),
+        (lambda x: softmax(x, config=C(ring=-1)), ValueError, "programs and unroll from 0"),
         (lambda x: softmax(x, config=C(ring=500)), ValueError, "a multiple of 512 elements"),
         (lambda x: softmax(x, config=C(ring=512)), ValueError, "a whole chunk for each"),
         (
