@@ -373,14 +373,14 @@ def clamp(lo, x, hi):
     return _core.binary("min", _core.binary("max", x, lo), hi)
 
 
-def convert_element_type(x, dtype):
-    """x converted to another dtype by value."""
-    return _core.convert(_core.as_array(x), _core.as_dtype(dtype))
+def convert_element_type(operand, new_dtype):
+    """operand converted to another dtype by value."""
+    return _core.convert(_core.as_array(operand), _core.as_dtype(new_dtype))
 
 
-def bitcast_convert_type(x, dtype):
-    """The bits of x as another dtype of the same width."""
-    return _core.bitcast(_core.as_array(x), _core.as_dtype(getattr(dtype, "dtype", dtype)))
+def bitcast_convert_type(operand, new_dtype):
+    """The bits of operand as another dtype of the same width."""
+    return _core.bitcast(_core.as_array(operand), _core.as_dtype(new_dtype))
 
 
 def broadcast_in_dim(x, shape, broadcast_dimensions):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
 
 INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
@@ -614,3 +614,53 @@ def test_functions_of_the_host():
     assert jnp.finfo(jnp.bfloat16).bits == 16 and jnp.iinfo(jnp.int8).min == -128
     with pytest.raises(TypeError, match="accepted are bool, int8.*float8_e4m3fn"):
         jnp.dtype("float8_e3m4")
+
+
+# Functions that take a dtype, of an array x of 16 elements.
+TAKE_DTYPE = {
+    "astype": lambda x, d: x.astype(d),
+    "view": lambda x, d: x.view(d),
+    "jnp.astype": lambda x, d: jnp.astype(x, d),
+    "convert_element_type": lambda x, d: lax.convert_element_type(x, new_dtype=d),
+    "bitcast_convert_type": lambda x, d: lax.bitcast_convert_type(x, new_dtype=d),
+    "array": lambda x, d: jnp.array(1, dtype=d),
+    "asarray": lambda x, d: jnp.asarray(x, dtype=d),
+    "full": lambda x, d: jnp.full((16,), 1, d),
+    "lax.full": lambda x, d: lax.full((16,), 1, d),
+    "full_like": lambda x, d: jnp.full_like(x, 1, dtype=d),
+    "zeros": lambda x, d: jnp.zeros((16,), d),
+    "ones_like": lambda x, d: jnp.ones_like(x, dtype=d),
+    "arange": lambda x, d: jnp.arange(16, dtype=d),
+    "linspace": lambda x, d: jnp.linspace(0, 1, 16, dtype=d),
+    "iota": lambda x, d: lax.iota(d, 16),
+    "broadcasted_iota": lambda x, d: lax.broadcasted_iota(d, (16, 2), 0),
+    "eye": lambda x, d: jnp.eye(4, dtype=d),
+    "indices": lambda x, d: jnp.indices((4,), dtype=d)[0],
+    "one_hot": lambda x, d: nn.one_hot(x.astype(np.int32), 4, dtype=d),
+    "concatenate": lambda x, d: jnp.concatenate([x, x], dtype=d),
+    "stack": lambda x, d: jnp.stack([x, x], dtype=d),
+    "sum": lambda x, d: jnp.sum(x, dtype=d),
+    "mean": lambda x, d: x.mean(dtype=d),
+    "nansum": lambda x, d: jnp.nansum(x, dtype=d),
+    "cumsum": lambda x, d: jnp.cumsum(x, dtype=d),
+    "trace": lambda x, d: jnp.trace(x.reshape(4, 4), dtype=d),
+    "dot": lambda x, d: jnp.dot(x, x, preferred_element_type=d),
+    "SMEM": lambda x, d: pl.run_scoped(lambda ref: ref[...], plgpu.SMEM((16,), d)),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_DTYPE)
+def test_spellings_of_a_dtype(name):
+    found = []
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        for of in (np, ml_dtypes):
+            kind = {np: "float16", ml_dtypes: "bfloat16"}[of]
+            for d in (getattr(of, kind), kind, np.dtype(kind), getattr(jnp, kind)):
+                found.append((kind, TAKE_DTYPE[name](x, d).dtype))
+        o_ref[...] = x
+
+    shape = plgpu.ShapeDtypeStruct((16,), jnp.float16)
+    plgpu.kernel(kernel, out_type=shape).lower(shape)
+    assert len(found) == 8 and all(got == kind for kind, got in found)
