@@ -9,18 +9,29 @@ that does not answer in time is killed, and the next candidate gets a fresh one.
    that are slower for sure (the interval of the median of ratios to the best one) leave. It ends
    when one is left, or after `rounds`.
 
-Each answer is written to disk when it comes, so that tuning that was cut off resumes."""
+Each answer is written to disk when it comes, so that tuning that was cut off resumes.
+
+A child imports the module of the function. If that is the script itself, the child executes it as
+far as the first call of the function, where tuning began: a script needs no `if __name__ ==
+"__main__"`. Other tuned functions that it calls on the way take what the disk knows of them."""
 
 import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import importlib
 import inspect
 import json
 import multiprocessing
+import multiprocessing.connection
+import operator
+import os
+import pickle
 import queue
+import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 from . import _core, tree
@@ -29,6 +40,7 @@ from ._names import show
 
 _FEWEST = 5  # rounds before candidates leave
 _START = 300.0  # seconds that a child may take to import what it needs
+_REFUSED = (TypeError, ValueError, NotImplementedError)  # after others the GPU may be unusable
 
 
 def host_timer(f, seconds=0.02):
@@ -47,75 +59,131 @@ def host_timer(f, seconds=0.02):
         count *= 4
 
 
+# Not Connection.send: for tensors, PyTorch registers ways to share memory with it.
+def _send(connection, x):
+    connection.send_bytes(pickle.dumps(x))
+
+
+def _receive(connection):
+    return pickle.loads(connection.recv_bytes())
+
+
 # ---- in a child ----------------------------------------------------------------------------------
 
-
-def _host(x):
-    return x.numpy() if isinstance(x, _core.DeviceArray) else x
+_loading = None  # the module and name of what this child is for
 
 
-def _serve(connection, tuned, timer):
-    """Answers (command, configs, args) until the other side is gone."""
+class _ReachedError(BaseException):
+    """The module calls what this child is for. args: the Autotuned."""
+
+
+def _load(module, qualname, script, package):
+    global _loading
+    _loading = module, qualname
+    try:
+        if script is None:
+            return operator.attrgetter(qualname)(importlib.import_module(module))
+        main = types.ModuleType("__main__")
+        main.__file__, main.__package__, main.__name__ = script, package, "__mp_main__"
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+        return operator.attrgetter(qualname)(main)
+    except _ReachedError as e:
+        return e.args[0]
+
+
+def _answer(tuned, command, configs, on_gpu, leaves, structure):
+    leaves = [_core.device_put(x) if put else x for x, put in zip(leaves, on_gpu)]
+    args, kwargs = tree.unflatten(structure, leaves)
+    if command == "time":
+        call = functools.partial(tuned.function, *args, **kwargs)
+        return [tuned.timer(functools.partial(call, config=c)) for c in configs]
+    result = tuned.function(*args, **kwargs, config=configs[0])
+    _core.synchronize()
+    why = tuned.check(result, *args, **kwargs) if tuned.check else None
+    return None if why in (None, True) else str(why or "check returned False")
+
+
+def serve(fd, *where):
+    """Loads what `where` says, then answers commands until the other side is gone."""
+    connection = multiprocessing.connection.Connection(fd)
     with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
-        connection.send("ready")  # from here on the time of a candidate counts
+        try:
+            tuned = _load(*where)
+            if not isinstance(tuned, Autotuned):
+                raise TypeError(f"{where[1]} is {show(tuned)} there, not what autotune returned")
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - the parent raises it
+            _send(connection, f"{type(e).__name__}: {e}")
+            return
+        _send(connection, None)  # from here on the time of a candidate counts
         while True:
-            command, configs, on_gpu, args = connection.recv()
-            args = [_core.device_put(x) if put else x for x, put in zip(args, on_gpu)]
             try:
-                if command == "run":
-                    result = tuned.function(*args, config=configs[0])
-                    _core.synchronize()
-                    why = tuned.check(result, *args) if tuned.check else None
-                    answer = None if why in (None, True) else str(why or "check returned False")
-                else:
-                    calls = [functools.partial(tuned.function, *args, config=c) for c in configs]
-                    answer = [timer(f) for f in calls]
-                connection.send(("ok", answer))
+                _send(connection, ("ok", _answer(tuned, *_receive(connection)), False))
+            except (EOFError, BrokenPipeError):
+                raise
             except Exception as e:  # noqa: BLE001 - the parent decides
-                connection.send(("failed", f"{type(e).__name__}: {e}"))
+                refused = isinstance(e, _REFUSED)
+                _send(connection, ("failed", f"{type(e).__name__}: {e}", not refused))
+
+
+# ---- children, in the parent ---------------------------------------------------------------------
 
 
 class _Child:
-    """A process that runs candidates; made when it is needed, and anew after it was killed."""
+    """A process that runs candidates; made when it is needed, and anew after it was stopped."""
 
     def __init__(self, tuned):
         self.tuned, self.process = tuned, None
 
-    def ask(self, command, configs, args, timeout):
-        """("ok", answer), ("failed", why) or ("hung", why)."""
-        on_gpu = [isinstance(x, _core.DeviceArray) for x in args]
+    def ask(self, command, configs, call, timeout):
+        """("ok", answer), ("failed", why) or ("hung", why). RuntimeError without a process."""
+        leaves, structure = tree.flatten(call)
+        on_gpu = [isinstance(x, _core.DeviceArray) for x in leaves]
+        leaves = [x.numpy() if put else x for x, put in zip(leaves, on_gpu)]
+        if self.process is None:
+            self._start()
         try:
-            if self.process is None:
-                self._start()
-                if not self.connection.poll(_START):
-                    self.stop()
-                    return "failed", f"a process for it did not start in {_START:.0f} s"
-                self.connection.recv()
-            self.connection.send((command, configs, on_gpu, [_host(x) for x in args]))
+            _send(self.connection, (command, configs, on_gpu, leaves, structure))
             if not self.connection.poll(timeout):
                 self.stop()
                 return "hung", f"no answer in {timeout} s"
-            return self.connection.recv()
+            status, answer, unusable = _receive(self.connection)
+            if unusable:
+                self.stop()
+            return status, answer
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            code = self.stop()
-            return "failed", f"the process ended with code {code}"
+            return "failed", f"the process ended with code {self.stop()}"
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(other, self.tuned, self.tuned.timer), daemon=True
+        tuned = self.tuned
+        self.connection, other = multiprocessing.Pipe()
+        where = tuned.module, tuned.__qualname__, *tuned.script()
+        code = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv!r}; "
+        code += f"from {__name__} import serve; serve"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}({other.fileno()}, *{where!r})"],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
         )
-        self.process.start()
         other.close()
+        try:
+            if not self.connection.poll(_START):
+                why = f"it did not start in {_START:.0f} s"
+            elif (why := _receive(self.connection)) is None:
+                return
+        except EOFError:
+            why = f"it ended with code {self.process.wait()}"
+        self.stop()
+        raise RuntimeError(
+            f"autotune: no child process could load {tuned.module}.{tuned.__qualname__}: {why}"
+        )
 
     def stop(self):
         if self.process is None:
             return None
         self.process.kill()
-        self.process.join()
+        code, self.process = self.process.wait(), None
         self.connection.close()
-        code, self.process = self.process.exitcode, None
         return code
 
 
@@ -160,6 +228,7 @@ class Autotuned:
 
     def __init__(self, function, configs, key, prune, check, listener, timer, options):
         functools.update_wrapper(self, function)
+        self.module = function.__module__.replace("__mp_main__", "__main__")
         self.function, self.configs, self.key, self.prune = function, configs, key, prune
         self.check, self.listener, self.timer = check, listener or (lambda event: None), timer
         self.timeout, self.workers, self.rounds = options
@@ -168,32 +237,58 @@ class Autotuned:
     def __reduce__(self):
         return self.__qualname__
 
-    def __call__(self, *args):
-        return self.function(*args, config=self.tune(*args))
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs, config=self.tune(*args, **kwargs))
 
-    def tune(self, *args):
+    def tune(self, *args, **kwargs):
         """The configuration for such arguments; found first where it is not known."""
-        key = [_shape_of(x) for x in tree.leaves(list(args))] if self.key is None else None
-        key = repr(key if self.key is None else self.key(*args))
+        if self.key is None:
+            key = [_shape_of(x) for x in tree.leaves([list(args), kwargs])] + sorted(kwargs)
+        else:
+            key = self.key(*args, **kwargs)
+        key = repr(key)
         if key not in self.best:
-            self.best[key] = self._find(key, args)
+            self.best[key] = self._find(key, args, kwargs)
         return self.best[key]
 
-    def _find(self, key, args):
-        configs = [c for c in self.configs if self.prune is None or self.prune(c, *args)]
+    def script(self):
+        """The script that defines the function, and its package; None twice: a module does."""
+        if "<locals>" in self.__qualname__:
+            why = "is defined in a function"
+        elif self.module != "__main__":
+            return None, None
+        else:
+            main = sys.modules["__main__"]
+            path = getattr(main, "__file__", None)
+            if path and os.path.isfile(path):
+                return os.path.abspath(path), main.__package__
+            why = "is defined in an interactive session"
+        raise TypeError(
+            f"autotune: {self.__qualname__} {why}, which child processes cannot import; make it an"
+            " attribute of a module"
+        )
+
+    def _find(self, key, args, kwargs):
+        if _loading == (self.module, self.__qualname__):
+            raise _ReachedError(self)
+        call = args, kwargs
+        configs = [c for c in self.configs if self.prune is None or self.prune(c, *args, **kwargs)]
         if not configs:
             raise ValueError(f"autotune: prune leaves no configuration of {self.__qualname__}")
         if len(configs) == 1:
             return configs[0]
         names = {repr(c): c for c in configs}
-        record = _Record([self.__module__, self.__qualname__, self._source(), key, self._place()])
+        record = _Record([self.module, self.__qualname__, self._source(), key, self._place()])
         best = record.data["best"]
         if best in names and set(names) <= set(record.data["candidates"]):
             return names[best]
+        if _loading:  # tuning another function: in this process nothing may hang
+            return configs[0]
+        self.script()
         children = [_Child(self) for _ in range(min(self.workers, len(configs)))]
         try:
-            alive = self._run_all(names, args, record, children)
-            times = self._time(alive, names, args, record, children[0])
+            alive = self._run_all(names, call, record, children)
+            times = self._time(alive, names, call, record, children[0])
         finally:
             for child in children:
                 child.stop()
@@ -208,7 +303,8 @@ class Autotuned:
 
     def _source(self):
         try:
-            return hashlib.sha256(inspect.getsource(self.function).encode()).hexdigest()
+            text = inspect.getsource(inspect.getmodule(self.function))
+            return hashlib.sha256(text.encode()).hexdigest()
         except (OSError, TypeError):
             return ""
 
@@ -219,7 +315,7 @@ class Autotuned:
         versions = [device.get("driver"), info["nvrtc"], sys.modules[__package__].__version__]
         return [device.get("name"), *versions, info["backend"]]
 
-    def _run_all(self, names, args, record, children):
+    def _run_all(self, names, call, record, children):
         """The names of candidates that run and pass the check."""
         known, idle = record.data["candidates"], queue.SimpleQueue()
         for child in children:
@@ -228,23 +324,27 @@ class Autotuned:
         def run(name):
             child = idle.get()
             try:
-                return name, *child.ask("run", [names[name]], args, self.timeout)
+                return name, *child.ask("run", [names[name]], call, self.timeout)
             finally:
                 idle.put(child)
 
         todo = [n for n in names if n not in known]
         with concurrent.futures.ThreadPoolExecutor(len(children)) as pool:
-            for done in concurrent.futures.as_completed([pool.submit(run, n) for n in todo]):
-                name, status, why = done.result()
-                if status == "ok" and why is not None:
-                    status = "wrong"
-                known[name] = {"status": status, "why": why}
-                record.save()
-                event = {"event": "run", "config": names[name], "status": status, "why": why}
-                self.listener(event)
+            running = [pool.submit(run, n) for n in todo]
+            try:
+                for done in concurrent.futures.as_completed(running):
+                    name, status, why = done.result()
+                    if status == "ok" and why is not None:
+                        status = "wrong"
+                    known[name] = {"status": status, "why": why}
+                    record.save()
+                    event = {"event": "run", "config": names[name], "status": status, "why": why}
+                    self.listener(event)
+            finally:  # no others, if one cannot start or the user interrupts
+                pool.shutdown(wait=False, cancel_futures=True)
         return [n for n in names if known[n]["status"] == "ok"]
 
-    def _time(self, alive, names, args, record, child):
+    def _time(self, alive, names, call, record, child):
         """{name: Timing} of the candidates that stay to the end."""
         samples = {n: [] for n in alive}
         for k in range(self.rounds):
@@ -252,10 +352,10 @@ class Autotuned:
                 break
             order = list(samples)[:: -1 if k % 2 else 1]
             timeout = self.timeout * len(order)
-            status, found = child.ask("time", [names[n] for n in order], args, timeout)
+            status, found = child.ask("time", [names[n] for n in order], call, timeout)
             if status != "ok":  # one of them; find out which
                 for n in order:
-                    status, found = child.ask("time", [names[n]], args, self.timeout)
+                    status, found = child.ask("time", [names[n]], call, self.timeout)
                     if status != "ok":
                         del samples[n]
                         record.data["candidates"][n] = {"status": status, "why": found}
@@ -305,11 +405,12 @@ def autotune(
     ``timeout``: seconds after which a candidate hangs; imports do not count. ``workers``: processes
     that compile. ``rounds``: how often candidates are timed at most.
 
-    The function must be an attribute of a module that child processes can import. The choice is
-    kept in the compile cache, for each GPU, driver, NVRTC, version of this package and text of the
-    function.
-    ``f.tune(*args)`` returns it without a call. TypeError for what is no function, ValueError if no
-    configurations are given or ``prune`` leaves none, RuntimeError if none works.
+    The function must be an attribute of a module, which child processes import, or of a script,
+    which they execute as far as the first call of the function. The choice is kept in the compile
+    cache, for each GPU, driver, NVRTC, version of this package and text of the module.
+    ``f.tune(*args)`` returns it without a call. Keyword arguments are passed on. TypeError for what
+    is no function or cannot be imported, ValueError if no configurations are given or ``prune``
+    leaves none, RuntimeError if none works or no child process starts.
     """
     configs = list(configs)
     if not configs or len({repr(c) for c in configs}) != len(configs):

@@ -1,6 +1,8 @@
 """plgpu.autotune finds the fastest, whatever else hangs, dies or is wrong, and remembers it."""
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,6 +83,56 @@ def test_another_version_is_tuned_anew(tuned, monkeypatch):
         tuned.add_one.tune(np.zeros(2))
         events.append(len(tuned.EVENTS))
     assert events == [3, 0, 3]
+
+
+SCRIPT = """
+from typing import NamedTuple
+import pallas_mgpu as plgpu
+
+class Config(NamedTuple):
+    factor: int
+
+def timer(f):
+    return f.keywords["config"].factor * (1 + 0.01 * f.keywords["scale"])
+
+broken = False
+
+@plgpu.autotune([Config(1), Config(2), Config(3)], timer=timer, workers=1)
+def product(x, *, scale, config):
+    global broken
+    broken |= config.factor == 1
+    if broken:
+        raise RuntimeError("the GPU cannot be used any more")
+    return x * scale
+
+print("before")
+print(product(2, scale=5), product.tune(2, scale=5))
+"""
+
+
+def test_a_script_calls_what_it_tunes(tmp_path):
+    """Without a guard: children execute it as far as the call. An error that may leave the GPU
+    unusable ends a child."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = os.environ | {"PALLAS_MGPU_CACHE_DIR": str(tmp_path)}
+    for times in (3, 1):  # two children and the script; then the answer is known
+        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines.count("before") == times and lines[-1] == "10 Config(factor=2)"
+
+
+def test_what_children_cannot_load(tuned, monkeypatch, tmp_path):
+    def local(x, *, config):
+        return x
+
+    with pytest.raises(TypeError, match="local is defined in a function, which child processes"):
+        plgpu.autotune([1, 2])(local)(1)
+    monkeypatch.setattr(tuned.add_one, "__qualname__", "EVENTS")
+    with pytest.raises(RuntimeError, match=r"could load tuned.EVENTS: TypeError: .* is \[\]"):
+        tuned.add_one(np.zeros(4))
+    assert not tuned.EVENTS  # nothing is remembered of candidates
 
 
 def test_errors():
