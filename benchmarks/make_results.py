@@ -295,11 +295,11 @@ def plot(plt, p, rows, path):
 
 
 def plots(files, folder):
-    """[(title, path)] of the pictures that were made."""
+    """[(title, path)] of the pictures that were made; without matplotlib, of those from before."""
     plt = pyplot()
     if plt is None:
-        print("no plots: matplotlib is not installed (pip install -e '.[bench]')")
-        return []
+        print("no new plots: matplotlib is not installed (pip install -e '.[bench]')")
+        return [(p.title, path) for p in PLOTTED if (path := folder / f"{p.file}.svg").exists()]
     made = []
     for p in PLOTTED:
         of_p = [d["rows"] for d in files if d["benchmark"] == p.benchmark]

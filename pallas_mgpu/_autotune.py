@@ -228,7 +228,7 @@ class Autotuned:
 
     def __init__(self, function, configs, key, prune, check, listener, timer, options):
         functools.update_wrapper(self, function)
-        self.module = function.__module__.replace("__mp_main__", "__main__")
+        self.module = (self.__module__ or "").replace("__mp_main__", "__main__")
         self.function, self.configs, self.key, self.prune = function, configs, key, prune
         self.check, self.listener, self.timer = check, listener or (lambda event: None), timer
         self.timeout, self.workers, self.rounds = options
@@ -255,6 +255,8 @@ class Autotuned:
         """The script that defines the function, and its package; None twice: a module does."""
         if "<locals>" in self.__qualname__:
             why = "is defined in a function"
+        elif not self.module:
+            why = "has no module"
         elif self.module != "__main__":
             return None, None
         else:
@@ -422,7 +424,7 @@ def autotune(
         )
 
     def wrap(function):
-        if not callable(function):
+        if not (callable(function) and hasattr(function, "__qualname__")):
             raise TypeError(f"autotune: expected a function, got {show(function)}")
         options = timeout, workers, rounds
         return Autotuned(function, configs, key, prune, check, listener, timer, options)

@@ -79,7 +79,16 @@ class CudaTimer:
     of its own and is timed by the clock of the host."""
 
     def __init__(self):
-        self.torch = importlib.import_module("torch")
+        try:
+            self.torch = importlib.import_module("torch")
+        except ModuleNotFoundError as e:
+            raise ModuleNotFoundError(
+                "do_bench: PyTorch, by whose events it measures, is not installed; pip install"
+                " torch, or pass timer=",
+                name="torch",
+            ) from e
+        if not self.torch.cuda.is_available():
+            raise RuntimeError("do_bench: PyTorch finds no GPU; pass timer= to measure without one")
 
     def calls(self, f, count, lead=0):
         """Seconds per call of ``count`` calls, after ``lead`` calls that are not timed."""
@@ -257,7 +266,7 @@ def do_bench(contestants, *, ways=("burst",), rounds=None, graphs=False, timer=N
     ``median``, ``quartiles``, ``interval(confidence)`` and ``ratio(other)``, in seconds per call. A
     function with an attribute ``wall`` that is true works on a stream of its own; "queued" and
     "cool" leave it out. TypeError for contestants that are not functions, ValueError for other
-    ways.
+    ways, ModuleNotFoundError without PyTorch, RuntimeError without a GPU.
     """
     single = not isinstance(contestants, Mapping)
     named = {"it": contestants} if single else dict(contestants)

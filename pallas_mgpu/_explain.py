@@ -18,7 +18,10 @@ def _operand(text):
     if not found:
         raise ValueError(f"an operand is written as float32[1024,512], got {text!r}")
     dims = tuple(int(x) for x in found[2].split(",") if x.strip())
-    return plgpu.ShapeDtypeStruct(dims, plgpu.numpy.dtype(found[1]))
+    try:
+        return plgpu.ShapeDtypeStruct(dims, found[1])
+    except TypeError as e:
+        raise ValueError(str(e).splitlines()[0]) from e
 
 
 def _size(text):
@@ -39,6 +42,8 @@ def _find(text):
         raise ValueError(f"{path} has no {first}")
     found = names[first]
     for part in rest:
+        if not hasattr(found, part):
+            raise ValueError(f"{path} has no {name}")
         found = getattr(found, part)
     return found
 

@@ -1,5 +1,6 @@
 """plgpu.autotune finds the fastest, whatever else hangs, dies or is wrong, and remembers it."""
 
+import functools
 import importlib
 import os
 import subprocess
@@ -142,6 +143,8 @@ def test_errors():
         plgpu.autotune([1], rounds=0)
     with pytest.raises(TypeError, match="expected a function, got 3"):
         plgpu.autotune([1])(3)
+    with pytest.raises(TypeError, match="expected a function, got functools.partial"):
+        plgpu.autotune([1])(functools.partial(min, 3))
     none = plgpu.autotune([1, 2], prune=lambda c, x: False)(lambda x, config: x)
     with pytest.raises(ValueError, match="prune leaves no configuration"):
         none(1)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 
 import pytest
 
@@ -139,6 +140,12 @@ def test_interval_holds_the_true_median(n):
 def test_quartiles():
     t = Timing((1.0, 2.0, 3.0, 4.0, 5.0))
     assert t.quartiles == (2.0, 4.0) and t.median == 3.0
+
+
+def test_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match="by whose events it measures, is not installed"):
+        testing.do_bench(lambda: None)
 
 
 def test_errors():
