@@ -44,6 +44,7 @@ from ._attention_narrow import Narrow, NarrowPlan
 from ._attention_scores import PLAIN, Problem, Ranges, Tile, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
+from ._attention_widened import Widened, pays
 from ._common import (
     SMEM_BYTES,
     CountedTiles,
@@ -1086,6 +1087,9 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
     kind = "paged" if problem.page else ""
     if problem.is_narrow:
         kind = "widened" if problem.kv_dtype else "narrow"
+    if config is None and pays(problem):
+        how = None, widths, divides, block_mask, device, interpret
+        return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
     if config is None:
         if divides:
             parts = _parts(problem, choose(queries, width, causal, scores, kind), cores)
@@ -1253,8 +1257,10 @@ def attention(
 
     8 bits (Hopper; head_dims that are multiples of 16): q, k and v may all be float8_e4m3fn, with a
     bfloat16 result, where probabilities are float8_e4m3fn too; or k and v int8 or float8_e4m3fn,
-    whose elements are converted exactly to q's dtype. q_scale, k_scale, v_scale: float32 [heads of
-    the array] or [batch, heads], what elements are multiplied with; None: 1.
+    whose elements are converted to q's dtype: exactly as they arrive or, for 1,024 queries to a
+    head of keys or more without pages, times their scales by a kernel before, which needs memory
+    for both; ``config`` keeps them from that. q_scale, k_scale, v_scale: float32 [heads of the
+    array] or [batch, heads], what elements are multiplied with; None: 1.
 
     kv_lengths, q_lengths (Hopper): int32 [batch], how many keys and queries of each batch entry
     there are; what comes after them is ignored, and rows of the result after the last query are 0.

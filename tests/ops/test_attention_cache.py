@@ -125,6 +125,9 @@ WIDENED = [
     ((2, 150, 230, 1, 1, 128), e4m3, {"kv_lengths": [200, 0], "q_lengths": [150, 20]}),
     ((2, 130, 330, 1, 1, 64), np.int8, {"kv_lengths": [330, 77], "page": 64, "causal": True,
                                         "bottom_right": True, "scales": (0, 1, 2)}),
+    # many queries: a kernel before
+    ((2, 260, 201, 8, 2, 64), np.int8, {"kv_lengths": [201, 60], "scales": (0, 1, 2)}),
+    ((1, 1030, 70, 1, 1, 48), e4m3, {"value_dim": 80, "causal": True, "bottom_right": True}),
 ]  # fmt: skip
 WIDE = [
     ((2, 130, 330, 2, 1, 64), {"kv_lengths": [330, 77], "causal": True, "bottom_right": True}),
