@@ -364,7 +364,7 @@ pm_code pm_type_tcgen05_commit(const pm_typing *t, pm_type *out) {
   if (!word(t, PM_ATTR_PAIR)) return PM_OK;
   for (uint32_t k = 0; k + 1 < t->g->n_cluster; k++) {
     if (t->g->cluster[k] == 1) continue;
-    FAIL(NOT_IMPLEMENTED,
+    FAIL(VALUE,
          "%s: collective_axis in a cluster of more than two blocks; a cluster of two is needed",
          name(t));
   }
