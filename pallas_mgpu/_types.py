@@ -325,8 +325,8 @@ class RefUnion(_Frozen):
     large as the largest group. Unions are accepted by ``run_scoped`` and ``scratch_types``. In the
     kernel, a union is a sequence: ``a, [b, c] = union``. Do not read through one group what was
     written through another; place commits, waits and barriers between uses of different groups.
-    NotImplementedError for other spaces and for both in one union, ValueError for TMEM with and
-    without ``collective`` and for a leaf that does not fill whole bytes.
+    NotImplementedError for other spaces or both, ValueError for TMEM with and without
+    ``collective`` and for leaves that do not fill whole bytes.
     """
 
     __slots__ = ("groups",)
@@ -334,22 +334,16 @@ class RefUnion(_Frozen):
     def __init__(self, *groups):
         if not groups:
             raise ValueError("RefUnion: at least one group is needed")
-        found = tree.leaves(groups, is_leaf=lambda x: isinstance(x, MemoryRef))
-        for x in found:
-            spaces = (MemorySpace.SMEM, MemorySpace.TMEM)
-            if not isinstance(x, MemoryRef) or x.memory_space not in spaces:
-                raise NotImplementedError(
-                    "RefUnion: all leaves must be plgpu.SMEM(shape, dtype), or all plgpu.TMEM,"
-                    f" got {show(x)}"
-                )
+        for x in (found := tree.leaves(groups, is_leaf=lambda x: isinstance(x, MemoryRef))):
+            if not isinstance(x, MemoryRef) or x.memory_space not in (SMEM, TMEM):
+                what = "all leaves must be plgpu.SMEM(shape, dtype), or all plgpu.TMEM"
+                raise NotImplementedError(f"RefUnion: {what}, got {show(x)}")
             if math.prod(x.shape) * itemsize_bits(x.dtype) % 8:
                 raise ValueError(f"RefUnion: {show(x)} does not fill its last byte; pad it")
         if len({x.memory_space for x in found}) > 1:
             raise NotImplementedError("RefUnion: SMEM and TMEM cannot share memory; use two unions")
         if len({getattr(x, "collective", None) for x in found}) > 1:
-            raise ValueError(
-                "RefUnion: TMEM with collective=True and without; all leaves must agree"
-            )
+            raise ValueError("RefUnion: TMEM with and without collective=True; all must agree")
         self._set(groups=groups)
 
 
