@@ -10,9 +10,10 @@
  * the chain. A value that is also used elsewhere would stay in registers anyway. In that case
  * nothing is changed, and pm_warn_large warns the user.
  *
- * Loads of columns of tensor memory are taken if they need more than half of the registers that a
- * lane has at launch, since ptxas moves part of the work on a large array before the rest of it. A
- * WAIT_LOAD_TMEM between the loads and the stores moves to the end; waiting later is always right.
+ * Loads of columns of tensor memory are taken if they leave fewer than OTHERS of the registers that
+ * a lane has at launch or, where the chain computes, fewer than half of them, since ptxas moves
+ * part of the work on a large array before the rest of it. A WAIT_LOAD_TMEM between the loads and
+ * the stores moves to the end; waiting later is always right.
  */
 #include "../ir/tmem.h"
 #include "passes.h"
@@ -21,6 +22,7 @@ enum {
   LANES = 128,
   SM_REGISTERS = 65536,
   MOST_WORDS = 255, /* registers of a lane */
+  OTHERS = 40,      /* that the rest of a lane's work needs */
   STRIP = 32,       /* words of a lane that a strip of the widest value should take */
   ROWS = 8,         /* of a tile in SMEM */
   MOST_STORES = 16,
@@ -37,7 +39,8 @@ typedef struct chain {
   uint32_t n_stores, first_load, first_store, last_store; /* positions in the block */
   int dim;
   int64_t strip, bits; /* extent of a strip; bits of the widest element */
-  bool smem, tmem;
+  int64_t tile;        /* of which extents of strips are multiples */
+  bool tmem, computes;
 } chain;
 
 static int64_t words_of(const pm_type *t, int64_t elements) {
@@ -53,8 +56,9 @@ static bool exceeds(const pm_graph *g, pm_val v, int64_t most) {
 static bool is_large(const pm_graph *g, pm_val v) { return exceeds(g, v, MOST_WORDS); }
 
 /* Registers of a lane that an array from tensor memory may take. */
-static int64_t most_of_tmem(const pm_graph *g) {
-  return pm_max(pm_min(MOST_WORDS + 1, SM_REGISTERS / LANES / (int64_t)g->n_threads) / 2, 64);
+static int64_t most_of_tmem(const pm_graph *g, bool computes) {
+  const int64_t all = pm_min(MOST_WORDS + 1, SM_REGISTERS / LANES / (int64_t)g->n_threads);
+  return pm_max(computes ? all / 2 : all - OTHERS, 64);
 }
 
 /* A store that a chain may end in: of a large array, or one that may come from tensor memory. */
@@ -63,7 +67,7 @@ static bool is_candidate(const pm_graph *g, pm_opid op) {
   if (pm_get(g, op)->code != PM_OP_STORE) return false;
   t = pm_typeof(g, pm_in(g, op, 1));
   return is_large(g, pm_in(g, op, 1)) ||
-         (t->kind == PM_ARRAY && t->rank == 2 && pm_type_size(t) > most_of_tmem(g) * LANES);
+         (t->kind == PM_ARRAY && t->rank == 2 && pm_type_size(t) > most_of_tmem(g, true) * LANES);
 }
 
 /* ---- which memory -------------------------------------------------------------------------- */
@@ -103,12 +107,23 @@ static bool may_overlap(const pm_graph *g, pm_val written, pm_val other) {
 
 static bool takes_strips(chain *c, pm_val v, int dim);
 
+/* Slices of a ref along a dimension that the user tiled are whole tiles. */
+static void keep_tiles(chain *c, pm_val ref) {
+  pm_view v;
+  pm_err ignored;
+  const bool smem = pm_typeof(c->g, ref)->space == PM_SMEM;
+  if (smem && c->tile % ROWS) c->tile *= ROWS;
+  if (!smem || pm_view_of(c->g, ref, true, &v, &ignored) || c->dim >= v.rank) return;
+  const int64_t t = v.dim[c->dim].tile;
+  if (t > 1 && c->tile % t) c->tile = t % c->tile ? c->tile * t : t;
+}
+
 static bool load_takes_strips(chain *c, pm_opid op) {
   const pm_graph *g = c->g;
   const uint32_t at = pm_position(g, op);
   const pm_val ref = pm_in(g, op, 0);
   if (*pm_attr(g, op, PM_ATTR_LAYOUT)) return false;
-  c->smem |= pm_typeof(g, ref)->space == PM_SMEM;
+  keep_tiles(c, ref);
   c->first_load = (uint32_t)pm_min(c->first_load, at);
   for (uint32_t k = 0; k < c->n_stores; k++) {
     const pm_val to = pm_in(g, c->store[k], 0);
@@ -137,6 +152,7 @@ static bool columns_take_strips(chain *c, pm_opid op, int dim) {
     return false;
   if (*pm_attr(g, op, PM_ATTR_LAYOUT) && !layout_of_columns(g, op, ROWS)) return false;
   c->first_load = (uint32_t)pm_min(c->first_load, pm_position(g, op));
+  if (c->tile % ROWS) c->tile *= ROWS;
   return c->tmem = true;
 }
 
@@ -171,6 +187,7 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
   }
   if (info->layout != PM_LAY_POINTWISE || !pm_is_pure(o->code)) return false;
   if (info->n_attrs && !pm_has_attr(g, op, PM_ATTR_EXACT)) return false;
+  c->computes |= o->code != PM_OP_CONVERT;
   for (uint32_t k = 0; k < o->n_in; k++)
     if (!takes_strips(c, pm_in(g, op, k), dim)) return false;
   return true;
@@ -215,7 +232,6 @@ static void gather_stores(chain *c, uint32_t at) {
     }
     if (!fits) break;
     c->store[c->n_stores++] = op;
-    c->smem |= pm_typeof(g, pm_in(g, op, 0))->space == PM_SMEM;
   }
 }
 
@@ -225,10 +241,11 @@ static void choose_strip(chain *c, const pm_type *t) {
   int64_t row = 1;
   for (int d = 0; d < t->rank; d++) row *= d == c->dim ? 1 : t->dim[d];
   const int64_t extent = t->dim[c->dim], even = LANES * 128 / pm_max(c->bits, 8);
-  const int64_t n = pm_min(pm_max(STRIP * LANES * 32 / pm_max(c->bits, 1) / row, 1), extent);
+  const int64_t most = pm_max(STRIP * LANES * 32 / pm_max(c->bits, 1) / row, c->tile);
+  const int64_t n = pm_min(most, extent);
   int best = -1;
   for (int64_t d = n; d >= 1 && d >= n / 2; d--) {
-    if ((c->smem || c->tmem) && d % ROWS) continue;
+    if (d % c->tile) continue;
     const int score = 2 * (d * row % even == 0) + (extent % d == 0);
     if (score > best) c->strip = d;
     best = pm_max(best, score);
@@ -243,7 +260,9 @@ static bool is_chain(chain *c) {
   memset(c->inside, 0, sizeof(uint32_t) * c->n_values);
   c->first_load = c->first_store;
   c->bits = c->strip = 0;
-  c->tmem = false;
+  c->tmem = c->computes = false;
+  c->tile = 1;
+  for (uint32_t k = 0; k < c->n_stores; k++) keep_tiles(c, pm_in(g, c->store[k], 0));
   for (uint32_t k = 0; k < c->n_stores; k++)
     if (!takes_strips(c, pm_in(g, c->store[k], 1), c->dim)) return false;
   if (is_wanted_elsewhere(c)) return false;
@@ -252,7 +271,8 @@ static bool is_chain(chain *c) {
     if (!has_no_effect_but_loads(g, op) && !(c->tmem && waits_for_loads(g, op))) return false;
   }
   const int64_t words = pm_type_size(t) / LANES * c->bits / 32;
-  if (!is_large(g, pm_in(g, c->store[0], 1)) && !(c->tmem && words > most_of_tmem(g))) return false;
+  if (!is_large(g, pm_in(g, c->store[0], 1)) && !(c->tmem && words > most_of_tmem(g, c->computes)))
+    return false;
   choose_strip(c, t);
   return c->strip && c->strip < t->dim[c->dim];
 }

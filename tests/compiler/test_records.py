@@ -117,7 +117,8 @@ def move(case, store):
         if reduce:
             _, o[...] = plgpu.async_load_tmem(part, layout=layout, reduce=reduce)
         else:
-            o[...] = plgpu.async_load_tmem(part, layout=layout)
+            value = plgpu.async_load_tmem(part, layout=layout)
+            o[...] = lax.optimization_barrier(value)  # whole: no loop over columns
 
     def put(x, o, t):
         value = plgpu.load(x, layout=layout, optimized=False)

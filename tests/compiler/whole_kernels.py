@@ -23,8 +23,8 @@ def roles(L, *functions):
 
 
 def result(L, acc, o):
-    """The accumulator to the result."""
-    o[...] = L.plgpu.async_load_tmem(acc)
+    """The accumulator to the result, in one load."""
+    o[...] = L.lax.optimization_barrier(L.plgpu.async_load_tmem(acc))
     L.plgpu.wait_load_tmem()
 
 
