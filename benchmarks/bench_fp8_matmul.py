@@ -9,7 +9,7 @@ before it is timed; the relative error in the norm is shown. Contestants take tu
 (timing.py). torch._scaled_mm sums as the tensor cores do ("fast") or not; with scales of blocks
 it has one way. Contestants that fail (torch takes multiples of 16 only) are named with the reason.
 Few rows go round over copies of B, so that it comes from memory. --configs times configurations
-of ours. The pass that turns operands is timed beside a copy. A short table comes last."""
+of ours. The pass that transposes operands is timed beside a copy. A short table comes last."""
 
 import argparse
 import functools
@@ -215,18 +215,18 @@ def bench(text, args):
     return problem.title, row
 
 
-def bench_turning(rows, cols, args):
-    """The pass that turns operands, beside a copy and torch's way."""
+def bench_transpose(rows, cols, args):
+    """The pass that transposes operands, beside a copy and torch's way."""
     x = torch.randn(rows, cols, device="cuda").to(torch.float8_e4m3fn)
     plain = x.view(torch.uint8)
     out = torch.empty(cols, rows, device="cuda", dtype=torch.uint8)
     kernel = transposing((rows, cols), _dtype(), True, None)
     got = kernel(x)
-    assert torch.equal(got.view(torch.uint8)[:, :rows], plain.T), "turning: wrong elements"
+    assert torch.equal(got.view(torch.uint8)[:, :rows], plain.T), "transpose: wrong elements"
     contestants = {
         "copy": lambda: out.view(rows, cols).copy_(plain),
         "torch, transposed copy": lambda: out.copy_(plain.T),
-        "turning": lambda: kernel(x, out=got),
+        "transpose": lambda: kernel(x, out=got),
     }
     times = all_ways(contestants, 0.3 if args.quick else 0.6, ("burst",))["burst"]
     print(f"\n### Turning {rows} x {cols}\n\n| what | us | TB/s |\n|---|---:|---:|")
@@ -271,9 +271,9 @@ def main():
         torch.cuda.empty_cache()
     for shape in ((8192, 8192), (4095, 8192), (4096, 4100)):
         try:
-            bench_turning(*shape, args)
+            bench_transpose(*shape, args)
         except Exception as e:  # noqa: BLE001 - shown, the rest is still done
-            print(f"turning {shape}: {type(e).__name__}: {str(e)[:300]}")
+            print(f"transpose {shape}: {type(e).__name__}: {str(e)[:300]}")
     print("\n### Summary: time of torch / time of ops (above 1: ops is faster)\n")
     print("burst, cool, sustained; TFLOP/s of ops, sustained\n")
     print("| size | " + " | ".join(SUMMARY) + " |")

@@ -101,12 +101,12 @@ def rotary_attention(b, shape, backward):
     inside = {"cos": cos, "sin": sin, "causal": causal}
 
     def apart(**options):
-        turned = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
-        return ops.attention(*turned, v, causal=causal, **options)
+        rotated = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
+        return ops.attention(*rotated, v, causal=causal, **options)
 
     def apart_backward(o, lse):
-        turned = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
-        dq, dk, dv = ops.attention_backward(grad, *turned, v, o, lse, causal=causal)
+        rotated = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
+        dq, dk, dv = ops.attention_backward(grad, *rotated, v, o, lse, causal=causal)
         ops.rotary(dq, cos, sin, inverse=True, out=dq)
         return dq, ops.rotary(dk, cos, sin, inverse=True, out=dk), dv
 
@@ -129,11 +129,11 @@ def rotary_attention(b, shape, backward):
     group = q.shape[2] // k.shape[2]
     leaves = [training.part(x, m).requires_grad_() for x, m in ((q, group), (k, 1), (v, 1))]
 
-    def turned(x):
+    def rotated(x):
         left, right = x.chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
-    y = training.plain_attention(turned(leaves[0]), turned(leaves[1]), leaves[2], causal)
+    y = training.plain_attention(rotated(leaves[0]), rotated(leaves[1]), leaves[2], causal)
     want = [y.detach().transpose(1, 2)]
     if backward:
         want = torch.autograd.grad(y, leaves, training.part(grad, group))
@@ -185,8 +185,8 @@ def norm(b, name, rows, n):
     calls = {name: calls[name] for name in ready}
     del ready
     for name_, f in calls.items():
-        dirt = [b.nan(*t.shape) for t in (x, w, w)]
-        del dirt  # the next results get this memory
+        poison = [b.nan(*t.shape) for t in (x, w, w)]
+        del poison  # the next results get this memory
         found[name_] = training.errors_of({name_: f(grad, x)}, want)[name_]
     work = 3 * x.numel() * 2
     to = torch.empty(work // 4, device=x.device, dtype=torch.bfloat16)

@@ -178,7 +178,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
-/* ---- turns -------------------------------------------------------------------------------- */
+/* ---- ordered sections ---------------------------------------------------------------------- */
 
 static step turn_fail(pm_machine *m, thread *t, const instr *i, const char *what) {
   return pm_vm_fail(

@@ -9,7 +9,8 @@
  * function that the line calls are in it. If the line reads `name = ...`, the last result of the
  * run gets that name. If it reads `a, b = ...`, so do the results of the last op if there are as
  * many, else those of the run that no op of it uses, if there are as many. Several results of one
- * op share a single name, and a target `_` need not be one of them. Runs of lines inside of the
+ * op share a single name, and a target `_` need not be one of them; the name of a tuple, list or
+ * dict is none of its elements'. Runs of lines inside of the
  * function come first. Ops in regions of others of the run (of a lambda) do not count. What a
  * loop carries is named as its results are. */
 #include "trace.h"
@@ -256,6 +257,20 @@ static bool picks(const char *line) {
   return n && line[n - 1] == ']';
 }
 
+/* Is the value of the line a tuple, a list or a dict, as far as the line tells? */
+static bool holds_several(const char *line) {
+  const char *p = skip_blanks(strchr(line, '=') + 1);
+  bool enclosed = *p == '(';
+  if (*p == '[' || *p == '{') return true;
+  int depth = 0;
+  for (; *p && *p != '#'; p++) {
+    depth += (*p == '(' || *p == '[' || *p == '{') - (*p == ')' || *p == ']' || *p == '}');
+    enclosed = enclosed && depth;
+    if (*p == ',' && depth == enclosed) return true;
+  }
+  return false;
+}
+
 /* Without the targets `_`, if as many as `wanted` are left. */
 static uint32_t without_ignored(target *names, uint32_t n, uint32_t wanted) {
   uint32_t left = 0;
@@ -357,6 +372,7 @@ static void name_run(namer *n, const pm_opid *run, uint32_t n_run, pm_opid end, 
   uint32_t n_names = line ? read_targets(line, names) : 0;
   const uint32_t n_out = pm_get(g, run[last])->n_out;
   if (!n_names) return;
+  if (n_names == 1 && holds_several(line)) return;
   if (n_names == 1 && n_out <= MAX_TARGETS && !picks(line)) {
     while (n_names < n_out) names[n_names++] = names[0];
   }

@@ -41,7 +41,7 @@ class _Drained:
         def _():
             for d in others:
                 self.hear(d, p.done, p.blocks)
-            self.turn[0] = self.epoch + 1
+            self.next_epoch[0] = self.epoch + 1
 
     def consumer(self, me):
         super().consumer(me)
@@ -56,8 +56,8 @@ class _EnginePlan:
 
     def named_by_engine(self, refs):
         """The operands, with what came, the result and the memory by name."""
-        a, b, came, o, turn, *others = refs
-        return self.named((a, b, o, came, turn, *others), "staging", "turn")
+        a, b, came, o, next_epoch, *others = refs
+        return self.named((a, b, o, came, next_epoch, *others), "staging", "next_epoch")
 
 
 class GatherPlan(_EnginePlan, products.GatherPlan):
@@ -151,14 +151,14 @@ class _Engine(Collective):
         super().__init__(mesh, body, name, *args, **options)
         self.plan, self.stream, self.there = plan, None, {}
         self.came = plgpu.symm_empty(*arrives, mesh)
-        self.turn, self.flags = self.lasting[0], self.lasting[-2]
-        for x in [self.turn] if mesh.group is not None else self.turn:
+        self.next_epoch, self.flags = self.lasting[0], self.lasting[-2]
+        for x in [self.next_epoch] if mesh.group is not None else self.next_epoch:
             x[...] = 1
 
     def __call__(self, a, b, out=None):
         if self.mesh.group is None:
             for d in range(self.mesh.size):
-                self._feed(d, a[d], b[d], self.turn[d], lambda x, to: x[to], _now)
+                self._feed(d, a[d], b[d], self.next_epoch[d], lambda x, to: x[to], _now)
             return super().__call__(a, b, self.came, out=out)
         torch, kept = _torch(), []
         rank = _torch(".distributed").get_rank(self.mesh.group)
@@ -174,7 +174,7 @@ class _Engine(Collective):
                 target.copy_(source)  # contiguous: by the copy engine
 
         self.stream.wait_stream(current)
-        self._feed(rank, a, b, self.turn, self._of_peer, copy)
+        self._feed(rank, a, b, self.next_epoch, self._of_peer, copy)
         made = super().__call__(a, b, self.came, out=out)
         current.wait_stream(self.stream)
         return made
@@ -189,8 +189,8 @@ class _Engine(Collective):
         """That all enqueued so far is done; None without GPUs."""
         return None if self.mesh.group is None else _torch().cuda.current_stream().record_event()
 
-    def _tell(self, me, to, flag, turn, of, copy):
-        copy(of(self.flags, to)[flag, 0, me : me + 1], turn)
+    def _tell(self, me, to, flag, next_epoch, of, copy):
+        copy(of(self.flags, to)[flag, 0, me : me + 1], next_epoch)
 
 
 def _now(target, source, after=None):
@@ -198,7 +198,7 @@ def _now(target, source, after=None):
 
 
 class Gather(_Engine):
-    def _feed(self, me, a, b, turn, of, copy):
+    def _feed(self, me, a, b, next_epoch, of, copy):
         """Enqueue the copies of device `me`. of(x, device): the lasting array of a device."""
         n, band = self.mesh.size, self.plan.band
         for step in range(1, n):
@@ -206,7 +206,7 @@ class Gather(_Engine):
             for k, first in enumerate(range(0, self.plan.x.m, band)):
                 at = slice(first, first + band)
                 copy(of(self.came, to)[step - 1, at], a[at])
-                self._tell(me, to, k, turn, of, copy)
+                self._tell(me, to, k, next_epoch, of, copy)
 
 
 class Scatter(_Engine):
@@ -217,7 +217,7 @@ class Scatter(_Engine):
             interpret = interpret or True
         self.how = {"out_dtype": np.float32, "interpret": interpret}
 
-    def _feed(self, me, a, b, turn, of, copy):
+    def _feed(self, me, a, b, next_epoch, of, copy):
         """The products for the other devices, and the copies to them."""
         n, m, size = self.mesh.size, self.plan.x.m, self.plan.chunk_rows
         for step in range(1, n):
@@ -227,7 +227,7 @@ class Scatter(_Engine):
                 last = min(first + size, m)
                 summand = matmul(a[to * m + first : to * m + last], b, **self.how)
                 copy(there[first:last], summand, self._event())
-                self._tell(me, to, k, turn, of, copy)
+                self._tell(me, to, k, next_epoch, of, copy)
 
 
 def gathered(plan, *args, **options):

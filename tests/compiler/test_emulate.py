@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -318,6 +319,17 @@ def test_the_environment_chooses_it_and_programs_are_kept(tmp_path):
         (program,) = set(machine.glob("*.so")) - {machine / "machine.so"}
         made.append(program.stat().st_ino)
     assert made[0] == made[1]
+
+
+@pytest.mark.long
+def test_clocks_that_are_shared(tmp_path):
+    """They hold what plain vectors hold."""
+    source = Path(__file__).parent / "clocks.cpp"
+    program = tmp_path / "clocks"
+    flags = [*host.COMMON, "-O1", f"-I{host.HERE}"]
+    host.build(host.compiler(), *flags, source, host.HERE / "clocks.cpp", "-o", program)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_missing_compiler_is_named(tmp_path):

@@ -408,6 +408,29 @@ def test_names_of_several_targets():
     assert low.resources()["registers"] > 0  # it compiles
 
 
+def test_tuples_lend_no_name():
+    """The name of several values is not that of the last one; one that is computed has its name."""
+
+    def body(x_ref, o_ref):
+        i, j = lax.axis_index("i"), lax.axis_index("j")
+        at = pl.ds(i * 64, 64), pl.ds(j * 32, 32)
+        also = (i + 3, (j + 7))
+        last = ((j + 9),)
+        lists = [i - 1, j - 2]
+        table = {"a": i - 5, "b": j - 6}
+        total = (i + 1) * jnp.minimum(j, 9)
+        more = i + jnp.maximum(j, 4)
+        used = also[0] + also[1] + last[0] + sum(lists) + table["a"] + table["b"]
+        o_ref[at] = x_ref[at] + (total + more + used).astype(jnp.float32)
+
+    x = np.zeros((256, 96), np.float32)
+    text = plgpu.kernel(body, out_type=x, grid=(4, 3), grid_names=("i", "j")).lower(x)
+    text = text.as_text("traced")
+    for name in ("at", "also", "last", "lists", "table"):
+        assert f"%{name}" not in text, name
+    assert "%total" in text and "%more" in text and "%used" in text
+
+
 def test_numbers_of_names_are_of_their_scope():
     """Two branches each have their own `slot`; where one stands inside of another, both are
     numbered. Scratch in GMEM has the user's name."""

@@ -29,7 +29,7 @@ CLUSTER, SPECIALISED, WS = (
     "pipelines/test_specialised.py",
     "pipelines/test_ws_steps.py",
 )
-TURNS, SCHEDULE = "pipelines/test_turns.py", "pipelines/test_schedule.py"
+SECTIONS, SCHEDULE = "pipelines/test_ordered_section.py", "pipelines/test_schedule.py"
 NAMED, EVAL = "pipelines/test_named_barriers.py", "compiler/test_eval.py"
 ATTENTION, WS_PIPELINE = "ops/test_attention.py", "pipelines/test_ws_pipeline.py"
 FUZZ = [f"fuzz/test_fuzz.py::test_random_kernels[cover{k}]" for k in range(3)]
@@ -42,7 +42,7 @@ ALL += [
     "memory/test_semaphores.py",
     "compiler/test_ptx.py",
 ]
-ALL += [COMPILERS, HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
+ALL += [COMPILERS, HOST, ERRORS, SURFACE, RUNTIME, SECTIONS, SCHEDULE, ATTENTION, WS_PIPELINE]
 
 # name: (file, function, pattern, what replaces it, tests that come first); find.py says what a
 # function and a pattern are

@@ -21,7 +21,7 @@ from . import (
     SPECIALISED,
     SURFACE,
     TEXT,
-    TURNS,
+    SECTIONS,
     WS,
     breaks,
 )
@@ -879,8 +879,8 @@ breaks(
 
 breaks(
     f"{CUDA}/emit_async.c",
-    f"{TURNS}::test_turns_go_round",
-    TURNS,
+    f"{SECTIONS}::test_sections_go_round",
+    SECTIONS,
     a_turn_is_passed_to_oneself=(
         "pm_cuda_LEAVE_SECTION",
         'e->n_section, first + 1, first), "");',
@@ -999,8 +999,8 @@ breaks(
 )
 breaks(
     f"{CUDA}/program.c",
-    f"{TURNS}::test_turns_go_round",
-    TURNS,
+    f"{SECTIONS}::test_sections_go_round",
+    SECTIONS,
     f"{ATTENTION}::test_lengths",
     nobody_has_the_first_turn=(
         "print_work",
@@ -1017,7 +1017,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_async.c",
-    f"{TURNS}::test_warps_arrive_by_themselves",
+    f"{SECTIONS}::test_warps_arrive_by_themselves",
     WS,
     one_lane_arrives_for_one_warp=(
         "pm_cuda_ARRIVE",
@@ -1042,8 +1042,8 @@ breaks(
 )
 breaks(
     f"{PASSES}/sync.c",
-    f"{TURNS}::test_warps_arrive_by_themselves",
-    f"{TURNS}::test_warps_do_not_arrive_beside_a_copy",
+    f"{SECTIONS}::test_warps_arrive_by_themselves",
+    f"{SECTIONS}::test_warps_do_not_arrive_beside_a_copy",
     WS,
     CLUSTER,
     SCHEDULE,
@@ -1061,7 +1061,7 @@ breaks(
 )
 breaks(
     f"{PASSES}/divergence.c",
-    TURNS,
+    SECTIONS,
     one_named_barrier_too_many=("check_section", "g->n_threads + 1 + n >", "g->n_threads + n >"),
     rings_of_several_sizes=("check_section", "if (c->turns && c->turns != n)", "if (c->turns > n)"),
     some_warps_may_move_data=("is_local", "return !pm_op_scratch(g, op);", "return true;"),
@@ -1073,7 +1073,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_registers.c",
-    f"{TURNS}::test_lazy_where_is_where",
+    f"{SECTIONS}::test_lazy_where_is_where",
     f"{ARRAYS}::test_reductions",
     f"{CLUSTER}::test_any_and_all",
     several_results_have_one_vote=("vote", "if (results > 1) return NULL;", "(void)results;"),
@@ -1153,7 +1153,7 @@ breaks(
 breaks(
     f"{DEVICE}/thread.cuh",
     CATALOGUE,
-    TURNS,
+    SECTIONS,
     one_warpgroup_takes_the_turn=("section_enter", '"bar.sync %0, 256;"', '"bar.sync %0, 128;"'),
     one_warpgroup_passes_the_turn=(
         "section_leave",
@@ -1245,7 +1245,7 @@ breaks(
 )
 breaks(
     f"{PASSES}/layouts.c",
-    f"{TURNS}::test_few_rows_take_few_registers",
+    f"{SECTIONS}::test_few_rows_take_few_registers",
     few_rows_are_padded_to_64=(
         "matrix_for",
         "if (!best || !pm_layout_is_padded(pm_layout_of(g, best))) return best;",

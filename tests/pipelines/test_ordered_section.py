@@ -18,7 +18,7 @@ def text_of(run, body, out, *args, **options):
 
 
 @pytest.mark.parametrize("threads,ring", [(2, 2), (3, 3), (4, 3)])
-def test_turns_go_round(run, threads, ring):
+def test_sections_go_round(run, threads, ring):
     """What is counted in turns is counted in order, whatever the schedule."""
 
     def body(o, count):
@@ -102,7 +102,7 @@ def test_a_ring_needs_named_barriers():
         of(body, 8)()
 
 
-def test_turns_that_nobody_passes_on():
+def test_sections_that_nobody_leaves():
     """Found on the interpreter, with the line."""
 
     def unequal(o):
