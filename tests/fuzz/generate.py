@@ -1102,6 +1102,27 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         ]
         self.scoped(types, block, [s, full, empty])
 
+    def specialised_input(self, steps, shared, dtype, late):
+        """A BlockSpec, its operand, shape and kind of its blocks."""
+        # what any blocks of a cluster can share: rows of 128 bytes, swizzle patterns for each
+        rows, columns = self.rng.choice((16, 32)), 128 // itemsize(dtype)
+        collective = shared and self.chance(0.7)
+        if not collective and self.chance(0.5):
+            rows, columns = self.rng.choice((1, 3, 8)), self.rng.choice((16, 33, 64))
+        transforms, _ = self.transforms((rows, columns), dtype)
+        kind = self.rng.choice(("wild", "norm", "small"))
+        form, over = self.pick({"a0": 4, "a0 // 2": 1, f"{steps - 1} - a0": 1}), 0
+        if self.chance(0.25):
+            over = self.rng.randint(1, rows)
+        total = max(1, (1 + (steps - 1) // (2 if "/" in form else 1)) * rows - over)
+        x = self.operand((total, columns), dtype, self.data_kind(dtype, kind))
+        axes = ""
+        if collective:
+            self.feature("multicast")
+            axes = f', collective_axes="{self.rng.choice(shared)}"'
+        spec = f"({rows}, {columns}), lambda a0: ({form}, 0){transforms}{late}{axes}"
+        return f"plgpu.BlockSpec({spec})", x, ((rows, columns), kind)
+
     def seg_specialised(self):
         """A pipeline with a memory thread; blocks of a cluster share what they all load."""
         self.feature("specialised")
@@ -1114,29 +1135,11 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         dtype = self.rng.choice(COMMON)
         specs, refs, names, blocks = [], [], [], []
         for _ in range(self.rng.randint(1, 3)):
-            # what any blocks of a cluster can share: rows of 128 bytes, swizzle patterns for each
-            rows, columns = self.rng.choice((16, 32)), 128 // itemsize(dtype)
-            collective = shared and self.chance(0.7)
-            if not collective and self.chance(0.5):
-                rows, columns = self.rng.choice((1, 3, 8)), self.rng.choice((16, 33, 64))
-            transforms, _ = self.transforms((rows, columns), dtype)
-            kind = self.rng.choice(("wild", "norm", "small"))
-            form, over = self.pick({"a0": 4, "a0 // 2": 1, f"{steps - 1} - a0": 1}), 0
-            if self.chance(0.25):
-                over = self.rng.randint(1, rows)
-            total = max(1, (1 + (steps - 1) // (2 if "/" in form else 1)) * rows - over)
-            x = self.operand((total, columns), dtype, self.data_kind(dtype, kind))
-            axes = ""
-            if collective:
-                self.feature("multicast")
-                axes = f', collective_axes="{self.rng.choice(shared)}"'
-            specs.append(
-                f"plgpu.BlockSpec(({rows}, {columns}), lambda a0: ({form}, 0){transforms}{late}"
-                f"{axes})"
-            )
+            spec, x, block = self.specialised_input(steps, shared, dtype, late)
+            specs.append(spec)
             refs.append(x)
             names.append(self.name("p"))
-            blocks.append(((rows, columns), kind))
+            blocks.append(block)
         outs = []
         if compute == 1 and self.chance(0.5):
             shape = (self.rng.choice((1, 4, 16)), self.rng.choice((32, 33, 128)))
