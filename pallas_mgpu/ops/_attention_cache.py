@@ -1,5 +1,5 @@
-"""What attention is told of keys and values besides themselves: how many there are and where, both
-read when the kernel runs, and what elements of 8 bits are multiplied with."""
+"""Arguments of attention that describe keys and values: lengths and page tables, both read when the
+kernel runs, and the scales of 8-bit elements."""
 
 from typing import NamedTuple
 

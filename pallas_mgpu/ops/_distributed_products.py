@@ -17,17 +17,18 @@ whose rows they are, while the next tiles are multiplied. Blocks end with their 
 warp, the *listener*, hears what came for them, and the consumers add it, in the order of the ranks.
 
 Product, then all-reduce: as before, but tiles are dealt to the devices one by one, and the courier
-takes the sum of a tile to all others. A kernel ends once all devices have told that their sums are
-there.
+sends the sum of a tile to all others. A kernel ends once all devices have signalled that their sums
+have arrived.
 
 Where there is one wave of tiles, all of them would be ready at its end, and the transfer begin
 there. Blocks of a cluster then divide K among them, and go through the tiles in more waves.
 
-The other way (`transfer="pull"`) nobody stores to another device: couriers fetch. Rows are
-fetched from the operands of the others, which are ready once these have begun, and must stay until
-all have told that they have fetched them. Summands wait in memory of their own device until a
-fourth warp of the producer of the block that adds them, the *puller*, hears of them; it copies them
-to memory of its own device and raises the flags that the couriers of others would.
+With `transfer="pull"`, no device stores to another: couriers load instead. Rows are loaded from the
+operands of the other devices, which are ready once their kernels have begun, and which must not
+change until all devices have signalled that they have loaded them. Summands stay in memory of their
+own device until a fourth warp of the producer of the block that adds them, the *puller*, sees their
+flag; it copies them to memory of its own device and raises the flags that the couriers of other
+devices would raise.
 
 With `transfer="engine"` the copy engines move the data: _distributed_engine.py.
 

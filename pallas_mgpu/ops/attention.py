@@ -1,22 +1,23 @@
 """Attention (forward) on Hopper's tensor cores: softmax(scale Q K^T) V, scores in registers only.
 
-Persistent blocks, one per SM. Each consumer owns 64 rows of queries; the producer fetches. K and V
-travel in separate rings, because K of the next block is wanted before V of this one. Per block of
-keys a consumer issues S = Q K, then O += P V of the block before, waits for S alone, and computes
-its softmax while O is still in the making. Consumers take turns at issuing, so that the softmax of
-one runs under the products of the other, whatever the instruction order.
+Persistent blocks, one per SM. Each consumer owns 64 rows of queries; the producer loads. K and V
+have separate rings, because K of the next block is needed before V of this one. For each block of
+keys, a consumer issues S = Q K^T, then O += P V of the previous block, waits for S alone, and
+computes its softmax while the product for O is in flight. Consumers issue in turn, so that the
+softmax of one overlaps the products of the other, whatever the instruction order.
 
-The steps of all tiles are one loop: with the first S of a tile goes the last P V of the tile
-before, whose result leaves then. So each product stands once in the kernel, which compiles in four
-fifths of the time. Before the first block comes a P V that nobody wants, after the last an S. What
-happens once in a tile stands in one branch, which most steps jump over.
+One loop runs the steps of all tiles: the first S of a tile is issued with the last P V of the
+previous tile, whose result is then stored. Each product therefore occurs once in the kernel, which
+compiles in four fifths of the time. The loop starts with a P V and ends with an S whose results are
+discarded. What happens once per tile is in one branch, which most steps skip.
 
-Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which
-float16 probabilities still hold. Row sums are kept per column modulo 8 and are added up at the end.
+Row maxima are stale on purpose: O is rescaled only if a maximum grows by more than 2^8, a factor
+that float16 probabilities can still represent. Row sums are kept per column modulo 8 and added up
+at the end.
 
-Key blocks go from the last to the first, so that those with a causal mask come first. Causal tiles
-have different lengths: a counter hands them out, longest first, in groups of heads whose K and V
-fit in the L2 cache.
+Blocks of keys are processed from the last to the first, so that those with a causal mask come
+first. Causal tiles have different lengths: a counter assigns them, longest first, in groups of
+heads whose K and V fit in the L2 cache.
 """
 
 import functools

@@ -248,7 +248,7 @@ class _Block(Shares):
         return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
 
     def attend_segment(self, acc, me, found, carry):
-        """The consumers take the blocks by turns; each adds up a part of what others have. carry:
+        """The consumers alternate between blocks; each adds up a part of what others have. carry:
         segments and blocks so far."""
         segment, it0 = carry
         b, head, first, blocks, length, low, high = found

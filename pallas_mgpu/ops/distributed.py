@@ -7,14 +7,14 @@ graph alike find where the last one left it. A flag that is as high as the count
 
 Data goes through staging memory, which lasts: a worker writes an *item* into a slot of each other
 device and raises its flag there, then takes what the others sent. It sends one item ahead of the
-one that it takes. A slot is free for item k + 4: a device that sends it has heard of the other's
-item k + 2, which that one sent after it had taken item k. So nobody waits before it sends, and
-operands and results are accessed by their own device alone.
+one that it takes. A slot is free for item k + 4: a device that sends it has seen the flag of the
+other's item k + 2, which was sent after item k had been taken. So no worker waits before it sends,
+and operands and results are accessed by their own device alone.
 
 Copies of large arrays go directly into the results, by TMA where they are contiguous there, which
 saves the way out of staging memory. These are ready for others only once the kernel has begun on
-their device, since what made them stands in front of it in the stream. So workers first hear from
-the others (ENTRY); and a kernel ends only when all others have ended with its arrays (EXIT).
+their device, since what made them comes before it in the stream. So workers first wait for a flag
+of each other device (ENTRY), and a kernel ends only when no other device uses its arrays (EXIT).
 
 Sums are taken in float32 in the order of the ranks, so that all devices get the same bits; two
 summands need no order."""

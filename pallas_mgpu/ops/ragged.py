@@ -1,27 +1,27 @@
 """Grouped matrix products on Hopper's tensor cores: the rows of an array come in groups whose sizes
 only the GPU knows.
 
-Both kernels are built as `matmul`: persistent blocks with a producer, which fills a ring by TMA,
-and consumers, which own 64 rows or columns of the tile each. At the start every block makes a table
-of where groups begin; whatever the sizes are, what is read and written lies in the arrays.
+Both kernels are built like `matmul`: persistent blocks with a producer, which fills a ring by TMA,
+and consumers, each of which owns 64 rows or columns of the tile. Every block starts by making a
+table of where groups begin; whatever the sizes are, all accesses are within the arrays.
 
 `ragged_dot` multiplies each group of rows with a matrix of its own. The tensor cores take the
 matrix as their left operand, of which they multiply 64 columns at a time, and the rows as the right
 one, of which they multiply any number; so a tile is as narrow as its group asks for, in steps of an
 eighth, and the result is transposed on its way into shared memory. Tiles begin where a group does
 and share its rows evenly, and what is stored ends where the group ends: in boxes of TMA, whose rows
-are powers of two. Narrow tiles take less time, so blocks soon do not work in step; a counter hands
-the tiles out, and those that multiply with the same columns still begin nearly at once and find
-them in the L2. With a fixed share for every block they drift apart, and the memory sends the
-matrices several times. The blocks of a cluster lie side by side and share the rows.
+are powers of two. Narrow tiles take less time, so blocks soon do not work in step; a counter
+assigns the tiles, so that those that need the same columns still begin at about the same time and
+find them in the L2. With fixed shares they would drift apart, and the matrices would be read from
+memory several times. The blocks of a cluster lie side by side and share the rows.
 
 `transposed_ragged_dot` sums over the rows of a group. Its last 1 to 32 rows (all 0 of an empty one)
 lie in a slot of their own, the edge, where rows of the next group come too; the producer overwrites
 those with zeros. The edge is multiplied first: its slot is free for the next tile during most of
 this one, every tile has one, and its product is what an accumulator begins with, not zeros. Groups
-of few hundred rows make more bytes of result than of operands: a tile is kept in 16 bits and
-stored, half by half, while the next one is multiplied, by one consumer when the other does not. The
-blocks of a cluster lie one above the other and share the right operand."""
+of a few hundred rows have more bytes of results than of operands: a tile is kept in 16 bits and
+stored, half by half, while the next one is multiplied, by the two consumers alternately. The blocks
+of a cluster lie one above the other and share the right operand."""
 
 import functools
 import math

@@ -18,10 +18,10 @@ from . import (
     PASSES,
     PIPES,
     SCHEDULE,
+    SECTIONS,
     SPECIALISED,
     SURFACE,
     TEXT,
-    SECTIONS,
     WS,
     breaks,
 )
