@@ -8,7 +8,7 @@ cases of products of parameters, and one without either fewer still:
   cases among which each combination of values of any t parameters occurs. So strength 1 has each
   value of each parameter, strength 2 each pair of values of two. Each way of `run` has an array of
   its own, of other cases where it can; with `covering(t, share=True)` and without `--long` the ways
-  without a GPU share one.
+  without a GPU share one. `covering(t, long=u)` is of strength u with `--long`.
 - Of other products of parameters with the fixture `run`, every third case runs on the emulated
   machine and the others on the interpreter, with `--long` all of them.
 - NVRTC compiles every fifth program of a test that the interpreter runs, with --long every third.
@@ -124,6 +124,7 @@ def beyond_arrays(items, long):
     functions = {}  # and strength -> way -> [(item, case)]
     for item in items:
         mark = item.get_closest_marker("covering")
+        strength = mark and (long and mark.kwargs.get("long") or mark.args[0])
         if mark and hasattr(item, "callspec"):
             way = item.callspec.params.get("run")
             case = {name: id(value) for name, value in item.callspec.params.items()}
@@ -131,7 +132,7 @@ def beyond_arrays(items, long):
                 case.pop("run", None)
             else:
                 way = "shared"
-            function = functions.setdefault((item.nodeid.partition("[")[0], *mark.args), {})
+            function = functions.setdefault((item.nodeid.partition("[")[0], strength), {})
             function.setdefault(way, []).append((item, case))
     for (_, strength), ways in functions.items():
         used = Counter()

@@ -180,7 +180,7 @@ PROGRAMS = {  # text, blocks, options
 MARKS = {  # by seconds
     "long": "attention, ring; attention, rescaled never; 3 tiles taken over; groups; scales, pair;"
     " scales, 3 tiles; gated, pair; mixed; gradients, one slot; gradients of 256, dK;"
-    " gradients of keys, 192",
+    " gradients of keys, 192; gradients",
     "exhaustive": "3 tiles of a pair; gated, 3 tiles of a pair; 2 tiles taken over by a pair;"
     " attention, 192; attention, 256; gradients of keys; gradients, ring",
 }

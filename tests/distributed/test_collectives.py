@@ -277,12 +277,14 @@ def made(mesh, kind, n, dtype=np.float32, blocks=2, columns=48, interpret=None):
 
 
 def on_the_host():
-    """Each kind on two devices, or on four; with --exhaustive everything."""
+    """Every third kind on two devices, or on four, with --long each; with --exhaustive
+    everything."""
     found = []
     for k, kind in enumerate(problems(2)):
         for n in (2, 4, 8):
             usual = n == (4 if kind == "all_reduce" else (2, 4)[k % 2])
-            found.append(pytest.param(kind, n, marks=[] if usual else pytest.mark.exhaustive))
+            late = pytest.mark.long if k % 3 else []
+            found.append(pytest.param(kind, n, marks=late if usual else pytest.mark.exhaustive))
     return found
 
 

@@ -668,12 +668,14 @@ def pair_whose_leader_hears_of_itself_alone(wrong, a, b, o, a_smem, b_smem, acc,
     o[pl.ds(me * 128, 128)] = plgpu.async_load_tmem(acc)
 
 
+@pytest.mark.covering(1, long=2)  # by one of the judges, with --long by both
 @pytest.mark.parametrize("backend", ["interpret", "emulate"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_right_one_is_clean(name, backend):
     planted.check_right(PAIRS[name], backend, range(32 if backend == "interpret" else 3))
 
 
+@pytest.mark.covering(1, long=2)  # by one of the judges, with --long by both
 @pytest.mark.parametrize("backend", ["interpret", "emulate"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_mistake_is_found(name, backend):

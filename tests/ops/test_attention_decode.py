@@ -304,7 +304,9 @@ def test_few_blocks(rng, monkeypatch, blocks, interpret):
     plgpu.clear_caches()
 
 
-@pytest.mark.parametrize("interpret", [True, "emulate"], ids=str)
+@pytest.mark.parametrize(
+    "interpret", [True, pytest.param("emulate", marks=pytest.mark.long)], ids=str
+)
 def test_out(rng, interpret):
     q, k, v, n = operands(rng, (70, 9), 1, 2, 1, 64, 70, np.float16)
     want, want_lse = expected(q, k, v, n)
