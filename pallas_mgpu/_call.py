@@ -23,7 +23,7 @@ from ._kernel import Definition, leaf_names
 from ._names import NotSpecified, accepts, show
 from ._pipeline import Operand, check_slots, run_steps
 from ._schedule import unravel
-from ._trace import Array, check_arity, env, parameter_names
+from ._trace import Array, check_arity, env, first_line, parameter_names
 from ._types import (
     GMEM,
     SMEM,
@@ -341,7 +341,7 @@ class _Call(Definition):
             positional, keyword = (), scratch
         self._check_arity(len(args), len(positional), keyword)
         if self.scratch:
-            scoped(steps, positional, keyword, names, ())
+            scoped(steps, positional, keyword, names, (), first_line(self.body))
         else:
             steps()
 

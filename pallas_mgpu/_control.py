@@ -650,8 +650,9 @@ def _poison_of(dtype):
     return math.nan if has_nan else float(ml_dtypes.finfo(dtype).max)
 
 
-def scoped(f, types, kw_types, names, collective_axes):
-    """:func:`run_scoped` with names for the positional allocations in the generated text."""
+def scoped(f, types, kw_types, names, collective_axes, place=None):
+    """:func:`run_scoped` with names for the positional allocations in the generated text. place:
+    file and line of the allocations; by default the user's line."""
     what = "run_scoped"
     e = env(what)
     axes = axis_names(collective_axes)
@@ -667,7 +668,8 @@ def scoped(f, types, kw_types, names, collective_axes):
         part = _numbered(name)
         return tree.map(lambda x: _allocate(x, axes, next(part), what), t, is_leaf=_is_descriptor)
 
-    state = State()
+    state, trace = State(), _core.current_trace()
+    trace.put_place(*(place or (None, 0)))
     op = _core.open("scope", (), 1, collective=1 if axes else 0)
     try:
         op.enter(0)
@@ -677,6 +679,7 @@ def scoped(f, types, kw_types, names, collective_axes):
         own = tree.leaves([refs, kw_refs])
         if e.poisons:
             _poison(e, own, bool(axes), what)
+        trace.put_place(None, 0)
         leaves, structure = tree.flatten(state.run(lambda: f(*refs, **kw_refs)))
         for x in leaves:  # an accumulator carried by a pipeline was allocated outside
             if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):

@@ -441,6 +441,7 @@ class Definition:
                 keyword,
                 names,
                 self.mesh.thread_name,
+                _trace.first_line(self.body),
             )
         self._check_result(result)
 
@@ -581,7 +582,7 @@ class RefKernel:
             return f(*tree.unflatten(structure, args), *outs, *rest, **scratch)
 
         body.__name__ = inner.name
-        body.parameters = self._parameters(structure, is_ref)
+        body.parameters, body.inner = self._parameters(structure, is_ref), inner.body
         outs = tuple(inner.outs) + tuple(ShapeDtypeStruct(*t) for t in types)
         interpret = inner.interpret
         outer = Definition(

@@ -187,6 +187,16 @@ def as_values(leaves, what):
     return out
 
 
+def first_line(f):
+    """File and line where a function begins, with its decorators; None: it is not of Python. A
+    function that calls another one says which: ``inner``."""
+    f = getattr(f, "inner", f)
+    while isinstance(f, functools.partial):
+        f = f.func
+    code = getattr(f, "__code__", None)
+    return code and (code.co_filename, code.co_firstlineno)
+
+
 def parameter_names(f, count=0):
     """Names of the positional parameters of a function; empty where they are not known. Parameters
     ``*refs`` have the names refs_0, refs_1 and so on, ``count`` names in all. A function that calls

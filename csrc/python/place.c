@@ -153,7 +153,17 @@ void pmpy_user_place(const char **file, uint32_t *line) {
   user_frame(NULL, NULL, file, line);
 }
 
+void pmpy_put_place(pmpy_trace *t, PyObject *filename, uint32_t line) {
+  t->at_file = filename ? file_of(t, filename) : 0;
+  t->at_line = line;
+}
+
 void pmpy_stamp(pmpy_trace *t) {
+  if (t->at_file) {
+    t->b.file = t->at_file;
+    t->b.line = t->at_line;
+    return;
+  }
   t->b.file = t->b.line = 0;
   user_frame(t, &t->b.file, NULL, &t->b.line);
 }

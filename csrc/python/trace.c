@@ -392,6 +392,17 @@ static PyObject *trace_grid_sizes(PyObject *self, PyObject *numbers) {
   Py_RETURN_NONE;
 }
 
+/* put_place(file or None, line) */
+static PyObject *trace_put_place(PyObject *self, PyObject *args) {
+  pmpy_trace *t = (pmpy_trace *)self;
+  PyObject *file;
+  unsigned line;
+  if (!PyArg_ParseTuple(args, "OI:put_place", &file, &line)) return NULL;
+  if (!t->graph) return pmpy_fail(PM_E_RUNTIME, "this trace has ended");
+  pmpy_put_place(t, file == Py_None ? NULL : file, line);
+  Py_RETURN_NONE;
+}
+
 static PyObject *trace_finish(PyObject *self, PyObject *none) {
   pmpy_trace *t = (pmpy_trace *)self;
   (void)none;
@@ -426,6 +437,8 @@ static PyMethodDef trace_methods[] = {
      "size(how, a, b, least, most, multiple, name) -> number of a size of the call"},
     {"extents", trace_extents, METH_VARARGS, "extents(argument, numbers of sizes)"},
     {"grid_sizes", trace_grid_sizes, METH_O, "grid_sizes(numbers of sizes)"},
+    {"put_place", trace_put_place, METH_VARARGS,
+     "put_place(file, line): where what is added from here on is; None, 0: the user's line"},
     {"finish", trace_finish, METH_NOARGS, "End the trace; its Graph, verified."},
     {"abort", trace_abort, METH_NOARGS, "End the trace and drop what it holds."},
     {NULL, NULL, 0, NULL}};

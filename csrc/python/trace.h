@@ -55,6 +55,7 @@ typedef struct pmpy_trace {
   pmpy_region *region; /* stack of open regions; [0] is the kernel's body */
   pmpy_place place[PMPY_PLACES];
   uint32_t n_places;
+  uint32_t at_file, at_line;                 /* of what is added; file 0: the user's line */
   pmpy_instruction instructions[PMPY_LINES]; /* by code and place in it */
   pmpy_calls *calls;                         /* by rising ops */
   uint32_t n_calls, cap_calls;
@@ -99,8 +100,9 @@ void pmpy_name(pmpy_trace *t, pm_val val, const char *name);
 
 /* ---- place.c ------------------------------------------------------------------------------- */
 
-/* The builder at the user's line. */
+/* The builder at the user's line, or at the one that was put in its place; file NULL: none. */
 void pmpy_stamp(pmpy_trace *t);
+void pmpy_put_place(pmpy_trace *t, PyObject *filename, uint32_t line);
 /* 0 if memory ran out (no exception): the text is then simply missing. */
 uint32_t pmpy_intern(pm_graph *g, const char *text);
 /* Names of results, from the lines that made them. */

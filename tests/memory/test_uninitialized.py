@@ -53,6 +53,7 @@ def test_output():
         o[...] = tile[...]  # here
 
     text = refused(r"o\[0\] \(62 of its elements\).*comes from 'tile', allocated at ", body, out())
+    assert f"allocated at {__file__}:{body.__code__.co_firstlineno}\n" in text
     assert f"test_uninitialized.py:{body.__code__.co_firstlineno + 3}: o[...] = tile" in text
 
 
