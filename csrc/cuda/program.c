@@ -622,7 +622,9 @@ static void print_entry(pm_gen *e, pm_text *out) {
   }
   if (is_used(e, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
   if (is_used(e, "warp")) pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
-  if (is_used(e, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
+  if (is_used(e, "lane")) {
+    pm_putf(out, "  %su32 lane = threadIdx.x & 31;\n", is_used(e, "lane_again") ? "" : "const ");
+  }
   for (uint32_t k = 0; k < e->maps.n; k++) {
     if (e->maps.at[k].of == PM_MAP_PEERS) continue;
     pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);

@@ -10,7 +10,8 @@
  * with different requests have met again, it counts on the smallest, also for code of one role that
  * follows (what a compute thread does after a pipeline): it would be computed in local memory. So
  * a branch of such a role that has large arrays repeats the request of its threads, which changes
- * nothing for the hardware. */
+ * nothing for the hardware. There the generator reads the number of the lane again: ptxas would
+ * keep the one of the start in local memory. */
 #include "../ir/eval.h"
 #include "passes.h"
 
@@ -151,8 +152,9 @@ static void repeat(const repeater *r, pm_opid op, pm_blk region, uint32_t all, u
   if (n <= NONE || n <= least || r->asks[op]) return;
   pm_walk(g, region, note_size, &size);
   if (2 * size <= least) return;
-  const pm_attr_arg attrs[] = {{.id = PM_ATTR_N, .i = n}, {.id = PM_ATTR_INCREASE, .i = 1}};
-  pm_insert(g, region, 0, PM_OP_SET_MAX_REGISTERS, NULL, 0, NULL, 0, attrs, 2, op);
+  const pm_attr_arg attrs[] = {
+      {.id = PM_ATTR_N, .i = n}, {.id = PM_ATTR_INCREASE, .i = 1}, {.id = PM_ATTR_PLACED, .i = 1}};
+  pm_insert(g, region, 0, PM_OP_SET_MAX_REGISTERS, NULL, 0, NULL, 0, attrs, 3, op);
 }
 
 static void follow_branch(const repeater *r, pm_opid op, uint32_t threads, requests *at) {

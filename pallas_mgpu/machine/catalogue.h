@@ -786,6 +786,7 @@ template <int N>
 FN void setmaxnreg_inc(LINE) {
   host_registers(N, true, line);
 }
+FN u32 lane_again() { return threadIdx.x % 32; }
 template <int N>
 FN void setmaxnreg_dec(LINE) {
   host_registers(N, false, line);

@@ -160,6 +160,14 @@ template <int N> FN void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
 }
 
+//! lane_again
+// the number of the lane, not from a register of the code before
+FN u32 lane_again() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 //! setmaxnreg_dec
 template <int N> FN void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
