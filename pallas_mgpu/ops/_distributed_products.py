@@ -55,6 +55,7 @@ _LEAVING = 1  # pieces on the way from there, while the other slots are filled
 _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
+_PULLING = 56, 224  # registers of a lane of the producer, which has four roles, and of consumers
 _UNROLLED = 4  # devices whose summands are all loaded at once, at most
 # For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
 # cycles until what blocks that divide K send each other is added, and until the first rows of
@@ -957,6 +958,8 @@ class PullSumPlan(SumPlan):
         super().__init__(*args, **options)
         self.ready = self.flags  # and the following ones
         self.flags += self.units
+        if self.registers and self.parts > 2:  # with two, consumers load summands ahead
+            self.registers = _PULLING
 
     def scratch(self):
         found = super().scratch()
