@@ -534,7 +534,7 @@ def product(w, kind, m, k, cols, dtype, transfer=None):
         w.product(a, b, summand)
         w.nccl("reduce_scatter" if scatters else "all_reduce", summand, got)
 
-    options = {"out": out, "transfer": transfer or "push"} | ({"blocks": 2} if w.dry else {})
+    options = {"out": out, "transfer": transfer} | ({"blocks": 2} if w.dry else {})
 
     def ours():
         return getattr(distributed_matmul, kind)(a, b, w.mesh, **options)

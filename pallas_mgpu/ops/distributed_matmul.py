@@ -2,7 +2,14 @@
 
 The kernels are those of _distributed_products.py, where blocks move the data, and those of
 _distributed_engine.py, where the copy engines do. Operands whose rows TMA cannot address are copied
-first."""
+first.
+
+Who moves the data, unless `transfer=` says so: stores to another GPU delay the operands of the
+products that run meanwhile; loads hardly do, but a summand that is fetched is told of, loaded and
+stored again before it is added. So rows of A are fetched, where others can load them. Summands are
+fetched if their transfer goes on during later waves of tiles, and sent if there is one wave of each
+part, whose transfer ends after the products. Sums of `matmul_all_reduce` always end with a
+transfer, so its summands are sent."""
 
 import functools
 from typing import NamedTuple
@@ -12,6 +19,7 @@ import numpy as np
 import pallas_mgpu as plgpu
 from pallas_mgpu import pl
 from pallas_mgpu._caches import cached
+from pallas_mgpu._spmd import is_symmetric
 
 from . import _distributed_engine as engine
 from . import _distributed_products as products
@@ -20,7 +28,7 @@ from ._padding import cropping, padding
 from .distributed import Collective
 from .matmul import MatmulConfig, Product
 
-TRANSFERS = "push", "pull", "engine"
+TRANSFERS = "push", "pull", "engine"  # None: chosen
 
 
 class Call(NamedTuple):
@@ -40,7 +48,7 @@ class Call(NamedTuple):
     interpret: object = None
     tmem: bool = False
     config: MatmulConfig | None = None
-    transfer: str = "push"
+    transfer: str | None = "push"
     lag: int = 0
     direct: bool = False
 
@@ -93,6 +101,9 @@ def _gathered(call):
 
 @cached
 def _scattered(call):
+    if call.transfer is None:
+        plan = call.plan(products.SumPlan)
+        return _scattered(call._replace(transfer="pull" if plan.groups > 1 else "push"))
     kind, block, make = {
         "push": (products.SumPlan, products.SumBlock, None),
         "pull": (products.PullSumPlan, products.PullSumBlock, None),
@@ -157,6 +168,13 @@ def _aligned(x, mesh, interpret):
     return _padded(mesh, tuple(map(int, one.shape)), dtype, _interpreted(mesh, interpret))(x)
 
 
+def _reachable(x, mesh):
+    """Can the other devices surely load an operand?"""
+    if mesh.group is not None:
+        return is_symmetric(x)
+    return mesh.devices is None or all(isinstance(a, plgpu.DeviceArray) for a in x)
+
+
 def _interpreted(mesh, interpret):
     nowhere = mesh.devices is None and mesh.group is None
     return interpret or True if nowhere else interpret
@@ -180,10 +198,12 @@ def _prepare(
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
     tmem = _has_tensor_memory(mesh)
     blocks = plgpu.sm_count() if blocks is None else distributed._blocks(blocks, what)
-    if transfer not in TRANSFERS:
+    if transfer not in (None, *TRANSFERS):
         raise ValueError(f"{what}: transfer must be one of {TRANSFERS}, got {transfer!r}")
-    if tmem and transfer != "push":
+    if tmem and transfer not in (None, "push"):
         raise NotImplementedError(f'{what}: transfer="{transfer}" on Blackwell; use "push"')
+    if tmem or transfer is None and what == "matmul_all_reduce":
+        transfer = "push"
     if transfer == "engine" and (what == "matmul_all_reduce" or k * dtype.itemsize % 16):
         raise NotImplementedError(
             f'{what}: transfer="engine" is there for all_gather_matmul and matmul_reduce_scatter,'
@@ -204,7 +224,7 @@ def all_gather_matmul(
     out_dtype=None,
     blocks=None,
     config=None,
-    transfer="push",
+    transfer=None,
     interpret=None,
     out=None,
 ):
@@ -219,9 +239,13 @@ def all_gather_matmul(
     or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``, the one
     that needs it; ``"engine"``, the copy engines, with a process group, rows of a multiple of 16
     bytes and a mesh of one axis. With a process group, ``"pull"`` copies an ``a`` that is not from
-    ``plgpu.symm_empty``."""
+    ``plgpu.symm_empty``. By default ``"pull"`` on Hopper if all devices surely reach ``a``: a
+    tensor from ``plgpu.symm_empty``, which it then must be on all ranks or on none, or DeviceArrays
+    of one process; otherwise ``"push"``."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("all_gather_matmul", a, b, mesh, *how)
+    if call.transfer is None:
+        call = call._replace(transfer="pull" if _reachable(operands[0], mesh) else "push")
     return _gathered(call)(*operands, out=out)
 
 
@@ -234,7 +258,7 @@ def matmul_reduce_scatter(
     out_dtype=None,
     blocks=None,
     config=None,
-    transfer="push",
+    transfer=None,
     interpret=None,
     out=None,
 ):
@@ -243,7 +267,9 @@ def matmul_reduce_scatter(
 
     a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
     the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
-    the rows cannot be divided evenly. Everything else is as for :func:`all_gather_matmul`."""
+    the rows cannot be divided evenly. ``transfer``: on Hopper ``"pull"`` by default, but ``"push"``
+    where all tiles of a device's result are computed at once. Everything else is as for
+    :func:`all_gather_matmul`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
     return _scattered(call)(*operands, out=out)
@@ -258,7 +284,7 @@ def matmul_all_reduce(
     out_dtype=None,
     blocks=None,
     config=None,
-    transfer="push",
+    transfer=None,
     interpret=None,
     out=None,
 ):
@@ -266,8 +292,8 @@ def matmul_all_reduce(
     computed.
 
     a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
-    devices. Summands are float32, added in the order of the devices. Everything else is as for
-    :func:`matmul_reduce_scatter`."""
+    devices. Summands are float32, added in the order of the devices. ``transfer``: ``"push"`` by
+    default. Everything else is as for :func:`matmul_reduce_scatter`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("matmul_all_reduce", a, b, mesh, *how)
     m, n, whole = call.m, call.n, 16 // call.out_dtype.itemsize

@@ -134,7 +134,7 @@ def test_configs(rng, f, config):
 
 
 TRANSFERS = [
-    (f, t) for f in FUNCTIONS for t in ops.TRANSFERS[1:] if t == "pull" or f is not FUNCTIONS[2]
+    (f, t) for f in FUNCTIONS for t in ops.TRANSFERS if t != "engine" or f is not FUNCTIONS[2]
 ]
 
 

@@ -183,8 +183,9 @@ def on_meshes():
     yield "all_to_all", (each(6, 40),), {}
     a, b = each(128, 320, dtype=F16), each(320, 256, dtype=F16)
     # a tile has all rows of a device: it reads the last piece of a cell as soon as that is there
-    yield "all_gather_matmul", (each(64, 320, dtype=F16), b), {}
-    yield "matmul_reduce_scatter", (each(384, 320, dtype=F16), b), {}
+    push = {"transfer": "push"}
+    yield "all_gather_matmul", (each(64, 320, dtype=F16), b), push
+    yield "matmul_reduce_scatter", (each(384, 320, dtype=F16), b), push
     # a block sends more tiles than wait at a time
     yield "matmul_all_reduce", (a, each(320, 512, dtype=F16)), {}
     yield "all_reduce_rms_norm", (each(3, 40), each(3, 40), each(40)), dict(one_shot=False)
