@@ -165,6 +165,23 @@ def test_transfers(way, rng, f, transfer, n, shape):
         np.testing.assert_allclose(np.asarray(one), want, rtol=1e-4, atol=3e-4)
 
 
+def test_chosen_transfers(rng, monkeypatch):
+    """Summands are fetched if there are several waves of them; rows if others reach them."""
+    mesh, f16 = plgpu.DeviceMesh(2, "x"), np.dtype(np.float16)
+    config = MatmulConfig(1, 64, cluster=1)
+    for blocks, transfer in ((2, "pull"), (4, "push")):
+        call = ops.Call(mesh, "x", 128, 64, 128, f16, f16, blocks, config=config)
+        chosen = ops._scattered(call._replace(transfer=None))
+        assert chosen is ops._scattered(call._replace(transfer=transfer))
+    a, b, made = operands(rng, 2, (8, 64), f16), operands(rng, 2, (64, 8), f16), []
+    monkeypatch.setattr(ops, "_gathered", lambda call: made.append(call) or (lambda *x, **y: x))
+    ops.all_gather_matmul(a, b, mesh)
+    monkeypatch.setattr(ops, "_reachable", lambda x, mesh: False)
+    ops.all_gather_matmul(a, b, mesh)
+    ops.all_gather_matmul(a, b, mesh, transfer="pull")
+    assert [call.transfer for call in made] == ["pull", "push", "pull"]
+
+
 def test_transfers_that_are_not_there(rng):
     mesh = plgpu.DeviceMesh(2, "x")
     a, b = operands(rng, 2, (4, 12), np.float16), operands(rng, 2, (12, 8), np.float16)
