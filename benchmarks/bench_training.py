@@ -204,10 +204,8 @@ def attention(b, shape):
     made = {
         "ours, 7": ops.AttentionBackwardConfig(7),
         "ours, 5": ops.AttentionBackwardConfig(5),
-        "ours, 5, one start": ops.AttentionBackwardConfig(5, rotate=False),
+        "ours, 5, 3 stages": ops.AttentionBackwardConfig(5, 3),
     }
-    if q.shape[3] == 64:
-        made["ours, 5, 3 stages"] = ops.AttentionBackwardConfig(5, 3)
     for name, config in made.items():
         options = {"causal": causal, "config": config}
         out = tuple(b.nan(*x.shape) for x in (q, k, v))

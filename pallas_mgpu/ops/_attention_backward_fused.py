@@ -9,23 +9,19 @@ they have 64, they take turns.
 The blocks of all keys add to dQ. A consumer stores its part in shared memory, and a TMA copy adds
 it to float32 sums in global memory, while the next block is computed. The kernel of statistics
 clears these sums, a last kernel converts them. The order of the additions is that of the blocks'
-progress: dQ differs from call to call by rounding. The blocks of a head begin at different queries,
-so that they do not all add to the same rows at once.
+progress: dQ differs from call to call by rounding.
 
-dS has two buffers. When a consumer multiplies, the other one has stored dS of this step, and has
-finished its product of the step before, which read the other buffer; so one barrier a step is
-enough, and a buffer is free when its turn comes again.
-
-A config changes the order (AttentionBackwardConfig). With `lag`, dQ of a step is multiplied in the
-next one, and four buffers take the place of two: a consumer that stores dS of step i knows, from
-its wait for dS of step i - 2, that the other one has finished dQ of step i - 4. With `keys_last`,
-too, two are enough: it has waited for dS of step i - 1, which the other one stored after dQ of step
-i - 2.
+dQ of a step is multiplied in the next step, when both consumers have long stored dS, so that they
+need not keep in step. Where rows have 128 elements dV is multiplied before dS is computed, and dK
+after dQ, which is stored meanwhile with dS of this step. dS has two buffers: a consumer that stores
+dS of step i has waited for dS of step i - 1, which the other one stored after dQ of step i - 2. The
+first step multiplies zeros: a product in a branch would be waited for. Where rows have 64 elements
+that branch is needed, and everything in flight ends with dQ. dS has four buffers there: a consumer
+that stores dS of step i knows, from its wait for dS of step i - 2, that the other one has finished
+dQ of step i - 4.
 
 Registers are what limits the tile: dK and dV take 128 of a lane's 240, S and dP 64. The statistics
 of the queries are columns here, 16 values each; delta is loaded when lse is no longer needed."""
-
-import functools
 
 import numpy as np
 
@@ -44,44 +40,19 @@ from ._attention_backward_seven import (
     padded,
     statistics,
 )
-from ._attention_scores import PLAIN
-from ._common import (
-    SMEM_BYTES,
-    CountedTiles,
-    StaticTiles,
-    overlap_launches,
-    store,
-    warp_specialized,
-)
+from ._common import overlap_launches, store, warp_specialized
 
 _F32 = np.float32
 
 
 class FusedPlan(Plan):
-    """How the kernel is tiled. cfg: an AttentionBackwardConfig. cores: of the GPU."""
+    """How the kernel is tiled. cfg: an AttentionBackwardConfig."""
 
-    def __init__(self, x, cfg, cores=1):
+    def __init__(self, x, cfg):
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
-        self.persistent, self.total = bool(cfg.persistent), self.clusters
-        if self.persistent:
-            self.clusters = min(cores, self.total)
-            uneven = x.causal or x.scores != PLAIN
-            self.counted = bool(uneven) and self.total > self.clusters
-        self.block, self.stages, self.rotate = 64, cfg.stages or 2, bool(cfg.rotate)
-        self.early, self.lag = bool(cfg.early), bool(cfg.lag)
-        self.keys_last, self.turns = bool(cfg.keys_last), x.dim == 64
-        # a buffer is stored into once the other consumer has told that its product is done
-        self.buffers = 4 if self.lag and not self.keys_last else 2
-
-    @property
-    def fits(self):
-        """Does shared memory hold the buffers?"""
-        n, item = self.x.dim, self.x.dtype.itemsize
-        own, ring = 2 * ROWS * n * item, 2 * self.block * (n * item + 4)
-        ds, dq = CONSUMERS * 64 * self.block * item, CONSUMERS * self.block * 64 * 4
-        used = own + self.stages * ring + self.buffers * ds + dq
-        rest = 1280 if self.persistent else 256  # barriers, and numbers of tiles
-        return used + rest <= SMEM_BYTES
+        self.block, self.stages = 64, cfg.stages or 2
+        self.turns = x.dim == 64
+        self.buffers = 4 if self.turns else 2
 
     def scratch(self):
         x = self.x
@@ -93,11 +64,8 @@ class FusedPlan(Plan):
         more = {
             "ds_smem": smem((self.buffers, CONSUMERS, 64, self.block), x.dtype),
             "dq_smem": smem((CONSUMERS, self.block, 64), np.dtype(_F32)),
+            "ds_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.buffers),
         }
-        if self.lag:
-            more["ds_full"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.buffers)
-        if self.persistent and self.counted:
-            more |= CountedTiles.scratch(CONSUMERS)
         return super().scratch() | more
 
 
@@ -108,267 +76,159 @@ class _Fused(ByKeys):
 
     def place(self, t):
         _Block.place(self, t)
-        plan = self.plan
-        self.first, self.count = self.ranges.blocks(self.row, ROWS, plan.block)
-        self.steps = self.count * self.x.group
-        self.start = jnp.int32(0)
-        if plan.rotate:
-            self.start = self.row // ROWS * self.count // plan.tiles
+        self.first, self.count = self.ranges.blocks(self.row, ROWS, self.plan.block)
+        # a number that is known makes ptxas spill
+        self.steps = lax.optimization_barrier(self.count * self.x.group)
 
-    def block_at(self, j):
-        j = j + self.start
-        return self.first + lax.select(j >= self.count, j - self.count, j)
-
-    def sums(self, me, dk_acc, dv_acc):
-        plgpu.barrier_wait(self.own_full)
-        self.add(me, dk_acc, dv_acc, 0)
-        plgpu.ext.named_barrier_sync(2, CONSUMERS)  # the results take the place of the keys
-        self.store_sums(me, dk_acc, dv_acc)
-
-    def add(self, me, dk_acc, dv_acc, base):
-        """The products of a tile, whose first step is number `base` of all tiles."""
-        p, x = self.plan, self.x
-
-        def step(it, carry):
-            j, g = carry
-            slot = self.ring.slot(it)
-            q, grad = self.first_smem.at[slot], self.second_smem.at[slot]
-            head, queries = self.place_of(j, g)
-            self.ring.wait(it)
-            lse, delta = (
-                self.statistic(self.lse_smem, slot),
-                lambda: self.statistic(self.delta_smem, slot),
-            )
-            tile = self.tile(self.row + me * 64, queries, head)
-
-            def scores(s_acc, p_acc):
-                plgpu.wgmma(s_acc, self.own_smem.at[0, me], q.T)
-                plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
-                if p.early:
-                    return self.early(s_acc, p_acc, lse, delta, tile, (dv_acc, grad))
-                found = self.gradients(s_acc, p_acc, lse, delta, tile)
-                return [v.astype(x.dtype) for v in found]
-
-            probabilities, ds = pl.run_scoped(scores, *[plgpu.ACC((64, p.block))] * 2)
-            last = j + 1 == self.count
-            there = lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
-            if p.keys_last:
-                if not p.early:
-                    plgpu.wgmma(dv_acc, probabilities, grad)
-                place = self.place_before(j, g) if p.lag else (head, queries)
-                self.queries_then_keys(me, it, base, ds, (dk_acc, ds, q), *place)
-                plgpu.wgmma_wait(0)
-                self.ring.release(it)
-                return there
-            if p.early:
-                plgpu.wgmma(dk_acc, ds, q)
-            self.ds_smem[it % p.buffers, me] = ds
-            plgpu.commit_smem()
-            if p.lag:
-                plgpu.barrier_arrive(self.ds_full.at[it % p.buffers])
-            if not p.early:
-                plgpu.wgmma(dv_acc, probabilities, grad)
-                plgpu.wgmma(dk_acc, ds, q)
-            if p.lag:
-                pl.when(it > base)(lambda: self.add_queries(me, it - 1, *self.place_before(j, g)))
-            else:
-                self.add_queries(me, it, head, queries)
-            plgpu.wgmma_wait(0)
-            self.ring.release(it)
-            return there
-
-        if p.lag and p.keys_last:
-            self.ds_smem[(base + 1) % p.buffers, me] = jnp.zeros((64, p.block), x.dtype)
-            plgpu.commit_smem()
-            plgpu.ext.named_barrier_sync(0, CONSUMERS)
-        zero, end = jnp.int32(0), base + self.steps
-        last = lax.fori_loop(base, end, step, (zero, zero))
-        if p.lag:
-            pl.when(self.steps > 0)(
-                lambda: self.add_queries(me, end - 1, *self.place_before(*last))
-            )
-
-    def place_of(self, j, g):
+    def block(self, j, g):
         """(head, first query) of block number j of head g of the group."""
         return self.head * self.x.group + g, self.block_at(j) * self.plan.block
 
-    def place_before(self, j, g):
-        """The same of the step before."""
+    def block_before(self, j, g):
+        """The same of the step before; of a first step anything."""
         first = j == 0
-        return self.place_of(lax.select(first, self.count, j) - 1, g - first.astype(jnp.int32))
+        j = jnp.maximum(lax.select(first, self.count, j) - 1, 0)
+        return self.block(j, g - first.astype(jnp.int32))
 
-    def early(self, s_acc, p_acc, lse, delta, tile, of_values):
-        """P and dS; dV is multiplied before dS is computed. of_values: its accumulator, and dO."""
-        acc, grad = of_values
-        found, slope = self.probabilities(s_acc, 1, lse, tile)
-        probabilities = tile.drop(found).astype(self.x.dtype)
-        plgpu.wgmma(acc, probabilities, grad)
-        dp = tile.drop(plgpu.wgmma_accumulator_load(p_acc, wait_n=1))
-        return probabilities, self.of_scores(found, dp, delta, slope).astype(self.x.dtype)
-
-    def add_queries(self, me, it, head, queries):
-        """dQ of the block of step `it`, once both consumers have stored dS: a half each, or all in
-        turns."""
-        p, mine = self.plan, it % CONSUMERS == me
-        if p.lag:
-            plgpu.barrier_wait(self.ds_full.at[it % p.buffers], phase=it // p.buffers)
+    def sums(self, me, dk_acc, dv_acc):
+        p, x = self.plan, self.x
         if not p.turns:
-            if not p.lag:
-                plgpu.ext.named_barrier_sync(0, CONSUMERS)
-            self.multiply(me, it, head, queries, pl.ds(pl.multiple_of(me * 64, 64), 64))
-            return
+            self.ds_smem[1, me] = jnp.zeros((64, p.block), x.dtype)  # dS of step -1
+            plgpu.commit_smem()
+            plgpu.ext.named_barrier_sync(0, CONSUMERS)
+        plgpu.barrier_wait(self.own_full)
+        step = self.step_of_turns if p.turns else self.step
 
-        @pl.when(mine)
-        def _():
-            if not p.lag:
-                plgpu.ext.named_barrier_sync(it % 2, CONSUMERS)
-            self.multiply(me, it, head, queries, pl.ds(0, 64))
+        def one(it, at):
+            j, g = at
+            step(me, it, j, g, dk_acc, dv_acc)
+            self.ring.release(it)
+            last = j + 1 == self.count
+            return lax.select(last, jnp.int32(0), j + 1), g + last.astype(jnp.int32)
 
-        if not p.lag:
+        end = lax.fori_loop(0, self.steps, one, (jnp.int32(0), jnp.int32(0)))  # block, head
+        pl.when(self.steps > 0)(lambda: self.add_queries(me, self.steps - 1, *end))
+        plgpu.ext.named_barrier_sync(0, CONSUMERS)  # the results take the place of the keys
+        self.store_sums(me, dk_acc, dv_acc)
 
-            @pl.when(~mine)
-            def _():
-                plgpu.ext.named_barrier_arrive(it % 2, CONSUMERS)
+    def scores(self, me, it, j, g, f):
+        """f(S, dP, lse, delta, tile, Q, dO) of a step: S and dP are being multiplied."""
+        slot = self.ring.slot(it)
+        q, grad = self.first_smem.at[slot], self.second_smem.at[slot]
+        head, queries = self.block(j, g)
+        self.ring.wait(it)
+        lse = self.statistic(self.lse_smem, slot)
+        tile = self.tile(self.row + me * 64, queries, head)
 
-    def queries_then_keys(self, me, it, base, ds, of_keys, head, queries):
-        """Multiplies dQ, then dK while dQ is stored. With `lag` it is dQ of the step before, and
-        dS of this step is stored with it. of_keys: the accumulator of dK, dS and Q. head, queries:
-        of dQ's block."""
-        p, acc = self.plan, of_keys[0]
-        columns, follows = pl.ds(pl.multiple_of(me * 64, 64), 64), it > base
-        which = it - 1 if p.lag else it
+        def products(s_acc, p_acc):
+            plgpu.wgmma(s_acc, self.own_smem.at[0, me], q.T)
+            plgpu.wgmma(p_acc, self.own_smem.at[1, me], grad.T)
+            delta = lambda: self.statistic(self.delta_smem, slot)  # noqa: E731
+            return f(s_acc, p_acc, lse, delta, tile, grad)
+
+        return q, grad, pl.run_scoped(products, *[plgpu.ACC((64, self.plan.block))] * 2)
+
+    # ---- rows of 128 elements
+
+    def step(self, me, it, j, g, dk_acc, dv_acc):
+        p, x = self.plan, self.x
+
+        def gradients(s_acc, p_acc, lse, delta, tile, grad):
+            found, slope = self.probabilities(s_acc, 1, lse, tile)
+            plgpu.wgmma(dv_acc, found.astype(x.dtype), grad)
+            dp = plgpu.wgmma_accumulator_load(p_acc, wait_n=1)
+            return self.of_scores(found, dp, delta, slope).astype(x.dtype)
+
+        q, _, ds = self.scores(me, it, j, g, gradients)
+        columns, head, queries = self.columns(me), *self.block_before(j, g)
 
         def products(dq_acc):
-            if p.lag:  # dQ before the first step is a product with zeros, which goes nowhere
-                full = self.ds_full.at[which % p.buffers]
-                pl.when(follows)(lambda: plgpu.barrier_wait(full, phase=which // p.buffers))
-            else:
-                self.ds_smem[it % p.buffers, me] = ds
-                plgpu.commit_smem()
-                plgpu.ext.named_barrier_sync(0, CONSUMERS)
-            self.issue(dq_acc, which, columns)
-            plgpu.wgmma(acc, *of_keys[1:])
+            pl.when(it > 0)(lambda: self.wait(it - 1))
+            self.multiply(dq_acc, it + 1, columns)  # the buffer of step it - 1
+            plgpu.wgmma(dk_acc, ds, q)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-            if not p.lag:
-                self.store_queries(me, dq, head, queries, columns)
-                return
             self.ds_smem[it % p.buffers, me] = ds
-            store_it = functools.partial(self.store_queries, me, dq, head, queries, columns)
-            lax.cond(follows, store_it, plgpu.commit_smem)  # the store has a fence, too
+            lax.cond(  # both have a fence
+                it > 0, lambda: self.store_queries(me, dq, head, queries), plgpu.commit_smem
+            )
             plgpu.barrier_arrive(self.ds_full.at[it % p.buffers])
 
         pl.run_scoped(products, plgpu.ACC((p.block, 64)))
+        plgpu.wgmma_wait(0)
 
-    def issue(self, acc, it, columns):
+    # ---- rows of 64 elements
+
+    def step_of_turns(self, me, it, j, g, dk_acc, dv_acc):
+        p, x = self.plan, self.x
+
+        def gradients(s_acc, p_acc, lse, delta, tile, grad):
+            found = self.gradients(s_acc, p_acc, lse, delta, tile)
+            return [v.astype(x.dtype) for v in found]
+
+        q, grad, (probabilities, ds) = self.scores(me, it, j, g, gradients)
+        self.ds_smem[it % p.buffers, me] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.ds_full.at[it % p.buffers])
+        plgpu.wgmma(dv_acc, probabilities, grad)
+        plgpu.wgmma(dk_acc, ds, q)
+        pl.when(it > 0)(lambda: self.add_queries(me, it - 1, j, g))
+        plgpu.wgmma_wait(0)
+
+    # ---- dQ
+
+    def columns(self, me):
+        """Of dQ, which a consumer multiplies."""
+        return pl.ds(0, 64) if self.plan.turns else pl.ds(pl.multiple_of(me * 64, 64), 64)
+
+    def add_queries(self, me, it, j, g):
+        """dQ of the block of step `it`, before block j of head g: a half, or all in turns."""
+        p = self.plan
+
+        def add():
+            self.wait(it)
+
+            def product(acc):
+                self.multiply(acc, it, self.columns(me))
+                return plgpu.wgmma_accumulator_load(acc)
+
+            dq = pl.run_scoped(product, plgpu.ACC((p.block, 64)))
+            self.store_queries(me, dq, *self.block_before(j, g))
+
+        if p.turns:
+            pl.when(it % CONSUMERS == me)(add)
+        else:
+            add()
+
+    def wait(self, it):
+        """For dS of step `it` of both consumers."""
+        buffers = self.plan.buffers
+        plgpu.barrier_wait(self.ds_full.at[it % buffers], phase=it // buffers)
+
+    def multiply(self, acc, it, columns):
         """Some columns of dS K, over the keys of both consumers."""
         for w in range(CONSUMERS):
             keys = self.own_smem.at[0, w, :, columns]
             plgpu.wgmma(acc, self.ds_smem.at[it % self.plan.buffers, w].T, keys)
 
-    def multiply(self, me, it, head, queries, columns):
-        """Adds some columns of dS K to dQ."""
-
-        def product(acc):
-            self.issue(acc, it, columns)
-            return plgpu.wgmma_accumulator_load(acc)
-
-        dq = pl.run_scoped(product, plgpu.ACC((self.plan.block, 64)))
-        self.store_queries(me, dq, head, queries, columns)
-
-    def store_queries(self, me, dq, head, queries, columns):
-        """Adds dq to some columns of a block of dQ."""
-        p = self.plan
-        there = self.dq.at[self.b, head, pl.ds(queries, p.block), columns]
+    def store_queries(self, me, dq, head, queries):
+        """Adds dq to a block of dQ."""
+        there = self.dq.at[self.b, head, pl.ds(queries, self.plan.block), self.columns(me)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(self.dq_smem.at[me], dq, there, reduction_op="add")
 
 
-class _Persistent(_Fused):
-    """The same by a block for each SM, which gets one tile after the other. While a consumer stores
-    the results of a tile, by way of its buffers for dS, its keys and values of the next one come,
-    and the first blocks of queries."""
-
-    def __init__(self, plan, refs):
-        super().__init__(plan, refs)
-        cluster = lax.axis_index("cluster")
-        if plan.counted:
-            counted = self.tile_numbers, self.tile_full, self.tile_empty, None
-            self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
-        else:
-            self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
-
-    def place(self, t):
-        super().place(jnp.clip(t, 0, self.plan.total - 1))  # so that copies know that it is inside
-
-    def producer(self):
-        def work(t, it):
-            self.place(t)
-            return self.fetch_passing(it)
-
-        self.ring.drain(self.tiles.produce(work, jnp.int32(0)))
-
-    def fetch_mine(self, me, t):
-        """A consumer's keys and values of a tile, which is placed."""
-        self.place(t)
-        at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
-        for k, source in enumerate((self.k, self.v)):
-            plgpu.copy_gmem_to_smem(source.at[at], self.own_smem.at[k, me], self.own_full)
-
-    def consumer(self, me):
-        shape, zero = (64, self.x.dim), jnp.int32(0)
-        first = self.tiles.tile(zero)
-        self.fetch_mine(me, first)
-
-        def one(state):
-            def tile(dk_acc, dv_acc):
-                w, t, it = state
-                self.place(t)
-                plgpu.barrier_wait(self.own_full, phase=w)
-                self.add(me, dk_acc, dv_acc, it)
-                it = it + self.steps
-                plgpu.ext.named_barrier_sync(2, CONSUMERS)  # nobody reads the keys any more
-                following = self.tiles.tile(w + 1)
-                pl.when(following < self.plan.total)(lambda: self.fetch_mine(me, following))
-                self.place(t)
-                self.finish(me, dk_acc, dv_acc)
-                return w + 1, following, it
-
-            return pl.run_scoped(tile, plgpu.ACC(shape), plgpu.ACC(shape))
-
-        lax.while_loop(lambda state: state[1] < self.plan.total, one, (zero, first, zero))
-
-    def finish(self, me, dk_acc, dv_acc):
-        """The results, through the buffers for dS: dK waits for dV where these are few."""
-        x, parts = self.x, self.x.dim // 64
-        dv = plgpu.wgmma_accumulator_load(dv_acc).astype(x.dtype)
-        self.store_parts(me, dv, self.dv, 0)
-        apart = 2 * parts <= self.plan.buffers
-        if not apart:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dk = plgpu.wgmma_accumulator_load(dk_acc) * _F32(x.scale)
-        dk = self.rotated(dk, self.row + me * 64).astype(x.dtype)
-        self.store_parts(me, dk, self.dk, parts if apart else 0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dS of the next tile takes the buffers
-
-    def store_parts(self, me, value, target, first):
-        rows = pl.ds(self.row + me * 64, 64)
-        for c in range(self.x.dim // 64):
-            there = target.at[self.b, rows, self.head, pl.ds(c * 64, 64)]
-            store(self.ds_smem.at[first + c, me], value[:, c * 64 : (c + 1) * 64], there)
-
-
 @cached
-def kernel(x, cfg, cores, interpret, functional=False):
+def kernel(x, cfg, interpret, functional=False):
     """Its results are dk, dv, and float32 sums for dq, which it adds to. functional: the sums are
     the last operand, too, as XLA wants it."""
-    plan = FusedPlan(x, cfg, cores)
+    plan = FusedPlan(x, cfg)
     names = *x.kernel_operands, *["dq_sums"] * functional
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
         refs |= dict(zip((*names, "dk", "dv", "dq"), others, strict=True))
         overlap_launches()
-        (_Persistent if plan.persistent else _Fused)(plan, refs).run()
+        _Fused(plan, refs).run()
 
     made = warp_specialized(
         body,

@@ -82,11 +82,6 @@ class NormConfig(NamedTuple):
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7
     stages: int = 0
-    rotate: bool = True
-    early: bool = False
-    lag: bool = False
-    persistent: bool = False
-    keys_last: bool = False
 
 class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True

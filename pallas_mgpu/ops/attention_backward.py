@@ -5,17 +5,15 @@ query,
 
     dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
 
-Three kernels (`_attention_backward_seven.py`): delta, then dK and dV, then dQ. The products S and
-dP are computed twice in this way, which makes seven products instead of five, but dQ needs no
-atomics, and results repeat bit for bit.
-
-Registers do not hold dK and dV of rows of 256 elements, so that the second kernel runs once for
-each of them. With five products instead (:class:`AttentionBackwardConfig`) the second kernel also
-multiplies dS with K, and adds the result to dQ (`_attention_backward_fused.py`). On Blackwell five
-products are the default up to a head_dim of 128 (`_attention_backward_tensor_memory.py`), seven are
-for longer rows and deterministic results (`_attention_backward_tensor_memory_seven.py`). The
-gradient of a bias is that of the scores, summed along the dims that the bias lacks: a kernel of its
-own (`_attention_backward_bias.py`)."""
+Three kernels. The first one computes delta. With five products the second one computes dK and dV
+for a tile of keys, and adds its part to dQ; the last one converts dQ
+(`_attention_backward_fused.py`). With seven products (`_attention_backward_seven.py`) the third one
+computes dQ for a tile of queries, and S and dP again: dQ needs no atomics, and results repeat bit
+for bit. Registers do not hold dK and dV of rows of 256 elements, so that the second kernel then
+runs once for each of them. On Blackwell five products are the default up to a head_dim of 128
+(`_attention_backward_tensor_memory.py`), seven are for longer rows and deterministic results
+(`_attention_backward_tensor_memory_seven.py`). The gradient of a bias is that of the scores, summed
+along the dims that the bias lacks: a kernel of its own (`_attention_backward_bias.py`)."""
 
 import functools
 import typing
@@ -46,22 +44,11 @@ class AttentionBackwardConfig(typing.NamedTuple):
     """How the gradients of attention are computed.
 
     ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
-    (head_dim 64, or 128 without softcap and bias). The others are for five products. ``stages``:
-    slots of the ring, up to 3, with head_dim 128 up to 2; 0: 2. ``rotate``: blocks of a head begin
-    at different queries, so that they do not all add to the same rows of dQ at once. ``early``: dV
-    is multiplied before dS is computed, dK before dS is stored. ``lag``: dQ of a step is multiplied
-    a step later, when both consumers have long stored dS, so that they need not keep in step.
-    ``persistent``: a block for each SM gets one tile of keys after the other, and the next one
-    comes while the results of a tile are stored. ``keys_last``, with head_dim 128: dK is multiplied
-    after dQ, which is stored meanwhile, with ``lag`` dS too."""
+    (head_dim 64, or 128 without softcap, bias and dropout). ``stages``, for five products: slots of
+    the ring, up to 3; 0: 2."""
 
     products: int = 7
     stages: int = 0
-    rotate: bool = True
-    early: bool = False
-    lag: bool = False
-    persistent: bool = False
-    keys_last: bool = False
 
 
 class _Keys:
@@ -79,7 +66,7 @@ class _Keys:
 class Gradients:
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
-    def __init__(self, x, config, bias_dtype, cores, interpret, deterministic):
+    def __init__(self, x, config, bias_dtype, interpret, deterministic):
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
         self.rotations = _attention_rotary.Gradients(x, self.on_blackwell, interpret)
         x = x._replace(angles=0) if self.on_blackwell else x
@@ -102,7 +89,7 @@ class Gradients:
             self.fused = FusedKernels(x, make, interpret)
         elif config.products == 5:
             of = _attention_backward_fused
-            make = functools.partial(of.kernel, x, config, cores, interpret)
+            make = functools.partial(of.kernel, x, config, interpret)
             self.fused = FusedKernels(x, make, interpret)
         else:
             self.statistics = statistics(x, interpret)
@@ -154,15 +141,16 @@ class Gradients:
 
 
 def _chosen(dim, scores):
-    """The config where results need not repeat: five products where registers hold them."""
-    if dim == 64:
-        return AttentionBackwardConfig(5, lag=True)
-    if dim == 128 and not scores.adjusted and not scores.dropout:
-        return AttentionBackwardConfig(5, early=True, lag=True)
-    return AttentionBackwardConfig(7)
+    """The config where results need not repeat."""
+    return AttentionBackwardConfig(5 if _holds_five(dim, scores) else 7)
 
 
-def _check_config(config, dim, adjusted, deterministic):
+def _holds_five(dim, scores):
+    """Do registers hold five products?"""
+    return dim == 64 or dim == 128 and not scores.adjusted and not scores.dropout
+
+
+def _check_config(config, dim, scores, deterministic):
     name = "attention_backward"
     if not isinstance(config, AttentionBackwardConfig):
         raise TypeError(f"{name}: config must be an AttentionBackwardConfig, got {config!r}")
@@ -171,13 +159,11 @@ def _check_config(config, dim, adjusted, deterministic):
             f"{name}: an AttentionBackwardConfig has 5 or 7 products and up to 3 stages; got"
             f" {config}"
         )
-    if config.products == 5 and (dim == 256 or dim == 128 and adjusted or deterministic):
+    if config.products == 5 and (deterministic or not _holds_five(dim, scores)):
         raise NotImplementedError(
-            f"{name}: five products with head_dim 256, with softcap or bias and head_dim 128, or"
-            " deterministic; use AttentionBackwardConfig(products=7)"
+            f"{name}: five products with head_dim 256, with softcap, bias or dropout and head_dim"
+            " 128, or deterministic; use AttentionBackwardConfig(products=7)"
         )
-    if config.keys_last and dim != 128:
-        raise ValueError(f"{name}: keys_last is for a head_dim of 128, got {dim}")
     return config
 
 
@@ -262,9 +248,6 @@ def attention_backward(
         if config is None:
             seven = AttentionBackwardConfig(7)
             config = seven if deterministic else _chosen(dim, scores)
-        config = _check_config(config, dim, scores.adjusted, deterministic)
-        if config.products == 5 and not _attention_backward_fused.FusedPlan(x, config).fits:
-            raise ValueError(f"{name}: shared memory does not hold the buffers of {config}")
+        config = _check_config(config, dim, scores, deterministic)
     bias_dtype = bias.dtype if bias_gradient else None
-    cores = plgpu.sm_count(q.device)
-    return Gradients(x, config, bias_dtype, cores, interpret, bool(deterministic))
+    return Gradients(x, config, bias_dtype, interpret, bool(deterministic))

@@ -50,11 +50,12 @@ def test_gradients(rng, shape, dtype):
     grad, q, k, v = operands(rng, shape, dtype)
     causal, scale = shape[-1], 0.1
     o, lse = ops.attention(q, k, v, causal=causal, scale=scale, return_lse=True, interpret=True)
-    found = ops.attention_backward(
-        grad, q, k, v, o, lse, causal=causal, scale=scale, interpret=True
-    )
+    how = {"causal": causal, "scale": scale, "interpret": True}
+    found = ops.attention_backward(grad, q, k, v, o, lse, **how)
+    repeating = ops.attention_backward(grad, q, k, v, o, lse, deterministic=True, **how)
     unit = 2e-3 if dtype is np.float16 else 1.5e-2
-    for got, want in zip(found, gradients(grad, q, k, v, causal, scale), strict=True):
+    expected = gradients(grad, q, k, v, causal, scale)
+    for got, want in zip((*found, *repeating), (*expected, *expected), strict=True):
         assert got.dtype == dtype and got.shape == want.shape
         error = np.abs(got.astype(np.float64) - want).max()
         assert error <= unit * np.abs(want).max() + 1e-2 * unit
@@ -65,7 +66,9 @@ def test_no_races(rng, causal):
     grad, q, k, v = operands(rng, (1, 200, 2, 64, 130, 1, causal), np.float16)
     o, lse = ops.attention(q, k, v, causal=causal, return_lse=True, interpret=True)
     checked = plgpu.InterpretParams(detect_races=True, on_race="raise")
-    ops.attention_backward(grad, q, k, v, o, lse, causal=causal, interpret=checked)
+    for repeats in (False, True):
+        how = {"causal": causal, "deterministic": repeats, "interpret": checked}
+        ops.attention_backward(grad, q, k, v, o, lse, **how)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -73,7 +76,7 @@ def test_no_races(rng, causal):
 def test_no_spills(dim, causal):
     x = plgpu.ShapeDtypeStruct((2, 1024, 4, dim), np.float16)
     lse = plgpu.ShapeDtypeStruct((2, 4, 1024), np.float32)
-    found = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal)
+    found = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal, deterministic=True)
     for kernel in (found.by_keys, found.by_queries):
         used = kernel.lower(x, x, x, x, lse, lse, target="sm_90a").resources()
         assert used["spill_bytes"] == 0 and "C75" not in used["remarks"], used
