@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from pallas_mgpu import ops
-from pallas_mgpu.ops._matmul_choice import clusters_at_once
 from pallas_mgpu.testing import rotated
 
 BYTES = 512 << 20
@@ -136,20 +135,11 @@ def rotary_attention(b, shape, backward):
 
 def norm_configs(n):
     C = ops.NormBackwardConfig
-    found = {"chosen": None, "2 stages": C(stages=2), "copies": C(copies=True)}
-    found |= {"3 stages": C(stages=3), "contiguous": C(contiguous=True)}
+    found = {"chosen": None, "3 stages": C(stages=3), "4 stages": C(stages=4)}
     if n > 2048:
-        found |= {"once": C(once=True), "once, 2 stages": C(once=True, stages=2)}
-    if n == 4096:
-        found["4 members, once"] = C(members=4, once=True)
-    if n > 16384:
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        for cluster in (2, 4, 8):
-            at_once = int(clusters_at_once(sms, cluster))
-            found[f"{at_once} clusters of {cluster}"] = C(cluster=cluster, programs=at_once)
-            found[f"{at_once} clusters of {cluster}, once"] = C(
-                cluster=cluster, programs=at_once, once=True
-            )
+        found |= {f"{m} members": C(members=m) for m in (2, 4)}
+    for cluster in (2, 4, 8) if n > 16384 else ():
+        found[f"cluster of {cluster}"] = C(cluster=cluster)
     return {f"ours, {name}": config for name, config in found.items()}
 
 

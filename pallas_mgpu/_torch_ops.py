@@ -609,8 +609,8 @@ def attention(
     deterministic: bool = False,
 ):
     """:func:`pallas_mgpu.ops.attention`, differentiable by ``q``, ``k``, ``v`` and ``bias``, but
-    not with the options of caches (``kv_lengths`` to ``v_scale``). Gradients repeat bit for bit with
-    ``deterministic``, and under ``torch.use_deterministic_algorithms(True)``."""
+    not with the options of caches (``kv_lengths`` to ``v_scale``). Gradients repeat bit for bit
+    with ``deterministic``, and under ``torch.use_deterministic_algorithms(True)``."""
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     options = window_of_schema(window), bottom_right, softcap, float(dropout), cos, sin
     caches = kv_lengths, q_lengths, page_table, q_scale, k_scale, v_scale

@@ -64,10 +64,6 @@ class NormBackwardConfig(NamedTuple):
     cluster: int = 0
     height: int = 0
     stages: int = 0
-    contiguous: bool = False
-    copies: bool = False
-    once: bool = False
-    programs: int = 0
 
 class NormConfig(NamedTuple):
     height: int = 1

@@ -16,9 +16,10 @@ have met at the other one before a buffer is written again.
 
 Which rows a block has is fixed, and so is the order of all sums: results repeat bit for bit.
 
-A config changes these choices: other teams, clusters, heights and numbers of slots; rows of a block
-that follow each other; results that leave by TMA copies from two buffers of their own, so that no
-store to global memory is there for a fence to wait for."""
+Few slots are best: what is in flight beyond the latency of memory delays the stores. Blocks of a
+cluster exchange the statistics of layer norm once, those of their segments, from which the mean of
+the row follows; within a block, the mean first is faster. A config changes teams, clusters, heights
+and numbers of slots."""
 
 import typing
 
@@ -29,14 +30,14 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SMEM_BYTES, overlap_launches, store
+from ._common import SMEM_BYTES, overlap_launches
+from ._matmul_choice import clusters_at_once
 
 _F32 = np.float32
 WARPGROUPS = 4
 _SEGMENT = 2048  # elements of a row that a warpgroup keeps in registers
 _LONGEST = 4096  # of a segment, which is read from shared memory in parts
 _PART = 1024  # elements of such a part
-_STAGES = 4
 _SUMMED = 16  # columns of a block that adds up sums: with few registers it starts beside the others
 
 
@@ -44,20 +45,13 @@ class NormBackwardConfig(typing.NamedTuple):
     """How rows of the gradients of norms pass through shared memory; 0: chosen.
 
     ``members``: warpgroups that share a row, 1, 2 or 4. ``cluster``: blocks that share it, 1, 2, 4
-    or 8. ``height``: rows of a tile. ``stages``: slots of each warpgroup, at least 2; 0: up to 4.
-    ``contiguous``: rows of a block follow each other, instead of those of all blocks. ``copies``:
-    results leave by TMA copies from shared memory. ``once``: of layer norm, warpgroups that share a
-    row exchange the statistics of their segments once, instead of the mean before all others.
-    ``programs``: clusters that are launched. None of these has been timed."""
+    or 8. ``height``: rows of a tile. ``stages``: slots of each warpgroup, at least 2; 0: 2, or up
+    to 4 of softmax."""
 
     members: int = 0
     cluster: int = 0
     height: int = 0
     stages: int = 0
-    contiguous: bool = False
-    copies: bool = False
-    once: bool = False
-    programs: int = 0
 
 
 class Plan:
@@ -66,7 +60,7 @@ class Plan:
 
     def __init__(self, x, names, sms, height, cluster, members, cfg):
         self.x, self.names, self.height, self.cluster = x, names, height, cluster
-        self.members, self.copies, self.contiguous = members, bool(cfg.copies), bool(cfg.contiguous)
+        self.members = members
         self.segments = cluster * self.members
         # boxes of TMA have up to 256 columns; each lane has 16 bytes of a segment
         grain = 256 if x.n <= _SEGMENT else 2048 // min(d.itemsize for d in x.dtypes[:2])
@@ -77,9 +71,9 @@ class Plan:
         self.width = self.part * self.parts
         self.teams = WARPGROUPS // self.members
         self.tiles = pl.cdiv(x.outer, self.height)
-        most = cfg.programs or sms // cluster
+        most = int(clusters_at_once(sms, cluster))
         self.programs = max(1, min(most, pl.cdiv(self.tiles, self.teams)))
-        self.once = bool(cfg.once) and self.segments > 1
+        self.once = x.name == "layer_norm" and cluster > 1
         self.of_tile = [n for n in names if n != "weight"]
         size = sum(x.dtype_of(n).itemsize for n in self.of_tile)
         # in registers, or in shared memory
@@ -89,10 +83,8 @@ class Plan:
         room = SMEM_BYTES - 2048 - (self.teams - 1) * self.summed * of_block * 4
         if self.kept:
             room -= of_block * x.dtype_of("weight").itemsize
-        if self.copies:
-            room -= WARPGROUPS * 2 * self.height * self.part * x.dtypes[1].itemsize
         most = room // (WARPGROUPS * self.height * self.width * size)
-        self.stages = min(most, cfg.stages or _STAGES)
+        self.stages = min(most, cfg.stages or (4 if x.name == "softmax" else 2))
 
     def fits(self):
         alone = self.teams == 1 or not self.kept  # each team would write the weight
@@ -106,9 +98,6 @@ class Plan:
         found["full"] = plgpu.Barrier(
             num_arrivals=len(self.of_tile), num_barriers=(WARPGROUPS, self.stages)
         )
-        if self.copies:
-            shape = WARPGROUPS, 2, self.height, self.part
-            found["out_smem"] = plgpu.SMEM(shape, x.dtypes[1])
         if self.kept:
             found["weight_smem"] = plgpu.SMEM((self.members, self.width), x.dtype_of("weight"))
         if self.segments > 1:
@@ -137,12 +126,9 @@ class _Tile:
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member
         self.offset = self.segment * plan.width
-        program, end, self.step = lax.axis_index("program"), plan.tiles, plan.programs * plan.teams
-        self.first = program * plan.teams + self.team
-        if plan.contiguous:
-            begin, end = (k * plan.tiles // plan.programs for k in (program, program + 1))
-            self.first, self.step = begin + self.team, plan.teams
-        self.count = (end - self.first + (self.step - 1)) // self.step  # tiles of the team
+        self.first = lax.axis_index("program") * plan.teams + self.team
+        self.step = plan.programs * plan.teams
+        self.count = (plan.tiles - self.first + (self.step - 1)) // self.step  # tiles of the team
         self.count = jnp.maximum(self.count, 0)
         if "weight" in refs:
             self.weights = [self._weight(k) for k in range(self.parts)]
@@ -210,12 +196,6 @@ class _Tile:
         """Part k of the result of the team's tile number i."""
         p, ref = self.plan, self.refs["out"]
         start = (self.first + i * self.step) * p.height
-        if p.copies:
-            box = self.refs["out_smem"].at[self.me, (i * p.parts + k) % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other buffer may still be read
-            there = ref.at[pl.ds(start, p.height), pl.ds(self.offset + k * p.part, p.part)]
-            store(box, value, there)
-            return
         mask, at = (
             self.mask(k, start),
             (
@@ -364,14 +344,6 @@ def kernel(p, row, interpret):
             pl.when(i > 0)(lambda: tile.store(i - 1, 0, before[0]))
             return finish(of_row, total)
 
-        def copied(i, total):
-            of_row = row(tile.at(i))
-            of_row.hold(p.of_tile)
-            tile.fetch_next()
-            results, total = finish(of_row, total)
-            tile.store(i, 0, results[0])
-            return total
-
         def in_parts(i, total):
             results, total = finish(row(tile.at(i)), total)
             tile.fetch_next()
@@ -381,9 +353,7 @@ def kernel(p, row, interpret):
 
         zero = jnp.zeros((p.height, p.part), jnp.float32)
         total = [[zero] * x.sums for _ in range(p.parts)]
-        if p.parts == 1 and p.copies:
-            total = lax.fori_loop(0, tile.count, copied, total)
-        elif p.parts == 1:
+        if p.parts == 1:
             carry = [zero.astype(x.dtypes[1])], total
             last, total = lax.fori_loop(0, tile.count, in_registers, carry)
             pl.when(tile.count > 0)(lambda: tile.store(tile.count - 1, 0, last[0]))
@@ -391,8 +361,6 @@ def kernel(p, row, interpret):
             total = lax.fori_loop(0, tile.count, in_parts, total)
         if x.sums:
             _write_sums(tile, total)
-        if p.copies:
-            plgpu.wait_smem_to_gmem(0)
 
     outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
     if x.sums:

@@ -109,13 +109,13 @@ def test_rows_through_shared_memory(rng, name, shape, dtype):
 
 C = ops.NormBackwardConfig
 CONFIGS = [  # shape, config
-    ((37, 640), C(contiguous=True)),
-    ((37, 640), C(height=1, stages=2, copies=True)),
-    ((9, 4096), C(copies=True, contiguous=True)),
-    ((9, 4096), C(members=4, copies=True)),
+    ((37, 640), C(stages=4)),
+    ((37, 640), C(height=1)),
+    ((9, 4096), C(members=2)),
+    ((9, 4096), C(members=4)),
     ((7, 5000), C(members=1, cluster=4, stages=3)),
-    ((5, 12296), C(cluster=2, copies=True)),
-    ((2, 33000), C(stages=3, contiguous=True)),
+    ((5, 12296), C(cluster=2)),
+    ((2, 33000), C(stages=3)),
 ]
 
 
