@@ -96,6 +96,9 @@ class Problem(NamedTuple):
     page: int = 0  # keys of a page of theirs; 0: no pages
     lengths: tuple[bool, bool] = (False, False)  # of keys, of queries: read when the kernel runs
     scales: tuple[int, int, int] = (0, 0, 0)  # dims of the arrays of q, k and v; 0: none
+    # Where batch entries of open lengths are one after the other in one entry of the arrays: rows
+    # of q and of k.
+    whole: tuple = ()
 
     @property
     def value_dim(self):
@@ -135,8 +138,10 @@ class Problem(NamedTuple):
     @property
     def shapes(self):
         """Of q, k and v."""
-        q = self.batch, self.queries, self.heads, self.dim
-        k = self.batch, self.keys, self.kv_heads
+        batch = 1 if self.whole else self.batch
+        queries, keys = self.whole or (self.queries, self.keys)
+        q = batch, queries, self.heads, self.dim
+        k = batch, keys, self.kv_heads
         return q, (*k, self.dim), (*k, self.value_dim)
 
     def padded_rows(self, multiple=_MULTIPLE):
@@ -151,8 +156,7 @@ class Problem(NamedTuple):
     @property
     def results(self):
         """Types of what attention returns."""
-        shape = self.batch, self.queries, self.heads, self.value_dim
-        out = plgpu.ShapeDtypeStruct(shape, self.out_dtype)
+        out = plgpu.ShapeDtypeStruct((*self.shapes[0][:3], self.value_dim), self.out_dtype)
         lse = plgpu.ShapeDtypeStruct((self.batch, self.heads, self.queries), _F32)
         return (out, lse) if self.return_lse else out
 

@@ -31,6 +31,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._frameworks import special
 
 from . import (
     _attention_rotary,
@@ -59,7 +60,7 @@ from ._common import (
     store,
     warp_specialized,
 )
-from ._open_rows import in_shapes, sizes_of
+from ._open_rows import in_shapes, may_settle, settle, sizes_of
 from ._promises import batch_invariance
 from .block_mask import KEYS, ROWS, Mask, OfArrays, check_function, shape_of
 
@@ -69,6 +70,7 @@ _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
 _PART_BLOCKS = 8  # blocks of a part of the keys, at least: merging takes a few microseconds
 _QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
+_ROWS = 2**31 - 2  # of an array, at most
 _WIDTHS = (64, 96, 128, 192, 256)
 _PAGES = 2  # numbers of pages that are loaded together
 _OUT = 128  # columns of O that leave at a time, at most
@@ -94,7 +96,8 @@ class AttentionConfig(typing.NamedTuple):
 
 def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     """The configuration for a number of queries and a head size. kind: "narrow" or "widened", where
-    all operands or keys and values have 8 bits; "paged" with pages of 16 bits."""
+    all operands or keys and values have 8 bits; "paged" with pages of 16 bits; "batches" whose
+    lengths are known when the kernel runs."""
     most = pl.cdiv(queries, 64)
     if kind in ("narrow", "widened"):
         return _choose_narrow(min(2, most), head_dim, causal, scores, kind == "narrow")
@@ -103,8 +106,9 @@ def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     if head_dim == 64:
         return _choose_64(queries, causal)
     if head_dim in (96, 128):
-        # the producer needs registers for the addresses of pages
-        return AttentionConfig(min(2, most), 128, 2, q_registers=kind != "paged")
+        # the producer needs registers for the addresses of pages, the consumers for ends of batches
+        held = kind != "paged" and (causal or kind != "batches")
+        return AttentionConfig(min(2, most), 128, 2, q_registers=held)
     return AttentionConfig(min(2, most), 64, 2)
 
 
@@ -187,7 +191,7 @@ class _Plan:
     def cleans(self):
         """Must values beyond the last key be made 0, which would not be 0 times a probability of
         0?"""
-        return self.x.lengths[0] and not self.x.is_narrow
+        return bool(self.x.whole) or self.x.lengths[0] and not self.x.is_narrow
 
     def scratch(self):
         x, consumers = self.x, self.consumers
@@ -287,6 +291,12 @@ class _Block(WarpSpecialized):
             return self.x.queries
         return jnp.clip(self.q_lengths[b], 0, self.x.queries)
 
+    def rows(self, b, row, size, length):
+        """The index of rows of a batch entry, which has so many of them."""
+        if not self.x.whole:
+            return b, pl.ds(row, size)
+        return 0, pl.ds(b * scalar(length) + row, size)
+
     def blocks_of(self, t, tile, part):
         """The first key block of a tile (of its part) and their number; 1 for the tile beyond."""
         p = self.plan
@@ -331,8 +341,8 @@ class _Block(WarpSpecialized):
         pl.when(tiles >= p.q_slots)(lambda: ring.await_release(tiles - p.q_slots))
         slot = tiles % p.q_slots
         for w in range(p.consumers):
-            at = (b, pl.ds(tile * p.rows + w * 64, 64), head)
-            q = padded(self.q, at, p.dim)
+            at = self.rows(b, tile * p.rows + w * 64, 64, x.queries)
+            q = padded(self.q, (*at, head), p.dim)
             plgpu.copy_gmem_to_smem(q, self.q_smem.at[slot, w], ring.full.at[slot])
 
         def step(j, carry):
@@ -373,7 +383,7 @@ class _Block(WarpSpecialized):
         row = pl.multiple_of(row, block)
         if not x.page:
             for i in range(0, block, size):
-                copy(i, size, (b, pl.ds(row + i, size), head))
+                copy(i, size, (*self.rows(b, row + i, size, x.keys), head))
             return
         last = jnp.maximum(self.keys_of(b) - 1, 0) // x.page  # entries beyond it may be anything
 
@@ -584,7 +594,8 @@ class _Block(WarpSpecialized):
         tail = None
         if p.cleans:  # the first block is that of the last keys
             b = self.tile_of(now.t)[3]
-            rest = self.keys_of(b) - (now.end.end - p.block)
+            end = now.end.end if isinstance(now.end, _Place) else now.end
+            rest = self.keys_of(b) - (end - p.block)
             tail = lax.select(first & (now.t < p.total), jnp.clip(rest, 0, p.block), p.block)
         ended = lax.select(last, now.t, -1)
         return s, m, sums, ended, tail, lax.cond(last & (now.t < p.total), following, same, q)
@@ -677,7 +688,7 @@ class _Block(WarpSpecialized):
         """Stores a consumer's rows of tile t."""
         p, x = self.plan, self.x
         tile, part, head, b = self.tile_of(t)
-        at, head = pl.ds(tile * p.rows + me * 64, 64), part * x.heads + head
+        at, head = tile * p.rows + me * 64, part * x.heads + head
         sums = jnp.sum(sums, axis=1)
         value = value * _along_rows(self.reciprocal(sums), p.value_dim)
         value = self.result(value, b, head).astype(x.out_dtype)
@@ -686,14 +697,33 @@ class _Block(WarpSpecialized):
             first = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
         for c in range(0, p.value_dim, p.out):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            there = self.o.at[b, at, head, pl.ds(first + c, p.out)]
-            store(self.o_smem.at[me], value[:, c : c + p.out], there)
+            self.send(me, value[:, c : c + p.out], b, at, (head, pl.ds(first + c, p.out)))
         if x.return_lse:
             top = self.scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
+            at = pl.ds(at, 64)
             there = (b, head, at) if p.parts == 1 else (b, at, head)
             store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
+
+    def send(self, me, value, b, row, columns):
+        """Stores a consumer's rows. Where the rows of the next batch entry follow, those that are
+        left of this one go in boxes of as many rows as their number has bits."""
+        x, buffer, count = self.x, self.o_smem.at[me], 64
+        if not x.whole:
+            return store(buffer, value, self.o.at[(b, pl.ds(row, 64), *columns)])
+        rows = jnp.clip(scalar(x.queries) - row, 0, 64)
+
+        def box(start, count):
+            target = self.o.at[(*self.rows(b, row + start, count, x.queries), *columns)]
+            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(start, count)], target)
+
+        buffer[...] = value
+        plgpu.commit_smem()
+        while count:
+            there = rows & count != 0
+            pl.when(there)(lambda n=count: box(rows // (2 * n) * (2 * n), n))
+            count //= 2
 
     def reciprocal(self, sums):
         factor = pl.reciprocal(sums, approx=True)
@@ -1059,13 +1089,19 @@ def _check_config(config):
         )
 
 
+def _is_indexed(x):
+    """Has it arrays with a length after another dim above 1, or indexed by it?"""
+    f = x.scores
+    indexed = f.bias or f.dropout or f.mask or x.angles or x.others or x.is_narrow
+    return indexed or x.return_lse and x.heads > 1
+
+
 def _open(x, *how):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
     f = x.scores
-    indexed = f.bias or f.dropout or f.mask or x.angles or x.others or x.is_narrow
-    if x.batch > 1 or x.return_lse and x.heads > 1 or indexed:
-        return x, x.queries  # arrays with a length after another dim above 1, or indexed by it
+    if x.batch > 1 or _is_indexed(x):
+        return x, x.queries
     kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
     sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
@@ -1080,9 +1116,80 @@ def _open(x, *how):
     return x, found["N"].most
 
 
-def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
+class _Flattened:
+    """The kernel of a batch whose lengths are known when it runs: it gets arrays whose batch
+    entries are one after the other. kind, met: for `settle`; alone(): the kernel of these lengths,
+    for arrays that cannot be reshaped or have no memory."""
+
+    def __init__(self, kernel, alone, kind, met):
+        self.kernel, self.alone, self.kind, self.met = kernel, alone, kind, met
+
+    def __call__(self, q, k, v, *, out=None, stream=None):
+        shape = *q.shape[:3], v.shape[3]
+        arrays = [q, k, v] if out is None else [q, k, v, out]
+        reshapes = all(hasattr(x, "reshape") for x in arrays) and not special(arrays)
+        # another `out` is refused in terms of the caller's shapes
+        if not reshapes or out is not None and (out.shape, out.dtype) != (shape, q.dtype):
+            return self.alone()(q, k, v, out=out, stream=stream)
+        arrays = [x.reshape((1, x.shape[0] * x.shape[1], *x.shape[2:])) for x in arrays]
+        into = None if out is None else arrays.pop()
+        found = self.kernel(*arrays, out=into, stream=stream)
+        return found.reshape(shape) if out is None else out
+
+    def lower(self, *args, **options):
+        """The kernel of these lengths, lowered."""
+        return self.alone().lower(*args, **options)
+
+
+def _flattened(x, widths, divides, device, interpret):
+    """`_Flattened` of a problem, or None where its kernel is that of its lengths."""
+    if x.batch == 1 or x.return_lse or _is_indexed(x):
+        return None
+    kind = "attention", x._replace(queries=0, keys=0), device, interpret
+    met = {"N": x.queries, "M": x.keys}
+    found = sizes_of(kind, met, _QUERIES)
+    if found is None:
+        return None
+    rows = [
+        plgpu.dim(
+            n,
+            min=x.batch * d.least,
+            max=min(d.most, _ROWS // x.batch) * x.batch,
+            multiple_of=x.batch,
+        )
+        for n, d in found.items()
+    ]
+    lengths = [n // x.batch for n in rows]
+    whole = x._replace(queries=lengths[0], keys=lengths[1], whole=tuple(rows))
+    config = choose(found["N"].most, max(widths), x.causal, x.scores, "batches")
+    kernel = _kernel(whole, config, plgpu.sm_count(device), 1, interpret)
+
+    def alone():
+        return _of_wgmma(x, None, widths, divides, None, device, interpret, exact=True)
+
+    return _Flattened(kernel, alone, kind, tuple(met.values()))
+
+
+def _own_program(q, k, v, **options):
+    """specialize's ``better``: of batches whose lengths are known at run time only, the program of
+    their lengths."""
+    found = _choose(types.SimpleNamespace(q=q, k=k, v=v, **options))
+    if not isinstance(found, _Flattened) or not may_settle(found.kind):
+        return None
+
+    def make():
+        kernel = found.alone()
+        if q.device is not None and not isinstance(kernel, SeveralKernels):
+            kernel.lower(q, k, v).resources()  # for the cache on disk, from which calls take it
+        settle(found.kind, found.met)
+        return kernel
+
+    return make
+
+
+def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret, exact=False):
     """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
-    blocks share the keys?"""
+    blocks share the keys? exact: it is that of the lengths of a batch."""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
     queries, causal, scores = problem.queries, problem.causal, problem.scores
     kind = "paged" if problem.page else ""
@@ -1094,6 +1201,10 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret):
     if config is None:
         if divides:
             parts = _parts(problem, choose(queries, width, causal, scores, kind), cores)
+        if not exact and parts == 1:
+            found = _flattened(problem, widths, divides, device, interpret)
+            if found is not None:
+                return found
         problem, queries = _open(problem, parts, device, interpret)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
@@ -1273,3 +1384,6 @@ def attention(
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims."""
     return _choose(types.SimpleNamespace(**locals()))
+
+
+attention.maker.better = _own_program  # type: ignore[attr-defined]  # not public

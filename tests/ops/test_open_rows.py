@@ -121,6 +121,49 @@ def test_attention_of_any_lengths(options, dim, monkeypatch):
     assert len(made) <= 4  # one, two and more consumers; the divided one
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "bottom_right": True}, {"window": (40, 5)}], ids=str
+)
+def test_attention_to_batches_of_any_lengths(options, monkeypatch):
+    """One program for all numbers of more than 128 queries, with the bits of those for these
+    lengths. What stands in one batch entry is nothing to the others."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    how = {"interpret": plgpu.InterpretParams(detect_races=True), **options}
+    rng, made = np.random.default_rng(7), set()
+    for n, m in ((130, 150), (200, 130), (257, 65)):
+        q = rng.standard_normal((3, n, 4, 64)).astype(np.float16)
+        k, v = rng.standard_normal((2, 3, m, 2, 64)).astype(np.float16)
+        open_ = ops.attention.kernel(q, k, v, **how)
+        made.add(open_.kernel)
+        want = open_.alone()(q, k, v)
+        np.testing.assert_array_equal(ops.attention(q, k, v, **how), want)
+        v[1], out = np.nan, np.full_like(q, np.nan)
+        assert ops.attention(q, k, v, out=out, **how) is out
+        np.testing.assert_array_equal(out[::2], want[::2])
+    assert len(made) == 1
+
+
+def test_batches_that_come_often_get_a_program_of_their_own(monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    q, k = (plgpu.ShapeDtypeStruct((2, n, 1, 64), np.float16) for n in (3, 5))
+    first, deadline = ops.attention.kernel(q, k, k), time.monotonic() + 60
+    while (found := ops.attention.kernel(q, k, k)) is first:
+        assert time.monotonic() < deadline
+    assert found is first.alone()
+
+
+@pytest.mark.long
+def test_batches_on_the_emulated_machine(monkeypatch):
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    how = {"causal": True, "bottom_right": True, "interpret": "emulate"}
+    arrays, want = attention_of(150, 170, True)
+    both = [np.concatenate([x, x]) for x in arrays]
+    got = ops.attention(*both, **how)
+    np.testing.assert_allclose(got, np.concatenate([want, want]), atol=4e-3)
+
+
 def test_attention_on_the_emulated_machine(monkeypatch):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
     monkeypatch.setattr(_open_rows, "STATIC", 0)
