@@ -1,5 +1,5 @@
-"""Protects benchmarks/bench_distributed.py, which seldom meets GPUs: each of its sections runs on the
-interpreter, with right results."""
+"""Protects benchmarks/bench_distributed.py, which seldom meets GPUs: each of its sections runs on
+the interpreter, with right results."""
 
 import json
 import pathlib

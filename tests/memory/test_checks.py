@@ -54,7 +54,8 @@ def test_seeds_compare():
         depends(seeds=16)()
     text = str(info.value)
     found = re.search(
-        r"o differs in 2 of 2 elements between seeds 0 and (\d+), the first at \[0\]: (\d) and (\d)",
+        r"o differs in 2 of 2 elements between seeds 0 and (\d+), the first at \[0\]:"
+        r" (\d) and (\d)",
         text,
     )
     assert found and isinstance(info.value, RuntimeError)
