@@ -82,6 +82,11 @@ static bool must_fail(void) { return fail_after && --fail_after == 0; }
 
 void *pm_malloc(size_t bytes) { return must_fail() ? NULL : malloc(bytes ? bytes : 1); }
 
+void *pm_malloc_lines(size_t bytes) {
+  enum { LINE = 64 };
+  return must_fail() ? NULL : aligned_alloc(LINE, bytes / LINE * LINE + LINE);
+}
+
 void *pm_realloc(void *old, size_t bytes) {
   return must_fail() ? NULL : realloc(old, bytes ? bytes : 1);
 }

@@ -54,8 +54,10 @@ pm_code pm_protect(pm_body fn, void *ctx, pm_err *err);
 PM_NORETURN void pm_out_of_memory(size_t bytes);
 /* Test hook: the n-th allocation from now fails (0: none). */
 void pm_fail_allocation(long n);
-/* malloc, realloc and free that honour the hook; NULL on failure, for buffers with an owner. */
+/* malloc, realloc and free that honour the hook; NULL on failure, for buffers with an owner. What
+ * pm_malloc_lines returns begins a cache line: no vector at a multiple of its size lies in two. */
 void *pm_malloc(size_t bytes);
+void *pm_malloc_lines(size_t bytes);
 void *pm_realloc(void *old, size_t bytes);
 void pm_free(void *p);
 

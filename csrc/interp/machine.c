@@ -797,7 +797,7 @@ static step run_grid(pm_machine *m) {
 /* ---- memory of a run ---------------------------------------------------------------------- */
 
 static void *zeroed(size_t bytes) {
-  void *p = pm_malloc(bytes + 1);
+  void *p = pm_malloc_lines(bytes);
   if (p) memset(p, 0, bytes);
   return p;
 }

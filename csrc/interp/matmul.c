@@ -10,7 +10,7 @@
  * added to the accumulator as integers. */
 #include "vm.h"
 
-enum { MAX_ROWS = 8, MAX_COLS = 32 };
+enum { MAX_ROWS = 8, MAX_COLS = 32, CACHE_LINE = 64 };
 
 typedef void (*micro_fn)(int64_t k, const float *a, const float *b, float *c, int64_t ldc);
 
@@ -67,7 +67,8 @@ static block_shape choose_block(void) {
 size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k) {
   int64_t rows = pm_round_up(m, MAX_ROWS), cols = pm_round_up(n, MAX_COLS);
   int64_t line = pm_max(pm_max(m, n), k);
-  return (size_t)((rows + cols) * k + m * n + MAX_ROWS * MAX_COLS + line) * sizeof(float);
+  return (size_t)((rows + cols) * k + m * n + MAX_ROWS * MAX_COLS + line) * sizeof(float) +
+         CACHE_LINE;
 }
 
 /* ---- packing ------------------------------------------------------------------------------ */
@@ -160,7 +161,9 @@ static void product(char *buffer, const target *acc, operand a, operand b) {
   const int64_t m = acc->m, n = acc->n, k = a.k;
   float *c = (float *)buffer, *line = c + m * n, *pa = line + pm_max(pm_max(m, n), k);
   block_shape block = choose_block();
+  /* no vector of b lies in two cache lines, wherever the buffer begins */
   float *pb = pa + pm_round_up(m, block.rows) * k;
+  pb += (CACHE_LINE - (uintptr_t)pb % CACHE_LINE) % CACHE_LINE / sizeof *pb;
   pack(a, block.rows, line, pa);
   pack(b, block.cols, line, pb);
   if (acc->dtype == PM_F32) {
