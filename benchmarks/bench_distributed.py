@@ -468,9 +468,7 @@ def settings(w):
         yield from collectives(w, sizes=[some], blocks=[16, 64, 128], kinds=kinds)
     for rows in [3] if w.dry else [1, 16, 128]:
         for one_shot in (False, True):
-            for shared in (False, True):
-                how = {"one_shot": one_shot, "shared": shared}
-                yield partial(normed, w, rows, 512 if w.dry else 8192, "bfloat16", how)
+            yield partial(normed, w, rows, 512 if w.dry else 8192, "bfloat16", one_shot)
     yield from collectives(w, sizes=[size], blocks=[2] if w.dry else [8, 32, 64])
     yield from collectives(w, "float32", sizes=[size])
     yield from collectives(w, "float16", sizes=[SIZES[0]])
@@ -569,29 +567,15 @@ def product(w, kind, m, k, cols, dtype, transfer=None):
 # Fields of distributed_matmul.Call that the section `configs` compares with what is chosen.
 TILE = MatmulConfig(2, 128, cluster=2, buffers=1)
 PUSH, PULL = {"transfer": "push"}, {"transfer": "pull"}
-SMALL_PIECES = {"_PIECE": (8, 256), "_PIECES": 4}  # 12 KiB on the way to a block, instead of 8
+WIDE = TILE._replace(tile_n=256)
 WAYS = {
-    "all_gather_matmul": (
-        PUSH,
-        PULL,
-        PULL | {"config": TILE._replace(tile_n=256)},
-        PULL | {"constants": SMALL_PIECES},
-    ),
+    "all_gather_matmul": (PUSH, PULL, PULL | {"config": TILE}, PULL | {"config": WIDE}),
     "matmul_reduce_scatter": (
         PUSH,
         PULL,
-        *(way | {"lag": lag} for lag in (1, 2) for way in (PUSH, PULL)),
-        *(way | {"config": TILE} for way in (PUSH, PULL)),
-        PULL | {"constants": SMALL_PIECES},
+        *(way | {"config": tile} for tile in (TILE, WIDE) for way in (PUSH, PULL)),
     ),
-    "matmul_all_reduce": (
-        PUSH,
-        PULL,
-        PUSH | {"lag": 1},
-        PUSH | {"direct": True},
-        *(way | {"direct": True, "lag": 1} for way in (PUSH, PULL)),
-        PUSH | {"config": TILE},
-    ),
+    "matmul_all_reduce": (PUSH, PULL, PUSH | {"config": TILE}, PUSH | {"config": WIDE}),
 }
 MADE = {
     "all_gather_matmul": distributed_matmul._gathered,
@@ -601,7 +585,7 @@ MADE = {
 
 
 def configs(w, dtype="float16"):
-    """Products in other ways than they choose: who sends, in which order, and tiles."""
+    """Products in other ways than they choose: who sends, and tiles."""
     for shape in shapes_of_products(w)[:4]:
         for kind in KINDS:
             for way in WAYS[kind]:
@@ -610,9 +594,8 @@ def configs(w, dtype="float16"):
 
 def described(way):
     """Fields of Call, in words."""
-    kinds = {"config": lambda v: f"tile {v.tile_n}", "constants": lambda v: "small pieces"}
-    words = [kinds.get(k, lambda v, k=k: f"{k} {v}")(v) for k, v in way.items()]
-    return ", ".join(word.removeprefix("transfer ").removesuffix(" True") for word in words)
+    words = [f"tile {v.tile_n}" if k == "config" else f"{k} {v}" for k, v in way.items()]
+    return ", ".join(word.removeprefix("transfer ") for word in words)
 
 
 @contextlib.contextmanager
@@ -634,8 +617,7 @@ def configured(w, kind, m, k, cols, dtype, way):
     out = w.empty((w.n * m if gathers else m, cols), dtype)
     found = plgpu.ShapeDtypeStruct((), dtype).dtype
     blocks = 2 if w.dry else plgpu.sm_count()
-    fields = {name: value for name, value in way.items() if name != "constants"}
-    call = distributed_matmul.Call(w.mesh, "x", m, k, cols, found, found, blocks, **fields)
+    call = distributed_matmul.Call(w.mesh, "x", m, k, cols, found, found, blocks, **way)
     if gathers:
         all_a, want = w.scratch((w.n * m, k), dtype), w.scratch((w.n * m, cols), "float32")
         w.reference("all_gather", a, all_a, 2)
@@ -644,9 +626,8 @@ def configured(w, kind, m, k, cols, dtype, way):
         want = w.summed(a, b)
         want = w.part(want) if scatters else want
     w.say("ours: a call")
-    with changed(way.get("constants", {})):
-        f = MADE[kind].__wrapped__(call)
-        wrong = w.wrong(f(a, b, out=out), want, 2e-2)
+    f = MADE[kind](call)
+    wrong = w.wrong(f(a, b, out=out), want, 2e-2)
     flop = 2 * (w.n * m if gathers or scatters else m) * k * cols
     took = w.time("ours", lambda: f(a, b, out=out), FEW if flop < 1e12 else 5)
     what = {"what": f"{kind}, {described(way)}", "size": f"{m} x {k} x {cols}"}
@@ -661,7 +642,7 @@ def only_tell(block, slots, first, n, source, targets, there=None, arrived=None)
         lax.fori_loop(0, n, lambda j, _: there(j), None)
 
 
-def only_own(block, t, f, me, value, k):
+def only_own(block, t, w, me, value, k):
     chunks = _distributed_products.Chunks(block.plan.chunks, lambda c: block.columns(value, c))
     block.epilogue(me, chunks, [block.o], *block.corner(block.tile(t)))
 
@@ -743,8 +724,7 @@ def fused(w, dtype="bfloat16"):
         yield partial(normed, w, rows, 256 if w.dry else 8192, dtype)
 
 
-def normed(w, rows, columns, dtype, how=None):
-    """how: of _normed, instead of what is chosen."""
+def normed(w, rows, columns, dtype, one_shot=None):
     w.say("arrays")
     x, r = w.data((rows, columns), dtype, 4), w.data((rows, columns), dtype, 5, same=True)
     outs = w.data((rows, columns), dtype, 10), w.data((rows, columns), dtype, 11)
@@ -755,17 +735,8 @@ def normed(w, rows, columns, dtype, how=None):
     own = w.plain(x)
 
     def ours():
-        return distributed_norms.all_reduce_rms_norm(x, r, g, w.mesh, out=outs)
-
-    if how is not None:
-        kind = plgpu.ShapeDtypeStruct((), dtype).dtype
-        blocks = distributed._blocks(4 if w.dry else None, "", (rows, columns), kind)
-        f = distributed_norms._normed(
-            w.mesh, "x", (rows, columns), kind, 1e-6, how["one_shot"], blocks, None, how["shared"]
-        )
-
-        def ours():
-            return f(x, r, g, out=outs)
+        how = {"one_shot": one_shot, "out": outs}
+        return distributed_norms.all_reduce_rms_norm(x, r, g, w.mesh, **how)
 
     def beside():
         w.nccl("all_reduce", own, total)
@@ -774,12 +745,13 @@ def normed(w, rows, columns, dtype, how=None):
 
     w.say("ours: a call")
     row = {
-        "what": f"all_reduce_rms_norm {dtype}" + (f", {described(how)}" if how else ""),
+        "what": f"all_reduce_rms_norm {dtype}"
+        + ("" if one_shot is None else f", one_shot {one_shot}"),
         "size": f"{rows} x {columns}",
         "wrong": w.wrong(ours()[1], want),
         "ours": w.time("ours", ours),
     }
-    if how is None:
+    if one_shot is None:
         w.beside(row, lambda: w.time("nccl", beside))
     return row
 

@@ -59,8 +59,10 @@ _PULLING = 56, 224  # registers of a lane of the producer, which has four roles,
 _UNROLLED = 4  # devices whose summands are all loaded at once, at most
 # For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
 # cycles until what blocks that divide K send each other is added, and until the first rows of
-# another device are there; how much longer products take whose blocks share no operands.
-_LINK, _JOIN, _FIRST_ROWS, _ALONE = 215, 8500, 14000, 1.03
+# another device are there; how much longer products take whose blocks share no operands; and, on
+# four H100s, several waves of tiles of fewer than 256 columns: they read more from L2, as the
+# transfer does.
+_LINK, _JOIN, _FIRST_ROWS, _ALONE, _NARROW = 215, 8500, 14000, 1.03, 1.12
 
 
 class Plan(_KernelPlan):
@@ -102,6 +104,8 @@ class Plan(_KernelPlan):
         part = pl.cdiv(x.k, self.split)
         took = cycles(parts * x.m, x.n * self.split, part, self.cfg, self.sms)
         took *= _ALONE if self.cfg.cluster * self.cfg.cluster_n == 1 else 1
+        if self.cfg.tile_n < 256 and self.each > self.clusters and not self.dealt:
+            took *= _NARROW
         return took + (waves * _JOIN if self.split > 1 else 0), waves
 
     def options(self):
@@ -152,11 +156,8 @@ def plan_of(kind, x, blocks, parts, tmem, given, **options):
         steps = pl.cdiv(x.k, cfg.step)
         for split in (1, 2, 4) if alone else (1,):
             if split == 1 or split <= blocks and steps >= 8 * split and cfg.tile_n >= 64 * split:
-                # a store buffer for each part of a tile that leaves by way of NVLink
-                buffers = max(cfg.tile_n // split // 64, 1) if options.get("direct") else 1
-                fitted = _fitted(cfg._replace(buffers=buffers, split=split), couriers)
-                if fitted.stages > 1:
-                    found.append(plan(fitted))
+                fitted = _fitted(cfg._replace(buffers=1, split=split), couriers)
+                found.append(plan(fitted))
     if not found or given and not kind.fits(x, given):
         raise NotImplementedError(
             f'transfer="engine" for a part ({x.m}, {x.n}) of the sums that is not a multiple of a'
@@ -322,6 +323,10 @@ class DeviceBlock(_Block):
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("block"))
 
+    def part(self, t, first):
+        """The device whose part of the result has tile t; the own one is the first or the last."""
+        return (self.me + (0 if first else 1) + t // self.plan.each) % self.size
+
     def sum(self, me, it0, meanwhile=None):
         if self.acc is None:
             return super().sum(me, it0, meanwhile)
@@ -415,12 +420,8 @@ class GatherPlan(Plan):
 
 
 class GatherBlock(DeviceBlock):
-    def part(self, t):
-        """The device whose part of the result has tile t; the own one is the first."""
-        return (self.me + t // self.plan.each) % self.size
-
     def fetch_tile(self, t, it0):
-        p, shard = self.plan, self.part(t)
+        p, shard = self.plan, self.part(t, True)
         own, (row, col) = t < p.tiles, self.origin(t % p.tiles)
         band, first = row // p.band, self.first_step()
 
@@ -481,7 +482,7 @@ class GatherBlock(DeviceBlock):
         def multiply(t, it0):
             [value], _ = self.sum(me, it0)
             value = self.join(me, it0, value)
-            part, (row, col) = self.part(t), self.corner(t % self.plan.tiles)
+            part, (row, col) = self.part(t, True), self.corner(t % self.plan.tiles)
             self.epilogue(me, [value], [self.o.at[part]], row, col)
             return it0 + self.plan.steps
 
@@ -555,12 +556,8 @@ class SumPlan(Plan):
             took = max(took + results / max(waves - first, 1), wave + sent + results)
         return took
 
-    def __init__(self, x, cfg, blocks, parts, dealt=False, lag=0, direct=False):
-        """lag: how many waves of own tiles follow the last tile for another device; 0: all.
-        direct: consumers, not couriers, write sums to the other devices."""
+    def __init__(self, x, cfg, blocks, parts, dealt=False):
         super().__init__(x, cfg, blocks, parts, cfg.consumers + 1, dealt)
-        self.groups = pl.cdiv(self.each, self.clusters)  # waves of a part
-        self.lag, self.direct = (lag if lag < self.groups and parts > 1 else 0), direct
         self.units = self.each * self.cluster  # shares that devices send to each other
         self.flags = self.units + 1
         self.part = (self.chunk // _PANEL, 64, _PANEL)
@@ -569,8 +566,6 @@ class SumPlan(Plan):
         self.pieces = part // self.piece  # of a consumer's part of a chunk
         rows = 4 * math.prod(_PIECE) // 2 // (self.width * x.out_dtype.itemsize)
         self.result_piece = min(1 << rows.bit_length() - 1, 64), self.width
-        self.share_pieces = self.chunks * self.consumers * self.pieces
-        self.result_pieces = self.rows // self.result_piece[0]
 
     def scratch(self):
         waiting = {"num_barriers": _WAITING}
@@ -585,7 +580,6 @@ class SumPlan(Plan):
             "sent": plgpu.Barrier(**waiting),
             "came": plgpu.Barrier(num_barriers=self.chunks),
             "added": plgpu.Barrier(num_arrivals=self.consumers),
-            **({"written": plgpu.Barrier(num_arrivals=self.consumers)} if self.direct else {}),
         }
 
     def staging(self):
@@ -619,62 +613,25 @@ class SumBlock(DeviceBlock):
     it. The unit of a block's share of a tile is the number of a flag, which counts chunks, and the
     place of a summand."""
 
-    carries_sums = False  # the courier, to the other devices
-
     def source(self, t):
         """Where A of tile t is."""
-        return self.a.at[self.device(t)]
-
-    def place(self, t):
-        """Of tile t: its number in its part, and that of the part: 0 is that of the next device,
-        the last one the own one.
-
-        In waves, with a lag: one of each other part, and an own one of an earlier round."""
-        p, n = self.plan, self.size
-        if not p.lag:
-            return t % p.each, t // p.each
-        wave = p.clusters
-        before = p.lag * (n - 1) * wave  # tiles before the first own one
-        last = p.total - (p.each - (p.groups - p.lag) * wave)  # only own tiles follow
-        early, later = t < before, jnp.maximum(t - before, 0)
-        rounds = lax.select(early, t // ((n - 1) * wave), p.lag + later // (n * wave))
-        inside = lax.select(early, t % ((n - 1) * wave), later % (n * wave))
-        height = jnp.clip(p.each - rounds * wave, 1, wave)  # the last wave may have fewer
-        number, part = rounds * wave + inside % height, inside // height
-        own = (t >= last) | (part >= n - 1)
-        mine = (rounds - p.lag) * wave + (inside - (n - 1) * height)
-        mine = lax.select(t >= last, t - (p.total - p.each), mine)
-        number = jnp.clip(lax.select(own, mine, number), 0, p.each - 1)
-        return number, lax.select(own, jnp.int32(n - 1), part)
-
-    def device(self, t):
-        """Whose part of the result has tile t."""
-        return (self.me + 1 + self.place(t)[1]) % self.size
+        return self.a.at[self.part(t, False)]
 
     def tile(self, t):
         """The number of tile t in the product."""
-        return self.place(t)[0]
-
-    def own(self, t):
-        return self.place(t)[1] == self.size - 1
+        return t % self.plan.each
 
     def summed(self, t):
         """Is tile t of the own part one of the result?"""
         return t >= 0
 
     def sends(self):
-        """How many tiles this block sends."""
-        p, first = self.plan, self.tiles().first
-        last = (p.each - (p.groups - 1) * p.clusters if p.lag else p.each) * (self.size - 1)
-        whole = (p.groups - 1) * (self.size - 1) if p.lag else 0
-        return whole + StaticTiles(last, p.clusters, first).count()
-
-    def tiles_summed(self):
-        """How many tiles this block sums."""
-        return self.tiles().count() - self.sends()
+        """How many tiles this block sends; those that it sums follow."""
+        tiles = self.tiles()
+        return StaticTiles(self.plan.each * (self.size - 1), tiles.clusters, tiles.first).count()
 
     def unit(self, t):
-        return self.place(t)[0] * self.plan.cluster + self.in_cluster
+        return t % self.plan.each * self.plan.cluster + self.in_cluster
 
     def other(self, k):
         """Number k of the other devices, in the order of the ranks."""
@@ -694,50 +651,48 @@ class SumBlock(DeviceBlock):
         return self.fetch_steps(it0, *self.origin(self.tile(t)), first, [(True, self.source(t))])
 
     def courier(self):
-        self.each_filled()
+        sends = self.sends()
+        self.each_filled(0, sends, self.carry_summands)
 
-    def tiles_filled(self, sent, summed):
-        """How many tiles the courier carries something of, of so many that are sent and summed."""
-        return sent + summed if self.carries_sums else sent
+    def each_filled(self, first, end, carry):
+        """carry(w) for tiles of this block from the first to the end, each when consumers allow."""
 
-    def each_filled(self):
-        """What consumers leave is carried; tile by tile, each when it is there."""
-        tiles, all_filled = self.tiles(), self.tiles_filled(self.sends(), self.tiles_summed())
+        def step(w, _):
+            slot = w % _WAITING
+            plgpu.barrier_wait(self.filled.at[slot], phase=w // _WAITING)
+            carry(w)
+            pl.when(w + _WAITING < self.filled_tiles())(
+                lambda: plgpu.barrier_arrive(self.sent.at[slot])
+            )
 
-        def carry(f, work):
-            slot = f % _WAITING
-            plgpu.barrier_wait(self.filled.at[slot], phase=f // _WAITING)
-            work()
-            pl.when(f + _WAITING < all_filled)(lambda: plgpu.barrier_arrive(self.sent.at[slot]))
+        lax.fori_loop(first, end, step, None)
 
-        def step(w, counts):
-            (sent, summed), t = counts, tiles.tile(w)
-            f, own = self.tiles_filled(sent, summed), self.own(t)
-            before = self.pieces_before(sent, summed)
-            pl.when(~own)(lambda: carry(f, lambda: self.carry_summands(t, f, before)))
-            mine = own & self.summed(t)
-            if self.carries_sums:
-                pl.when(mine)(lambda: carry(f, lambda: self.carry_sums(t, before)))
-            return sent + (~own).astype(jnp.int32), summed + mine.astype(jnp.int32)
+    def filled_tiles(self):
+        """How many tiles the courier carries something of."""
+        return self.sends()
 
-        lax.fori_loop(0, tiles.count(), step, (jnp.int32(0), jnp.int32(0)))
+    def carried(self):
+        """How many pieces of summands the courier carries."""
+        p = self.plan
+        return self.sends() * (p.chunks * p.consumers * p.pieces)
 
-    def fill(self, f, write):
-        """A consumer calls write(), which makes what the courier carries next; f: before it."""
-        slot = f % _WAITING
+    def fill(self, w, write):
+        """A consumer calls write(), which makes what the courier carries of tile w."""
+        slot = w % _WAITING
 
-        @pl.when(f >= _WAITING)
+        @pl.when(w >= _WAITING)
         def _():
-            plgpu.barrier_wait(self.sent.at[slot], phase=f // _WAITING - 1)
+            plgpu.barrier_wait(self.sent.at[slot], phase=w // _WAITING - 1)
 
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
 
     def carry_share(self, before, source, target, told, arrived=None):
         """A block's share of a tile, from a place (memory, number in it) to another one. told():
-        is called when a chunk is there. before: pieces carried before."""
+        is called when a chunk is there. before: shares carried before."""
         p = self.plan
-        of_chunk, n = p.consumers * p.pieces, p.share_pieces
+        of_chunk = p.consumers * p.pieces
+        n = p.chunks * of_chunk
 
         def piece(memory, unit, j):
             found = memory.at[j // of_chunk, j // p.pieces % p.consumers, unit]
@@ -745,7 +700,7 @@ class SumBlock(DeviceBlock):
 
         self.carry(
             self.pieces[0] if arrived is None else self.pulled,
-            before,
+            before * n,
             n,
             lambda j: piece(*source, jnp.minimum(j, n - 1)),  # it is not beyond
             lambda j: [piece(*target, j)],
@@ -753,39 +708,22 @@ class SumBlock(DeviceBlock):
             arrived,
         )
 
-    def carry_summands(self, t, f, before):
-        device, unit = self.device(t), self.unit(t)
-        source = self.waiting.at[f % _WAITING], self.block
+    def carry_summands(self, w):
+        t = self.tiles().tile(w)
+        device, unit = self.part(t, False), self.unit(t)
+        source = self.waiting.at[w % _WAITING], self.block
         there = self.on(self.staging, device).at[self.half, self.among(self.me, device)]
-        self.carry_share(before, source, (there, unit), lambda: self.tell(device, unit))
+        self.carry_share(w, source, (there, unit), lambda: self.tell(device, unit))
 
-    def pieces_before(self, sent, summed):
-        """How many pieces the courier carried of so many tiles."""
-        of_sums = summed * self.plan.result_pieces if self.carries_sums else 0
-        return sent * self.plan.share_pieces + of_sums
-
-    def outgoing(self, t, f, c, me):
-        """Where a consumer's part of chunk c of tile t is to be left."""
-        return self.waiting.at[f % _WAITING, c, me, self.block]
+    def outgoing(self, w, c, me):
+        """Where a consumer's part of chunk c of tile w is to be left."""
+        return self.waiting.at[w % _WAITING, c, me, self.block]
 
     def arrivals(self, number):
         return self.staging.at[self.half, number]
 
-    def each_own(self, do):
-        """do(t, k) for each tile that this block sums, where k counts them. How many there are."""
-        tiles = self.tiles()
-
-        def step(w, k):
-            t = tiles.tile(w)
-            mine = self.own(t) & self.summed(t)
-            pl.when(mine)(lambda: do(t, k))
-            return k + mine.astype(jnp.int32)
-
-        first = 0 if self.plan.lag else self.sends()
-        return lax.fori_loop(first, tiles.count(), step, jnp.int32(0))
-
     def listener(self):
-        p = self.plan
+        p, tiles = self.plan, self.tiles()
 
         def hear(t, k):
             pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
@@ -797,42 +735,43 @@ class SumBlock(DeviceBlock):
                 )
                 plgpu.barrier_arrive(self.came.at[c])
 
-        k = self.each_own(hear)
+        def step(w, k):
+            t = tiles.tile(w)
+            pl.when(self.summed(t))(lambda: hear(t, k))
+            return k + self.summed(t).astype(jnp.int32)
+
+        k = lax.fori_loop(self.sends(), tiles.count(), step, jnp.int32(0))
         pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
 
     # ---- consumers
 
     def consumer(self, me):
+        sends = self.sends()
+
         def multiply(t, carry):
-            it0, sent, k = carry
+            it0, w, k = carry
             [value], _ = self.sum(me, it0)
             value = self.join(me, it0, value)
-            own = self.own(t)
-            mine = own & self.summed(t)
-            f = self.tiles_filled(sent, k)
-            pl.when(~own)(lambda: self.send(t, f, me, value))
-            pl.when(mine)(lambda: self.total(t, f, me, value, k))
-            counts = sent + (~own).astype(jnp.int32), k + mine.astype(jnp.int32)
-            return it0 + self.plan.steps, *counts
+            own = w >= sends
+            summed = own & self.summed(t)
+            pl.when(~own)(lambda: self.send(w, me, value))
+            pl.when(summed)(lambda: self.total(t, w, me, value, k))
+            return it0 + self.plan.steps, w + 1, k + summed.astype(jnp.int32)
 
         self.tiles().consume(multiply, (jnp.int32(0),) * 3)
 
     def columns(self, value, c):
         return value[:, c * self.plan.chunk : (c + 1) * self.plan.chunk]
 
-    def send(self, t, f, me, value):
+    def send(self, w, me, value):
         def write():
             for c in range(self.plan.chunks):
-                panels = self.outgoing(t, f, c, me).transpose((1, 0, 2))
+                panels = self.outgoing(w, c, me).transpose((1, 0, 2))
                 panels[...] = self.columns(value, c).reshape(panels.shape)
 
-        self.fill(f, write)
+        self.fill(w, write)
 
-    def results(self):
-        """Where sums are stored."""
-        return [self.o]
-
-    def total(self, t, f, me, value, k):
+    def total(self, t, w, me, value, k):
         p, unit = self.plan, self.unit(t)
 
         def summand(c, d):
@@ -863,7 +802,7 @@ class SumBlock(DeviceBlock):
             return total
 
         chunks = Chunks(p.chunks, total_of)
-        self.epilogue(me, chunks, self.results(), *self.corner(self.tile(t)))
+        self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
 
     def total_in_turn(self, own, summand):
         """The sum in the order of the ranks; the next summand is loaded while one is added."""
@@ -883,16 +822,11 @@ class EverySumBlock(SumBlock):
 
     reads_only = False
 
-    def __init__(self, plan, *args):
-        super().__init__(plan, *args)
-        self.carries_sums = not plan.direct
-
     def source(self, t):
         return self.a
 
     def number(self, t):
-        number, part = self.place(t)
-        return number * self.size + (self.me + 1 + part) % self.size
+        return t % self.plan.each * self.size + self.part(t, False)
 
     def tile(self, t):
         return jnp.minimum(self.number(t), self.plan.tiles - 1)
@@ -900,53 +834,41 @@ class EverySumBlock(SumBlock):
     def summed(self, t):
         return self.number(t) < self.plan.tiles
 
-    def tiles_summed(self):
-        tiles = self.tiles()
-        last = tiles.tile(tiles.count() - 1)
+    def filled_tiles(self):
+        tiles, sends = self.tiles(), self.sends()
+        count = tiles.count()
         # the last one may be for nobody
-        nobody = self.own(last) & ~self.summed(last)
-        return super().tiles_summed() - nobody.astype(jnp.int32)
+        nobody = (count > sends) & ~self.summed(tiles.tile(count - 1))
+        return count - nobody.astype(jnp.int32)
 
-    def results(self):
-        others = [self.on(self.o, d) for d in self.others()] if self.plan.direct else []
-        return [self.o, *others]
-
-    def total(self, t, f, me, value, k):
+    def total(self, t, w, me, value, k):
         def write():
-            super(EverySumBlock, self).total(t, f, me, value, k)
+            super(EverySumBlock, self).total(t, w, me, value, k)
             plgpu.wait_smem_to_gmem(0)
 
-        if self.plan.direct:
-            return super().total(t, f, me, value, k)
-        return self.fill(f, write)
+        self.fill(w, write)
 
-    def consumer(self, me):
-        super().consumer(me)
-        if self.plan.direct:
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.barrier_arrive(self.written)
-
-    def carry_sums(self, t, before):
+    def carry_sums(self, w, before):
         """From the own result to those of the others."""
-        p, (row, col) = self.plan, self.corner(self.tile(t))
-        rows, cols = p.result_piece
+        (rows, cols), t = self.plan.result_piece, self.tiles().tile(w)
+        pieces, (row, col) = self.plan.rows // rows, self.corner(self.tile(t))
 
         def place(j):
             return pl.ds(row + j * rows, rows), pl.ds(col, cols)
 
         self.carry(
             self.pieces[1],
-            before,
-            p.result_pieces,
+            before + w * pieces,
+            pieces,
             lambda j: self.o.at[place(j)],
             lambda j: [self.on(self.o, d).at[place(j)] for d in self.others()],
         )
 
     def courier(self):
         super().courier()
-        p = self.plan
-        if p.direct:
-            plgpu.barrier_wait(self.written)
+        p, sends = self.plan, self.sends()
+        before = self.carried() - sends * (p.rows // p.result_piece[0])
+        self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
         each(1, self.size, lambda k: self.tell((self.me + k) % self.size, p.units))
         each(1, self.size, lambda k: self.hear((self.me + k) % self.size, p.units, p.blocks))
 
@@ -978,58 +900,55 @@ class PullSumBlock(SumBlock):
     def roles(self):
         return [*super().roles(), self.puller]
 
-    def outgoing(self, t, f, c, me):
-        number = self.among(self.device(t), self.me)
+    def outgoing(self, w, c, me):
+        t = self.tiles().tile(w)
+        number = self.among(self.part(t, False), self.me)
         return self.staging.at[self.half, number, c, me, self.unit(t)]
 
     def arrivals(self, number):
         return self.waiting.at[number]
 
-    def carry_summands(self, t, f, before):
+    def carry_summands(self, w):
         """They are fetched."""
-        self.tell(self.device(t), self.plan.ready + self.unit(t))
+        t = self.tiles().tile(w)
+        self.tell(self.part(t, False), self.plan.ready + self.unit(t))
 
-    def pieces_before(self, sent, summed):
-        return summed * self.plan.result_pieces if self.carries_sums else 0
+    def carried(self):
+        return 0
+
+    def own_tiles(self):
+        """How many tiles this block sums."""
+        return self.tiles().count() - self.sends()
 
     def puller(self):
         """What this block adds, from the device before this one first: it began with it."""
-        p = self.plan
+        p, tiles, sends, own = self.plan, self.tiles(), self.sends(), self.own_tiles()
         if p.dealt:
             arrived = self.pulled_arrived
         else:
             self.pulled, arrived = self.pieces[0], self.arrived
 
-        def fetch(t, step, before):
-            source, unit = self.step_back(step), self.unit(t)
+        def fetch(step):
+            source = self.step_back(step)
             here = self.arrivals(self.among(source, self.me))
             there = self.on(self.staging, source).at[self.half, self.among(self.me, source)]
-            self.hear(source, p.ready + unit)
-            self.carry_share(
-                before * p.share_pieces,
-                (there, unit),
-                (here, unit),
-                lambda: self.raised(source, unit),
-                arrived,
-            )
 
-        others = self.size - 1
-        if p.lag:
-            self.each_own(
-                lambda t, k: each(1, self.size, lambda s: fetch(t, s, k * others + s - 1))
-            )
-            return
-        tiles, sends = self.tiles(), self.sends()
-        own = self.tiles_summed()
-
-        def all_of(step):
             def share(i, _):
-                fetch(tiles.tile(sends + i), step, (step - 1) * own + i)
+                unit = self.unit(tiles.tile(sends + i))
+                self.hear(source, p.ready + unit)
+                self.carry_share(
+                    (step - 1) * own + i,
+                    (there, unit),
+                    (here, unit),
+                    lambda: self.raised(source, unit),
+                    arrived,
+                )
 
             lax.fori_loop(0, own, share, None)
 
-        each(1, self.size, all_of)
+        each(1, self.size, fetch)
 
 
 class PullEverySumBlock(EverySumBlock, PullSumBlock):
-    pass
+    def own_tiles(self):
+        return self.filled_tiles() - self.sends()

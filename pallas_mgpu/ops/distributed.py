@@ -36,7 +36,7 @@ from . import _bulk
 from ._common import overlap_launches
 
 _THREADS = 4  # warpgroups of a block
-# SMs that take part by default: bytes of a result from which on it is so many
+# SMs that take part by default: bytes of the larger array of a device from which on it is so many
 _DEFAULT_SMS = (64 << 20, 128), (2 << 20, 64), (0, 16)
 _PIECE = 8192  # bytes that a worker moves at a time
 _ITEM = 32768  # bytes that one flag tells of, at most, on two devices
@@ -801,7 +801,7 @@ def _split(shape, axis, what):
 
 
 def _blocks(blocks, what, shape=(), dtype=None):
-    """How many SMs take part, with results of this shape."""
+    """How many SMs take part, with arrays of this shape: the larger one of a device."""
     if blocks is None:
         size = math.prod(shape) * dtype.itemsize
         found = next(sms for least, sms in _DEFAULT_SMS if size >= least)
@@ -820,9 +820,9 @@ def all_gather(
     tensor of this process. Returns the same kind, or ``out``, which it writes. axis_name: on a mesh
     of several axes, the one along which devices exchange; each row of devices along it exchanges
     separately. ``blocks``: the maximum number of SMs of each device that take part; None: 16, 64
-    for results of 2 MiB or more, 128 for those of 64 MiB or more. 16 SMs move large arrays at 0.85
-    times the rate. Calls on one mesh must follow each other on every device, in the same order.
-    With a process group, arrays that other devices access (results of 2 MiB a device or more, and
+    where the larger of a device's arrays has 2 MiB or more, 128 from 64 MiB on. 16 SMs move large
+    arrays at 0.85 times the rate. Calls on one mesh must follow each other on every device, in the
+    same order. With a process group, arrays that other devices access (results of 2 MiB a device or more, and
     where ``axis`` is not the first dimension of more than one element) need no copies if they are
     tensors from ``plgpu.symm_empty``; others are copied to or from such a tensor, which the first
     call of each shape allocates.
@@ -861,7 +861,7 @@ def reduce_scatter(
     kind = f"{what}_of_columns" if major > 1 else what
     if multicast:
         kind = _by_multicast(what, mesh, dtype, axis if major > 1 else 0)
-    how = _blocks(blocks, what, shape, dtype), interpret
+    how = _blocks(blocks, what, one.shape, dtype), interpret
     return _collective(mesh, axis_name, kind, dtype, shape, (major, inner // n), *how)(x, out=out)
 
 

@@ -33,9 +33,7 @@ TRANSFERS = "push", "pull", "engine"  # None: chosen
 
 class Call(NamedTuple):
     """What a kernel is made for: operands (m, k) and (k, n) of each device, or, where the result is
-    scattered, m rows of a device's result.
-
-    lag, direct: of SumPlan."""
+    scattered, m rows of a device's result."""
 
     mesh: plgpu.DeviceMesh
     axis: str
@@ -49,14 +47,10 @@ class Call(NamedTuple):
     tmem: bool = False
     config: MatmulConfig | None = None
     transfer: str | None = "push"
-    lag: int = 0
-    direct: bool = False
 
     def plan(self, kind, **options):
         x = Product(self.m, self.n, self.k, (self.dtype,) * 2, self.out_dtype, False, False)
         size = distributed._size(self.mesh, self.axis)
-        if issubclass(kind, products.SumPlan):
-            options |= {"lag": self.lag, "direct": self.direct}
         return products.plan_of(kind, x, self.blocks, size, self.tmem, self.config, **options)
 
     def make(self, name, plan, body, shape, make=Collective):
@@ -103,7 +97,7 @@ def _gathered(call):
 def _scattered(call):
     if call.transfer is None:
         plan = call.plan(products.SumPlan)
-        return _scattered(call._replace(transfer="pull" if plan.groups > 1 else "push"))
+        return _scattered(call._replace(transfer="pull" if plan.each > plan.clusters else "push"))
     kind, block, make = {
         "push": (products.SumPlan, products.SumBlock, None),
         "pull": (products.PullSumPlan, products.PullSumBlock, None),

@@ -19,6 +19,9 @@ from . import distributed
 from .distributed import _SMALL, _THREADS, ENTRY, EXIT, Collective, Workers, _piece, _runs
 
 _KEPT = 4096  # columns that a worker keeps in registers
+# Bytes of an array that all devices sum where the warpgroups of a block share a row: otherwise both
+# results are sent.
+_ONE_SHOT = 1 << 18
 
 
 class _Rows:
@@ -146,12 +149,11 @@ def _through_staging(w, x, residual, weight, normed, total, staging, eps, shared
 
 
 @cached
-def _normed(mesh, axis, shape, dtype, eps, one_shot, blocks, interpret, shared=False):
-    """shared: may the warpgroups of a block share a row?"""
+def _normed(mesh, axis, shape, dtype, eps, one_shot, blocks, interpret):
     view, size = (math.prod(shape[:-1]), shape[-1]), distributed._size(mesh, axis)
     rows = view[0] if one_shot else pl.cdiv(view[0], size)  # of a device
     options = {}
-    if shared and rows <= blocks and view[1] % (128 * _THREADS) == 0:
+    if rows <= blocks and view[1] % (128 * _THREADS) == 0:
         options["scratch_types"] = {
             "parts": plgpu.SMEM((_THREADS,), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=_THREADS),
@@ -190,7 +192,8 @@ def all_reduce_rms_norm(
     of which all devices have the same; float16, bfloat16 or float32, all of one dtype. Returns
     (normed, total), the same bits on all devices. Summands are added in float32 in the order of the
     devices, then the residual, and the sum is rounded once; the norm is that of the rounded sum.
-    Lists of arrays, ``blocks``, ``one_shot`` and ``out``, a pair, as for
+    ``one_shot`` is the default for arrays of up to 64 KiB, or 256 KiB if they have no more rows than
+    there are ``blocks``. Lists of arrays, ``blocks`` and ``out``, a pair, as for
     :func:`distributed.all_reduce`."""
     what = "all_reduce_rms_norm"
     one, r, g = (distributed._operand(a, mesh, what) for a in (x, residual, weight))
@@ -207,10 +210,10 @@ def all_reduce_rms_norm(
         )
     if {distributed._dtype(a, what) for a in (r, g)} != {dtype}:
         raise TypeError(f"{what}: x, residual and weight must have one dtype")
+    blocks = distributed._blocks(blocks, what, shape, dtype)
     if one_shot is None:
-        one_shot = math.prod(shape) * dtype.itemsize <= _SMALL
-    f = _normed(
-        mesh, axis_name, shape, np.dtype(dtype), float(eps), bool(one_shot),
-        distributed._blocks(blocks, what, shape, dtype), interpret,
-    )  # fmt: skip
+        few = math.prod(shape[:-1]) <= blocks
+        one_shot = math.prod(shape) * dtype.itemsize <= (_ONE_SHOT if few else _SMALL)
+    how = np.dtype(dtype), float(eps), bool(one_shot), blocks, interpret
+    f = _normed(mesh, axis_name, shape, *how)
     return tuple(f(x, residual, weight, out=out))

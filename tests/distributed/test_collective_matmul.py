@@ -223,43 +223,6 @@ def test_on_the_emulated_machine(rng, make, n):
             np.testing.assert_array_equal(got[0], want)
 
 
-ORDERS = [  # of SumPlan: functions, and options
-    (ops._scattered, {"lag": 1}),
-    (ops._scattered, {"lag": 2, "transfer": "pull"}),
-    (ops._reduced, {"lag": 2}),
-    (ops._reduced, {"lag": 1, "direct": True}),
-    (ops._reduced, {"lag": 1, "direct": True, "transfer": "pull"}),
-    (ops._reduced, {"direct": True}),
-]
-
-
-def sums(rng, make, n, m, k, cols):
-    """Operands of integers, whose sums are exact, and the results of all devices."""
-    rows = n * m if make is ops._scattered else m
-    a = [rng.integers(-3, 4, (rows, k)).astype(np.float16) for _ in range(n)]
-    b = [rng.integers(-3, 4, (k, cols)).astype(np.float16) for _ in range(n)]
-    total = sum(x.astype("f4") @ y.astype("f4") for x, y in zip(a, b, strict=True))
-    return a, b, np.split(total, n) if make is ops._scattered else [total] * n
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("n, shape", [(2, (264, 72, 136)), (3, (200, 64, 136)), (4, (264, 64, 72))])
-@pytest.mark.parametrize("make, options", ORDERS)
-def test_orders_of_sums(rng, make, options, n, shape):
-    """Own tiles between those for other devices; waves of which the last has fewer tiles."""
-    a, b, wants = sums(rng, make, n, *shape)
-    m, k, cols = shape
-    config, f16 = MatmulConfig(1, 64, cluster=1, group=2, stages=2), np.dtype(np.float16)
-    f32, mesh = np.dtype(np.float32), plgpu.DeviceMesh(n, "x")
-    for seed in range(2):
-        f = make(
-            ops.Call(mesh, "x", m, k, cols, f16, f32, 2, params(seed), config=config, **options)
-        )
-        for _ in range(2):
-            for got, want in zip(f(a, b), wants, strict=True):
-                np.testing.assert_array_equal(got, want)
-
-
 PROGRAMS = [(2, (1024, 4096, 2048)), (8, (8192, 8192, 8192)), (4, (1500, 520, 2056))]
 
 

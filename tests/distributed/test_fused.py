@@ -73,9 +73,7 @@ def test_rows_of_blocks(rng, n, one_shot, columns):
     x, [r] = shards(rng, n, (3, columns), bfloat16), shards(rng, 1, (3, columns), bfloat16)
     [g] = shards(rng, 1, (columns,), bfloat16)
     mesh, dtype = plgpu.DeviceMesh(n, "x"), np.dtype(bfloat16)
-    f = distributed_norms._normed(
-        mesh, "x", (3, columns), dtype, 1e-5, one_shot, 3, params(2), shared=True
-    )
+    f = distributed_norms._normed(mesh, "x", (3, columns), dtype, 1e-5, one_shot, 3, params(2))
     for _ in range(2):
         got, totals = f(x, [r] * n, [g] * n)
     want, total = normed(x, r, g, 1e-5)
