@@ -822,10 +822,10 @@ def all_gather(
     separately. ``blocks``: the maximum number of SMs of each device that take part; None: 16, 64
     where the larger of a device's arrays has 2 MiB or more, 128 from 64 MiB on. 16 SMs move large
     arrays at 0.85 times the rate. Calls on one mesh must follow each other on every device, in the
-    same order. With a process group, arrays that other devices access (results of 2 MiB a device or more, and
-    where ``axis`` is not the first dimension of more than one element) need no copies if they are
-    tensors from ``plgpu.symm_empty``; others are copied to or from such a tensor, which the first
-    call of each shape allocates.
+    same order. With a process group, arrays that other devices access (results of 2 MiB a device or
+    more, and where ``axis`` is not the first dimension of more than one element) need no copies if
+    they are tensors from ``plgpu.symm_empty``; others are copied to or from such a tensor, which
+    the first call of each shape allocates.
 
     ``multicast``: use NVLink multicast, by which the switch stores to all devices and sums over
     them (Hopper, with a process group; never used by default). The switch then rounds the sums, in

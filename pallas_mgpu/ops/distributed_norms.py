@@ -192,8 +192,8 @@ def all_reduce_rms_norm(
     of which all devices have the same; float16, bfloat16 or float32, all of one dtype. Returns
     (normed, total), the same bits on all devices. Summands are added in float32 in the order of the
     devices, then the residual, and the sum is rounded once; the norm is that of the rounded sum.
-    ``one_shot`` is the default for arrays of up to 64 KiB, or 256 KiB if they have no more rows than
-    there are ``blocks``. Lists of arrays, ``blocks`` and ``out``, a pair, as for
+    ``one_shot`` is the default for arrays of up to 64 KiB, or 256 KiB if they have no more rows
+    than there are ``blocks``. Lists of arrays, ``blocks`` and ``out``, a pair, as for
     :func:`distributed.all_reduce`."""
     what = "all_reduce_rms_norm"
     one, r, g = (distributed._operand(a, mesh, what) for a in (x, residual, weight))
