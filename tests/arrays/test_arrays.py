@@ -346,6 +346,29 @@ def test_reductions(run, rng, shape, axis):
     np.testing.assert_array_equal(lo, x.min(axis))
 
 
+@pytest.mark.parametrize("n", [1000, 2048])
+def test_reductions_in_a_row(run, rng, n):
+    """Two at a time share an exchange between warps, unless they differ or one needs the other."""
+    x = floats(rng, (n,), np.float32)
+
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        y, i = x * x, (x * 8).astype(jnp.int32)
+        sums = [jnp.sum(v) for v in (x, y, x + y)]
+        high = jnp.max(x), jnp.max(y)
+        mixed = jnp.sum(i).astype(jnp.float32), jnp.sum(x), jnp.min(x)
+        centred = jnp.sum((x - sums[0] / n) ** 2)
+        for k, v in enumerate((*sums, *high, *mixed, centred)):
+            o_ref[k] = v
+
+    found = run(body, np.zeros(9, np.float32), x)
+    x = x.astype(np.float64)
+    i = (x.astype(np.float32) * 8).astype(np.int32)
+    sums = [v.sum() for v in (x, x * x, x + x * x)]
+    want = *sums, x.max(), (x * x).max(), i.sum(), x.sum(), x.min(), ((x - x.mean()) ** 2).sum()
+    np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
 def test_equal_elements_are_added_up(run, rng, dtype):
     """One number in all elements: its sum in its own dtype, without a loop."""
