@@ -98,6 +98,7 @@ if __name__ == "__main__":
             print(f"  {wait.critical_ns:5.0f} of {wait.ns:5.0f} ns are critical: {wait.source}")
     assert length(running) < 0.9 * length(waiting)
     if len(sys.argv) == 2:
+        Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
         for name, trace in {"waiting": waiting, "running": running}.items():
             (Path(sys.argv[1]) / f"timeline_{name}.svg").write_text(trace.svg(width=900))
     print("ok")

@@ -519,7 +519,7 @@ def check(call, ways=("interpret", "host"), interpret=True):
             got = f(*positional, **options, interpret=interpret)
         except ValueError as e:
             if "config" in options and re.search(
-                "of them|into SMEM|available shared memory|a ring has", str(e)
+                "of them|into SMEM|available shared memory|a ring has|do not fit", str(e)
             ):
                 raise Unfit(str(e)) from None
             raise
