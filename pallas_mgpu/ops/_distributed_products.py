@@ -104,7 +104,7 @@ class Plan(_KernelPlan):
         part = pl.cdiv(x.k, self.split)
         took = cycles(parts * x.m, x.n * self.split, part, self.cfg, self.sms)
         took *= _ALONE if self.cfg.cluster * self.cfg.cluster_n == 1 else 1
-        if self.cfg.tile_n < 256 and self.each > self.clusters and not self.dealt:
+        if self.cfg.tile_n < 256 and self.each > self.clusters:
             took *= _NARROW
         return took + (waves * _JOIN if self.split > 1 else 0), waves
 
