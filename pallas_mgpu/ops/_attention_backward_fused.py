@@ -50,7 +50,7 @@ class FusedPlan(Plan):
 
     def __init__(self, x, cfg):
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
-        self.block, self.stages = 64, cfg.stages or 2
+        self.block, self.stages = 64, cfg.stages or 3
         self.turns = x.dim == 64
         self.buffers = 4 if self.turns else 2
 

@@ -45,7 +45,7 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
     ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
     (head_dim 64, or 128 without softcap, bias and dropout). ``stages``, for five products: slots of
-    the ring, up to 3; 0: 2."""
+    the ring, up to 3; 0: 3."""
 
     products: int = 7
     stages: int = 0

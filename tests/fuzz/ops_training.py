@@ -491,10 +491,7 @@ def attention_backward(c):
     causal, five = c.chance(0.5), dim != 256 and c.chance(0.5)
     c.options |= {"causal": True} if causal else {}
     if five:
-        stages = c.rng.randint(0, 3 if dim == 64 else 2)
-        how = [c.chance(0.5) for _ in range(4)]  # rotate, early, lag, atomics
-        how.append((dim == 64 or not how[2]) and c.chance(0.5))  # persistent
-        c.options["config"] = c.configs.AttentionBackwardConfig(5, stages, *how)
+        c.options["config"] = c.configs.AttentionBackwardConfig(5, c.rng.randint(0, 3))
     k2, v2 = _shares(k, share), _shares(v, share)
     s = np.einsum("bqhd,bkhd->bhqk", wide(q), k2) * dim**-0.5
     s = np.where(np.tri(queries, keys, dtype=bool), s, -np.inf) if causal else s
