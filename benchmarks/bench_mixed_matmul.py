@@ -146,17 +146,10 @@ def configs(m):
         yield MixedConfig(1, 16, 4, 6)
         yield MixedConfig(1, 16, 2)
         yield MixedConfig(3, 16, 2)
-        yield MixedConfig(2, 16, 2, 8, turns=2, ahead=True)
-        yield MixedConfig(1, 16, 1, 8, turns=2, ahead=True)
     else:
         yield MixedConfig(3, 96, 1)
         yield MixedConfig(2, 96, 1)
         yield MixedConfig(2, 128, 1, 0, 64)
-        yield MixedConfig(2, 128, ahead=True)
-        yield MixedConfig(2, 128, 1, 0, 64, ahead=True)
-        yield MixedConfig(1, 128, 1, 0, 64, turns=2, ahead=True)
-        yield MixedConfig(3, 128, ahead=True)
-        yield MixedConfig(2, 256, 1, 0, 64, 16, ahead=True)
         yield MixedConfig(2, 128, 1, 0, 128, 16)
 
 

@@ -313,7 +313,7 @@ for _call, _made in (
     (append_pages, _append_operator),
     (sample, _sample),
 ):
-    _call.op = _made.op  # type: ignore[attr-defined]
+    _call.op = _made.op  # type: ignore[union-attr]
 
 register(
     {

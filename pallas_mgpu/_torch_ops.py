@@ -1152,8 +1152,10 @@ class _Launches:
 # ---- calls of `ops` ------------------------------------------------------------------------------
 
 # options of the functions alone
-_DROPPED = "deterministic", "stream", "out", "config", "interpret", "accumulate", "return_product"
-_DROPPED += "mask", "block_mask", "mask_data"
+_DROPPED = (
+    *("deterministic", "stream", "out", "config", "interpret", "accumulate", "return_product"),
+    *("mask", "block_mask", "mask_data"),
+)
 
 
 def _of_family(name, operator):

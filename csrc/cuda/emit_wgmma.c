@@ -19,6 +19,11 @@
  * them to an array. Other accumulators remain arrays: ptxas schedules code that rescales them
  * better, and spills less around those that live for one product.
  *
+ * The tensor cores read A from its registers until the wait, which a C++ compiler does not know.
+ * What a loop carries is one register for all iterations, so the A of the next iteration would be
+ * computed into the registers of this one's, if that comes before the wait. Then an empty asm
+ * statement after the wait reads this one ("keep").
+ *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split into a low word, with address and leading dimension stride, and
  * a constant high word. If K is contiguous, a step is 32 bytes within a chunk, or the next chunk.
@@ -138,6 +143,85 @@ static bool is_written(const pm_graph *g, pm_val acc) {
   return false;
 }
 
+/* ---- waits -------------------------------------------------------------------------------- */
+
+/* A in registers: words of one, two or four values in the order of the layout. How many */
+static int64_t put_words_of_a(pm_gen *e, pm_val a) {
+  const pm_type *t = pm_typeof(e->g, a);
+  const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
+  pm_line(e, "u32 a[%lld];", (long long)words);
+  if (e->slot[a].form != PM_FORM_SCALAR) {
+    pm_pack(e, "a", a, a);
+    return words;
+  }
+  const char *type = pm_cpp_type(t->dtype), *x = pm_at(e, a, "0");
+  if (of_word == 4) x = pm_str(e, "%s, %s", x, x);
+  if (of_word > 1) x = pm_str(e, "%s, %s", x, x);
+  pm_line(e, "const %s x[%lld] = {%s};", type, (long long)of_word, x);
+  pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
+          (long long)of_word);
+  return words;
+}
+
+/* Position in a block of the op, or of the one around it. -1: it is elsewhere */
+static int64_t position_in(const pm_graph *g, pm_blk block, pm_opid op) {
+  while (op && pm_get(g, op)->parent != block) op = g->blocks.at[pm_get(g, op)->parent].parent;
+  return op ? (int64_t)pm_position(g, op) : -1;
+}
+
+/* Does a loop carry v, and is what follows it in the next iteration computed before the wait? */
+static bool is_replaced_before(const pm_graph *g, pm_val v, pm_opid wait) {
+  const pm_value *value = pm_value_of(g, v);
+  const pm_blk body = value->block;
+  const pm_opid loop = value->def ? 0 : g->blocks.at[body].parent;
+  if (!loop || !pm_is_loop(pm_get(g, loop)->code)) return false;
+  const uint32_t k = value->index - pm_has_index(pm_get(g, loop));
+  const pm_val next = pm_in(g, pm_terminator(g, body), k);
+  const int64_t made = position_in(g, body, pm_value_of(g, next)->def);
+  return next != v && made >= 0 && made <= position_in(g, body, wait);
+}
+
+typedef struct awaited {
+  pm_opid wait;
+  int64_t left; /* products from here back that are not awaited */
+  int64_t most; /* and those that no wait before has awaited */
+} awaited;
+
+/* Keeps the A of the awaited products among the first `until` ops of a block, from the last on. */
+static void keep_operands(pm_gen *e, awaited *w, pm_blk block, uint32_t until) {
+  const pm_graph *g = e->g;
+  for (uint32_t k = until; k-- > 0 && w->most > 0;) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    int64_t n;
+    if (pm_get(g, op)->code == PM_OP_SCOPE) {
+      const pm_blk inside = pm_region(g, op, 0);
+      keep_operands(e, w, inside, g->blocks.at[inside].ops.n);
+    } else if (pm_is_branch(pm_get(g, op)->code)) { /* which may run */
+      for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
+        awaited copy = *w;
+        keep_operands(e, &copy, pm_region(g, op, r), g->blocks.at[pm_region(g, op, r)].ops.n);
+      }
+    } else if (pm_awaits_products(g, op, &n) && n >= 0) {
+      w->most = pm_min(w->most, n);
+    } else if (pm_get(g, op)->code == PM_OP_WGMMA) {
+      const pm_val a = pm_in(g, op, 1);
+      w->most--;
+      if (w->left-- > 0) continue;
+      if (pm_typeof(g, a)->kind != PM_ARRAY || !is_replaced_before(g, a, w->wait)) continue;
+      pm_begin(e, "{");
+      pm_line(e, "keep_operand<%lld>(a);", (long long)put_words_of_a(e, a));
+      pm_end(e);
+    }
+  }
+}
+
+static void wait_for_products(pm_gen *e, pm_opid op, int64_t n) {
+  awaited w = {.wait = op, .left = n, .most = INT64_MAX};
+  pm_line(e, "wgmma_wait<%lld>();", (long long)n);
+  keep_operands(e, &w, pm_get(e->g, op)->parent, pm_position(e->g, op));
+}
+
 /* Another catalogue has no PTX, and registers of two halves are read with arithmetic. */
 static bool is_in_ptx(const pm_gen *e, pm_opid alloc, const part *p) {
   const pm_val acc = pm_get(e->g, alloc)->out;
@@ -196,7 +280,7 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   part p;
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
   pm_note(e, op, "accumulator to array");
-  if (n >= 0) pm_line(e, "wgmma_wait<%lld>();", (long long)n);
+  if (n >= 0) wait_for_products(e, op, n);
   const bool in_ptx = e->in_ptx[p.view.base];
   if (!in_ptx) pin(e, &p);
   const char *name = pm_declare(e, out, out), *acc = e->slot[p.view.base].text;
@@ -246,7 +330,7 @@ pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_WGMMA_WAIT(pm_gen *e, pm_opid op) {
   pm_note(e, op, "wgmma_wait");
-  pm_line(e, "wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));
+  wait_for_products(e, op, *pm_attr(e->g, op, PM_ATTR_N));
   return PM_OK;
 }
 
@@ -307,23 +391,10 @@ static const char *high_word(pm_gen *e, const operand *o) {
 /* Steps along K that one statement takes. Where a step begins repeats itself after 4. */
 enum { MOST_STEPS = 8 };
 
-/* A in registers: words of one, two or four values in the order of the layout; all of them in front
- * of the first statement, if there are several. Held, where a loop does not change them. */
+/* A in registers; all words in front of the first statement, if there are several. Held, where a
+ * loop does not change them. */
 static void pack_a(pm_gen *e, pm_opid op, pm_val a, bool several) {
-  const pm_type *t = pm_typeof(e->g, a);
-  const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
-  pm_line(e, "u32 a[%lld];", (long long)words);
-  if (e->slot[a].form != PM_FORM_SCALAR) {
-    pm_pack(e, "a", a, a);
-  } else {
-    const char *type = pm_cpp_type(t->dtype), *x = pm_at(e, a, "0");
-    if (of_word == 4) x = pm_str(e, "%s, %s", x, x);
-    if (of_word > 1) x = pm_str(e, "%s, %s", x, x);
-    pm_line(e, "const %s x[%lld] = {%s};", type, (long long)of_word, x);
-    pm_line(e, "#pragma unroll");
-    pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
-            (long long)of_word);
-  }
+  const int64_t words = put_words_of_a(e, a);
   if (pm_repeats(e->g, a, op)) pm_line(e, "hold_operand<u32, %lld>(a);", (long long)words);
   if (several) pm_line(e, "%s(a);", pm_ptx_pin(e, PM_F16, words));
 }

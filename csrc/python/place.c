@@ -267,7 +267,8 @@ static bool picks(const char *line) {
   return n && line[n - 1] == ']';
 }
 
-/* Is the value of the line a tuple, a list or a dict, as far as the line tells? */
+/* Is the value of the line a tuple, a list or a dict, as far as the line tells? One that ends with
+ * its comma is a keyword argument of a call over several lines. */
 static bool holds_several(const char *line) {
   const char *p = skip_blanks(strchr(line, '=') + 1);
   bool enclosed = *p == '(';
@@ -276,7 +277,7 @@ static bool holds_several(const char *line) {
   for (; *p && *p != '#'; p++) {
     depth += (*p == '(' || *p == '[' || *p == '{') - (*p == ')' || *p == ']' || *p == '}');
     enclosed = enclosed && depth;
-    if (*p == ',' && depth == enclosed) return true;
+    if (*p == ',' && depth == enclosed) return !strchr("#\r\n", *skip_blanks(p + 1));
   }
   return false;
 }

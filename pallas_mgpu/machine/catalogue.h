@@ -1173,6 +1173,7 @@ FN void wgmma_wait(LINE) {
 }
 /* matrix-descriptor-encode of bits 0-13 and 16-29 */
 template <typename T, int N> FN void hold_operand(T *) {}
+template <int N> FN void keep_operand(const u32 *) {}
 
 FN u32 wgmma_address(u32 a, u32 leading) {
   return (a & 0x3ffff) >> 4 | (leading & 0x3ffff) >> 4 << 16;

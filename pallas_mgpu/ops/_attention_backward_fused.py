@@ -140,7 +140,8 @@ class _Fused(ByKeys):
             return self.of_scores(found, dp, delta, slope).astype(x.dtype)
 
         q, _, ds = self.scores(me, it, j, g, gradients)
-        columns, head, queries = self.columns(me), *self.block_before(j, g)
+        columns = self.columns(me)
+        head, queries = self.block_before(j, g)
 
         def products(dq_acc):
             pl.when(it > 0)(lambda: self.wait(it - 1))

@@ -51,7 +51,6 @@ class MixedConfig(NamedTuple):
     step: int = 128
     group: int = 8
     turns: int = 1
-    ahead: bool = False
 
 class MlaConfig(NamedTuple):
     block: int = 64

@@ -49,7 +49,6 @@ class MixedConfig(NamedTuple):
     64. ``stages``: slots of the ring; 0: as many as fit. ``step``: elements of K per slot, 64 or
     128. ``group``: tiles of x worked on together, for the L2. ``turns``: warpgroups that alternate
     between the slots of the same rows, 1 or 2; 2 for tile_m up to 128 with 1 consumer, 64 with 2.
-    ``ahead``: convert the weights of the next slot while the product of a slot runs.
     """
 
     consumers: int = 2
@@ -59,7 +58,6 @@ class MixedConfig(NamedTuple):
     step: int = 128
     group: int = 8
     turns: int = 1
-    ahead: bool = False
 
 
 class Product(NamedTuple):
@@ -219,27 +217,21 @@ class _Block(WarpSpecialized):
 
     def sum(self, strip, first, count, every):
         """The product of so many steps, from the first on."""
-        ring, ahead = self.ring, self.cfg.ahead and self.plan.group_steps >= every
-
-        def weights_of(it):
-            ring.wait(it)
-            mine = self.w_smem.at[ring.slot(it), pl.ds(strip * 64, 64)]
-            weights = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
-            return weights.astype(self.plan.x.dtype)
+        ring = self.ring
 
         def multiply(acc):
-            def step(i, weights):
+            def step(i, _):
                 it = first + i * every
-                weights = weights if ahead else weights_of(it)
-                plgpu.wgmma(acc, weights, self.x_smem.at[ring.slot(it)].T)
-                if ahead:
-                    there, old = i + 1 < count, weights
-                    weights = lax.cond(there, lambda: weights_of(it + every), lambda: old)
+                slot = ring.slot(it)
+                ring.wait(it)
+                mine = self.w_smem.at[slot, pl.ds(strip * 64, 64)]
+                weights = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
+                weights = weights.astype(self.plan.x.dtype)
+                plgpu.wgmma(acc, weights, self.x_smem.at[slot].T)
                 plgpu.wgmma_wait(0)
                 ring.release(it)
-                return weights if ahead else None
 
-            lax.fori_loop(0, count, step, weights_of(first) if ahead else None)
+            lax.fori_loop(0, count, step, None)
             return acc[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((64, self.cfg.tile_m)))

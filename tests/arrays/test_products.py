@@ -713,3 +713,48 @@ def test_loops_one_after_the_other_share_what_was_staged(run, rng):
     want = sum(x32 @ y[i : i + 64].astype(np.float32) for y in (a, b) for i in range(0, 256, 64))
     got = run(kernel_of(2), np.zeros((64, 64), np.float32), x, a, b)
     np.testing.assert_allclose(got, want, atol=1e-3 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_the_next_a_is_computed_while_products_read_this_one(run, rng, branch):
+    """A loop carries A in registers, and what it has in the next iteration comes before the wait:
+    the compiler must not compute it into the registers that products in flight read."""
+    steps, k = 6, 128
+
+    def kernel(a, b, out, b_smem, barrier):
+        plgpu.copy_gmem_to_smem(b, b_smem, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def of_step(i):
+            x = plgpu.load(a.at[i], layout=L.WGMMA, optimized=False)
+            return (x.astype(F32) * 2).astype(BF16)
+
+        def accumulate(acc):
+            def step(i, x):
+                plgpu.wgmma(acc, x, b_smem)
+                if branch:
+                    x = lax.cond(i + 1 < steps, lambda: of_step(i + 1), lambda: x)
+                else:
+                    x = of_step(jnp.minimum(i + 1, steps - 1))
+                plgpu.wgmma_wait(0)
+                return x
+
+            lax.fori_loop(0, steps, step, of_step(0))
+            return acc[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((64, 64), F32))
+
+    a, b = values(rng, (steps, 64, k), I8), values(rng, (k, 64), BF16)
+    tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    scratch = [plgpu.SMEM((k, 64), BF16, transforms=tiled), plgpu.Barrier()]
+    got = run(kernel, np.zeros((64, 64), F32), a, b, scratch_types=scratch)
+    close(got, np.concatenate(list(2.0 * a), 1), np.concatenate([b] * steps), 2**-9)
+    if run.way == "host":
+        out = plgpu.ShapeDtypeStruct(got.shape, F32)
+        low = plgpu.kernel(kernel, out_type=out, scratch_types=scratch).lower(a, b, target="sm_90a")
+        ptx = low.as_text("ptx")
+        begin = ptx.index("wgmma.mma_async")
+        flight = ptx[begin : ptx.index("wgmma.wait_group", begin)]
+        read = set(re.findall(r"%r\d+", " ".join(re.findall(r"\{(%r[^}]*)\}, mb", flight))))
+        written = set(re.findall(r"^\s+\w[\w.]*\s+(%r\d+),", flight, re.M))
+        assert read and written and not read & written

@@ -96,9 +96,6 @@ CONFIGS = {  # with extents m, n, k, groups of scales
     C(2, 16, 1, 0, 64, turns=2): (3, 64, 64, 1),  # nothing left for the second
     C(1, 64, 2, 8, 64, turns=2): (60, 70, 512, 1),
     C(1, 128, 1, 0, 64, turns=2): (100, 130, 256, 1),
-    C(2, 128, 1, 3, 64, ahead=True): (150, 200, 448, 1),
-    C(1, 32, 2, 0, 64, turns=2, ahead=True): (20, 70, 640, 2),
-    C(2, 16, 1, 0, 64, turns=2, ahead=True): (3, 64, 64, 1),  # nothing left for the second
     C(2, 256, 1, 0, 64): (300, 200, 192, 1),
 }
 

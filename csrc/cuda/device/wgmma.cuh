@@ -38,3 +38,11 @@ template <typename T, int N> FN void hold_operand(T* x) {
   unpack<T, N>(x, held);
 #endif
 }
+
+//! keep_operand
+// the tensor cores have read these words until here: before it, what the next iteration of a loop
+// will have in their place gets other registers
+template <int N> FN void keep_operand(const u32* a) {
+  #pragma unroll
+  for (int k = 0; k < N; k++) asm volatile("" :: "r"(a[k]));
+}
