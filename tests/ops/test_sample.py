@@ -1,5 +1,7 @@
 """ops.sample: which tokens may be drawn, how often, and that a draw depends on its row alone."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -85,6 +87,15 @@ def test_rows_that_a_cluster_divides(run, rng, blocks):
         for config in (options["config"], None)
     )
     assert (divided == whole).all()  # nothing is rounded
+
+
+def test_a_long_row_is_divided_by_default(rng):
+    """Among eight blocks, or as one of 20 rows among two; the token is the same."""
+    x = rng.standard_normal((20, 33000)).astype(np.float32)
+    draw = functools.partial(ops.sample, seed=SEED, top_k=40, interpret=True)
+    few = ops.sample.kernel(x[:1], SEED, top_k=40, interpret=True)
+    assert "cluster [8]" in few.lower(x[:1], SEED).as_text("graph").split("\n")[0]
+    assert draw(x[:1])[0] == draw(x)[0] == draw(x[:1], config=ops.SampleConfig(1))[0]
 
 
 def test_equal_logits_are_all_drawn():
