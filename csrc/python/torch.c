@@ -123,8 +123,9 @@ static PyObject *use_private(PyObject *module, PyObject *on) {
 
 static PyMethodDef functions[] = {
     {"use_private_torch", use_private, METH_O,
-     "use_private_torch(on): may results be allocated by what is private in torch? False: by the "
-     "DLPack table alone. True, the default: where this version of torch is known."},
+     "use_private_torch(on): may results be allocated, and gradients asked for, by what is private "
+     "in torch? False: by the DLPack table and attributes alone. True, the default: where this "
+     "version of torch is known."},
     {NULL, NULL, 0, NULL}};
 
 int pmpy_init_torch(PyObject *module) { return PyModule_AddFunctions(module, functions); }
@@ -158,23 +159,78 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
 
 static PyObject *_Atomic is_grad_enabled; /* torch.is_grad_enabled, kept for good */
 
-bool pmpy_torch_records(PyObject *tensor) {
+/* Whether a tensor requires gradients costs an eighth of a launch as an attribute. Private to torch
+ * are where a Python object points to its tensor, which is found by looking for the address that
+ * `_cdata` tells, and the function that answers. */
+static struct {
+  atomic_int offset; /* bytes; 0: not looked for, -1: not found */
+  PyTypeObject *tensor, *parameter;
+  bool (*requires_grad)(const void *impl);
+} direct;
+
+enum { FIRST_OFFSET = 16, OWNED_OFFSET = 24, LAST_OFFSET = 48 }; /* of 24: a flag precedes it */
+
+static PyTypeObject *type_of(const char *module, const char *name) {
+  PyObject *m = PyImport_ImportModule(module);
+  PyObject *type = m ? PyObject_GetAttrString(m, name) : NULL; /* kept for good */
+  Py_XDECREF(m);
+  PyErr_Clear();
+  return (PyTypeObject *)type;
+}
+
+static int find_offset(PyObject *tensor) {
+  void *c10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (ways == UNKNOWN) ways = ways_of_version();
+  if (ways == PUBLIC || !c10) return -1;
+  direct.tensor = type_of("torch", "Tensor");
+  direct.parameter = type_of("torch.nn", "Parameter");
+  *(void **)&direct.requires_grad = dlsym(c10, "_ZNK3c1010TensorImpl13requires_gradEv");
+  if (!direct.tensor || !direct.parameter || !direct.requires_grad) return -1;
+  PyObject *address = PyObject_GetAttrString(tensor, "_cdata");
+  void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
+  Py_XDECREF(address);
+  PyErr_Clear();
+  const int last = (int)pm_min(LAST_OFFSET, direct.tensor->tp_basicsize - (int)sizeof impl);
+  for (int at = FIRST_OFFSET; impl && at <= last; at += (int)sizeof impl)
+    if (!memcmp((char *)tensor + at, &impl, sizeof impl)) return at;
+  return -1;
+}
+
+/* 1 or 0; -1: the attribute must be asked */
+static int requires_grad(PyObject *tensor) {
+  const void *impl;
+  if (!direct.offset) direct.offset = find_offset(tensor);
+  const int at = direct.offset;
+  if (at < 0 || ways == PUBLIC) return -1;
+  if (Py_TYPE(tensor) != direct.tensor && Py_TYPE(tensor) != direct.parameter) return -1;
+  if (at == OWNED_OFFSET && ((char *)tensor)[FIRST_OFFSET]) return -1;
+  memcpy(&impl, (char *)tensor + at, sizeof impl);
+  return direct.requires_grad(impl);
+}
+
+static bool asks_for_gradients(PyObject *tensor) {
   static PyObject *name;
+  const int found = requires_grad(tensor);
+  if (found >= 0) return found;
   if (!name) name = PyUnicode_InternFromString("requires_grad");
-  PyObject *wanted = name ? PyObject_GetAttr(tensor, name) : NULL, *on = NULL;
-  if (wanted == Py_True) {
-    if (!is_grad_enabled) {
-      PyObject *module = PyImport_ImportModule("torch");
-      if (module) is_grad_enabled = PyObject_GetAttrString(module, "is_grad_enabled");
-      Py_XDECREF(module);
-    }
-    if (is_grad_enabled) on = PyObject_CallNoArgs(is_grad_enabled);
-  }
-  const bool records = on == Py_True;
-  Py_XDECREF(on);
+  PyObject *wanted = name ? PyObject_GetAttr(tensor, name) : NULL;
   Py_XDECREF(wanted);
   PyErr_Clear();
-  return records;
+  return wanted == Py_True;
+}
+
+bool pmpy_torch_records(PyObject *tensor) {
+  PyObject *on = NULL;
+  if (!asks_for_gradients(tensor)) return false;
+  if (!is_grad_enabled) {
+    PyObject *module = PyImport_ImportModule("torch");
+    if (module) is_grad_enabled = PyObject_GetAttrString(module, "is_grad_enabled");
+    Py_XDECREF(module);
+  }
+  if (is_grad_enabled) on = PyObject_CallNoArgs(is_grad_enabled);
+  Py_XDECREF(on);
+  PyErr_Clear();
+  return on == Py_True;
 }
 
 PyObject *pmpy_torch_call(PyObject *target, PyObject *const *args, Py_ssize_t n, PyObject *names,

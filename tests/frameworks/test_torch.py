@@ -269,6 +269,37 @@ def test_results_by_the_public_way_alone():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize(
+    "make, wanted",
+    [
+        (lambda: torch.randn(8), False),
+        (lambda: torch.randn(8, requires_grad=True), True),
+        (lambda: torch.nn.Parameter(torch.randn(8)), True),
+        (lambda: torch.nn.Parameter(torch.randn(8), requires_grad=False), False),
+        (lambda: torch.randn(8, requires_grad=True) * 2, True),
+        (lambda: (torch.randn(8, requires_grad=True) * 2).detach(), False),
+    ],
+)
+def test_whether_a_tensor_requires_grad(make, wanted, private):
+    """By what is private in torch, and by the attribute."""
+
+    def one_more(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    out = plgpu.ShapeDtypeStruct((8,), np.float32)
+    kernel = plgpu.kernel(one_more, out_type=out, interpret=True)
+    x = make()
+    try:
+        _core.use_private_torch(private)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.testing.assert_close(kernel(x), x.detach() + 1)
+    finally:
+        _core.use_private_torch(True)
+    assert any("requires grad" in str(w.message) for w in caught) == wanted
+
+
 def test_selective_checkpointing():
     """What the policy does not save is computed again, by the operator."""
     from torch.utils.checkpoint import (
