@@ -628,6 +628,7 @@ PLAIN = "lanes make the copies, since the pitch of the array allows no TMA"
 LAST = "no copy fills the slot again"
 COMMITTED = "the commit of the product of what was converted arrives on the same barrier"
 TWO_PIECES = "of two pieces neither is loaded over the other, and the flag follows both"
+ONE_PIECE = "of one piece no slot is used again, and the flag follows it"
 ONE_TILE = "a device has one tile, and before its first chunk nothing was stored"
 
 # pattern of names: why. A mutant leaves the count only if neither judge catches it.
@@ -658,7 +659,11 @@ EQUIVALENT = {
     r"generated, no proxy_fence": "a barrier stands between the loads and the copy over them",
     r"semaphore_(wait|signal) at distributed.py: plgpu.semaphore_(wait|signal_parallel)\(": BEGIN,
     r"^matmul_(all_reduce|reduce_scatter): .*wait_smem_to_gmem\(pending": ONE_TILE,
-    r"^matmul_reduce_scatter: (drop|one more).* wait_smem_to_gmem at .*_LEAVING": TWO_PIECES,
+    r"^matmul_reduce_scatter: .* wait_smem_to_gmem at .*_LEAVING": TWO_PIECES,
+    r"^matmul_all_reduce: .* wait_smem_to_gmem at .*_LEAVING": ONE_PIECE,
+    r"^matmul_all_reduce: (earlier barrier_arrive|later barrier_wait) at .*self.sent.* #2$": (
+        "the sums of each tile have their own place in the result"
+    ),
     r"drop barrier_wait at _distributed_products.py: .*self.added, phase=k": UNSEEN,
     r"earlier barrier_arrive at _distributed_products.py: .*self.added": (
         "each tile has its summands"
