@@ -765,13 +765,13 @@ breaks(
     products_are_not_committed=("pm_cuda_WGMMA", 'pm_line(e, "wgmma_commit();");', ""),
     one_product_more_may_be_pending=(
         "pm_cuda_WGMMA_WAIT",
-        '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));',
-        '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N) + 1);',
+        "wait_for_products(e, op, *pm_attr(e->g, op, PM_ATTR_N));",
+        "wait_for_products(e, op, *pm_attr(e->g, op, PM_ATTR_N) + 1);",
     ),
     accumulators_are_read_early=(
         "pm_cuda_ACC_LOAD",
-        '"wgmma_wait<%lld>();", (long long)n);',
-        '"wgmma_wait<%lld>();", (long long)n + 1);',
+        "wait_for_products(e, op, n);",
+        "wait_for_products(e, op, n + 1);",
     ),
     b_is_transposed_the_other_way=(
         "pm_cuda_WGMMA",
