@@ -11,13 +11,16 @@ cases of products of parameters, and one without either fewer still:
   without a GPU share one. `covering(t, long=u)` is of strength u with `--long`.
 - Of other products of parameters with the fixture `run`, every third case runs on the emulated
   machine and the others on the interpreter, with `--long` all of them.
+- Of the cases of a function that are then left, of each way for itself, a run without `--long` has
+  every third; on a GPU all.
 - NVRTC compiles every fifth program of a test that the interpreter runs, with --long every third.
 
 Tests named on the command line, file::test, run whole."""
 
 import itertools
 import os
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -141,6 +144,18 @@ def beyond_arrays(items, long):
             yield from (item for k, (item, _) in enumerate(pairs) if k not in taken)
 
 
+def two_of_three(items):
+    """Of the cases of each function and way, if they are three or more."""
+    cases = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
+            way = item.callspec.params.get("run", "emulate" in item.nodeid)
+            cases[item.nodeid.partition("[")[0], way].append(item)
+    for (function, way), found in cases.items():
+        first = zlib.crc32(f"{function} {way}".encode()) % 3  # not the first one everywhere
+        yield from (item for k, item in enumerate(found) if len(found) > 2 and k % 3 != first)
+
+
 def left_out(items, long):
     """Those that a run without --exhaustive leaves out, and without --long if it is not long."""
     late = ("exhaustive",) if long else ("long", "exhaustive")
@@ -169,8 +184,11 @@ def compile_some(config, items):
 def leave_out(config, items):
     if config.option.exhaustive:
         return
-    is_named = named(config)
-    out = {id(item) for item in left_out(items, config.option.long) if not is_named(item)}
+    is_named, long = named(config), config.option.long
+    out = {id(item) for item in left_out(items, long)}
+    if not long:
+        out |= {id(item) for item in two_of_three([item for item in items if id(item) not in out])}
+    out -= {id(item) for item in items if is_named(item)}
     if out:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in out])
         items[:] = [item for item in items if id(item) not in out]
