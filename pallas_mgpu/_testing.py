@@ -170,10 +170,10 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     global _failed
     __tracebackhide__ = True
     if kernel is ... or len(args) == 1 and args[0] is ...:
-        if _failed is None or kernel is not ... and _failed[0] is not kernel:
-            raise ValueError("check: ... repeats the latest failure, and this kernel has none")
         if kernel is ... and args:
             raise TypeError("check: ... in place of the kernel stands for its arguments, too")
+        if _failed is None or kernel is not ... and _failed[0] is not kernel:
+            raise ValueError("check: ... repeats the latest failure, and this kernel has none")
         kernel, args, ref, (rtol, atol) = _failed
     numbers = seeds_of(seeds)
     caller = sys._getframe(2)  # 1 is that of accepts()
