@@ -109,6 +109,16 @@ static step race(pm_machine *m, thread *t, const instr *i, const located *s, tou
   return pm_race_end_places(&x, count, rising);
 }
 
+/* Of the usual sizes without a call. */
+static void copy_element(char *to, const char *from, size_t bytes) {
+  switch (bytes) {
+    case 1: *to = *from; break;
+    case 2: memcpy(to, from, 2); break;
+    case 4: memcpy(to, from, 4); break;
+    default: memcpy(to, from, bytes);
+  }
+}
+
 static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
   located s;
   pm_vm_locate(m, t, i->mem, &s);
@@ -119,14 +129,14 @@ static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
   do {
     char *x = to + (size_t)w.k * bytes;
     if (!is_true(t, &w, i->a, 0)) {
-      memcpy(x, operand(t, &w, i->b, 1, bytes), bytes);
+      copy_element(x, operand(t, &w, i->b, 1, bytes), bytes);
       continue;
     }
     const char *at = s.base ? place_of(t, &w) : NULL;
     if (!at && (m->options.oob_raise || !s.base))
       return outside(m, t, &w, i->mem->by ? "load" : "masked load");
     if (at) {
-      memcpy(x, at, bytes);
+      copy_element(x, at, bytes);
     } else {
       pm_interp_fill(i->mem->dtype, m->options.zero_fill, x, 1);
     }
@@ -144,7 +154,7 @@ static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
     if (!is_true(t, &w, i->b, 1)) continue;
     char *at = s.base ? place_of(t, &w) : NULL;
     if (!at) return outside(m, t, &w, i->mem->by ? "store" : "masked store");
-    memcpy(at, operand(t, &w, i->a, 0, bytes), bytes);
+    copy_element(at, operand(t, &w, i->a, 0, bytes), bytes);
   } while (next(&w));
   return m->races && pm_race_stored(m) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
