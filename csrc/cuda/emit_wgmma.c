@@ -176,6 +176,7 @@ static bool is_replaced_before(const pm_graph *g, pm_val v, pm_opid wait) {
   const pm_blk body = value->block;
   const pm_opid loop = value->def ? 0 : g->blocks.at[body].parent;
   if (!loop || !pm_is_loop(pm_get(g, loop)->code)) return false;
+  if (body != pm_region(g, loop, pm_get(g, loop)->n_regions - 1u)) return false; /* a condition */
   const uint32_t k = value->index - pm_has_index(pm_get(g, loop));
   const pm_val next = pm_in(g, pm_terminator(g, body), k);
   const int64_t made = position_in(g, body, pm_value_of(g, next)->def);
