@@ -425,60 +425,28 @@ static void project_kept(const void *ctx, const int64_t *dst, int64_t *src) {
   for (int k = 0; k < f->rank; k++) src[k] = dst[f->dim[k]];
 }
 
-/* Both exchange their one result at once: words [warp][which]. */
-static pm_code combine_warps_of_two(reduction *r, const char *other, pm_opid op) {
-  pm_gen *e = r->e;
-  pm_sum own, others;
-  int64_t at_once;
-  const int64_t n_warps = reduced_warps(r, &own, &others);
-  if (2 * pm_reduce_scratch(e->g, op, &at_once) > pm_scratch_bytes(e)) {
-    return pm_gen_fail(e, op, PM_E_INTERNAL, "two reductions need more scratch than there is");
-  }
-  const char *cpp = pm_cpp_type(r->dtype), *names[] = {r->name, other};
-  pm_begin(e, "{");
-  pm_line(e, "const u32 p = %s;", pm_scratch(e));
-  for (int k = 0; k < 2; k++)
-    pm_line(e, "st_shared<%s, 1>(p + warp * 8 + %d, &%s[0]);", cpp, k * 4, names[k]);
-  pm_line(e, PM_WARPGROUP_SYNC);
-  for (int k = 0; k < 2; k++)
-    pm_line(e, "%s[0] = %s;", names[k], pm_identity(e, r->reduce, r->dtype));
-  pm_begin_unrolled(e, "w", n_warps, 1);
-  pm_line(e, "%s x[2];", cpp);
-  pm_line(e, "ld_shared<%s, 2>(x, p + %s);", cpp, pm_sum_text(e, &others, "w", 8));
-  for (int k = 0; k < 2; k++) {
-    const char *to = pm_str(e, "%s[0]", names[k]);
-    pm_line(e, "%s = %s;", to, pm_combine(e, r->reduce, r->dtype, to, pm_str(e, "x[%d]", k)));
-  }
-  pm_end(e);
-  pm_line(e, PM_WARPGROUP_SYNC);
-  pm_end(e);
-  return PM_OK;
-}
-
-/* Combines registers and lanes. */
-static pm_code begin_reduction(pm_gen *e, pm_opid op, reduction *r, bool *done) {
+pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  *r = (reduction){
+  reduction r = {
       .e = e, .l = pm_layout_in(e, in), .reduce = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE)};
-  r->dims = pm_attr_list(e->g, op, PM_ATTR_DIMS, &r->n_dims);
-  r->dtype = pm_typeof(e->g, in)->dtype;
-  *done = true;
+  r.dims = pm_attr_list(e->g, op, PM_ATTR_DIMS, &r.n_dims);
+  r.dtype = pm_typeof(e->g, in)->dtype;
   pm_at(e, in, "0");
-  if (r->l->kind == PM_SPLAT) return reduce_splat(e, op);
+  if (r.l->kind == PM_SPLAT) return reduce_splat(e, op);
   if (pm_layout_in(e, out)->kind == PM_SPLAT) { /* the dims that stay have size 1 */
     static const int64_t all[PM_MAX_RANK] = {0, 1, 2, 3, 4, 5, 6, 7};
-    r->dims = all;
-    r->n_dims = r->l->rank;
+    r.dims = all;
+    r.n_dims = r.l->rank;
   }
   from f = {0};
-  for (int d = 0; d < r->l->rank; d++) {
+  for (int d = 0; d < r.l->rank; d++) {
     bool gone = false;
-    for (uint32_t k = 0; k < r->n_dims; k++) gone = gone || r->dims[k] == d;
+    for (uint32_t k = 0; k < r.n_dims; k++) gone = gone || r.dims[k] == d;
     if (!gone) f.dim[f.rank++] = d;
   }
   const char *map = "0";
   if (pm_wants_array(e, out)) {
-    map = pm_reg_map(e, pm_layout_in(e, out), r->l, project_kept, &f, "r");
+    map = pm_reg_map(e, pm_layout_in(e, out), r.l, project_kept, &f, "r");
   } else if (f.rank && pm_type_size(pm_typeof(e->g, out)) > 1) {
     map = NULL;
   }
@@ -487,34 +455,21 @@ static pm_code begin_reduction(pm_gen *e, pm_opid op, reduction *r, bool *done) 
                        "the layout of the result is not that of the operand "
                        "without the dimensions");
   }
-  r->n = pm_regs_of(e, out);
-  pm_note(e, op, pm_str(e, "reduce %s", pm_enum_text(PM_ENUM_REDUCE, r->reduce)));
+  r.n = pm_regs_of(e, out);
+  pm_note(e, op, pm_str(e, "reduce %s", pm_enum_text(PM_ENUM_REDUCE, r.reduce)));
   if (pm_wants_array(e, out)) {
-    r->name = pm_declare(e, out, out);
+    r.name = pm_declare(e, out, out);
   } else {
-    r->name = pm_name_of(e, out);
-    pm_line(e, "%s %s[1];", pm_cpp_type(r->dtype), r->name);
-    pm_bind(e, out, pm_str(e, "%s[0]", r->name), PM_FORM_SCALAR);
+    r.name = pm_name_of(e, out);
+    pm_line(e, "%s %s[1];", pm_cpp_type(r.dtype), r.name);
+    pm_bind(e, out, pm_str(e, "%s[0]", r.name), PM_FORM_SCALAR);
   }
-  combine_registers(r, in, map);
-  const char *all = vote(r, pm_type_size(pm_typeof(e->g, out)));
+  combine_registers(&r, in, map);
+  const char *all = vote(&r, pm_type_size(pm_typeof(e->g, out)));
   if (all) {
-    pm_line(e, "%s[0] = %s%s[0]);", r->name, all, r->name);
+    pm_line(e, "%s[0] = %s%s[0]);", r.name, all, r.name);
     return PM_OK;
   }
-  combine_lanes(r);
-  *done = false;
-  return PM_OK;
-}
-
-pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
-  reduction r, s;
-  bool done, second;
-  const pm_opid partner = pm_reduce_partner(e->g, op, &second);
-  if (second) return PM_OK; /* done by the first one */
-  PM_TRY(begin_reduction(e, op, &r, &done));
-  if (done) return PM_OK;
-  if (!partner) return combine_warps(&r, op);
-  PM_TRY(begin_reduction(e, partner, &s, &done));
-  return combine_warps_of_two(&r, s.name, op);
+  combine_lanes(&r);
+  return combine_warps(&r, op);
 }

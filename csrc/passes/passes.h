@@ -103,10 +103,6 @@ pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim);
  * The user's limit allows *at_once registers at a time. If that is 0, not even one, the function
  * returns what one needs. */
 int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce, int64_t *at_once);
-/* The reduction that shares the exchange between warps with this one, 0: none does. Both have one
- * result, of all warps, and are neighbours but for moves. second: it is the later one of the two.
- */
-pm_opid pm_reduce_partner(const pm_graph *g, pm_opid reduce, bool *second);
 /* transforms.c: the remaining SMEM allocations, now that register layouts are known: those accessed
  * by arrays in WGMMA get (8, S) and a swizzle (conflict-free, stmatrix), all others stay
  * row-major. */

@@ -80,62 +80,10 @@ int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce, int64_t *at_once) {
   return one * pm_max(*at_once, 1);
 }
 
-static bool crosses_to_one(const pm_graph *g, pm_opid op) {
-  int64_t at_once;
-  if (pm_get(g, op)->code != PM_OP_REDUCE) return false;
-  if (pm_type_size(pm_typeof(g, pm_get(g, op)->out)) > 1) return false;
-  const int64_t bytes = pm_reduce_scratch(g, op, &at_once);
-  return bytes && 2 * bytes <= g->reduction_scratch;
-}
-
-static bool same_reduction(const pm_graph *g, pm_opid a, pm_opid b) {
-  uint32_t n, m;
-  const pm_val x = pm_in(g, a, 0), y = pm_in(g, b, 0);
-  const int64_t *of_a = pm_attr_list(g, a, PM_ATTR_DIMS, &n);
-  const int64_t *of_b = pm_attr_list(g, b, PM_ATTR_DIMS, &m);
-  return *pm_attr(g, a, PM_ATTR_REDUCE) == *pm_attr(g, b, PM_ATTR_REDUCE) && n == m &&
-         !memcmp(of_a, of_b, n * sizeof *of_a) &&
-         pm_typeof(g, x)->dtype == pm_typeof(g, y)->dtype &&
-         pm_value_of(g, x)->layout == pm_value_of(g, y)->layout;
-}
-
-static bool made_since(const pm_graph *g, const pm_block *b, uint32_t from, uint32_t to, pm_val v) {
-  for (uint32_t k = from; k < to; k++) {
-    if (pm_value_of(g, v)->def == b->ops.at[k]) return true;
-  }
-  return false;
-}
-
-/* Pairs are counted from the first reduction of a row of them. */
-pm_opid pm_reduce_partner(const pm_graph *g, pm_opid op, bool *second) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  pm_opid first = 0, partner = 0;
-  uint32_t at = 0; /* of the first one: what the second one reads comes before it */
-  *second = false;
-  if (!crosses_to_one(g, op)) return 0;
-  for (uint32_t k = 0; k < b->ops.n; k++) {
-    const pm_opid next = b->ops.at[k];
-    if (first && crosses_to_one(g, next) && same_reduction(g, first, next) &&
-        !made_since(g, b, at, k, pm_in(g, next, 0))) {
-      if (next == op) *second = true;
-      if (first == op || next == op) partner = first == op ? next : first;
-      first = 0;
-    } else if (crosses_to_one(g, next)) {
-      first = next;
-      at = k;
-    } else if (!pm_only_moves(pm_get(g, next)->code)) {
-      first = 0;
-    }
-    if (partner) return partner;
-  }
-  return 0;
-}
-
 int64_t pm_op_scratch(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_op_info *info = &pm_ops[o->code];
   int64_t at_once;
-  bool second;
   if (pm_maps_warps(o->code)) return WORDS;
   if (info->participants == PM_BY_TELLS) return pm_type_size(pm_typeof(g, o->out)) == 1 ? WORDS : 0;
   switch (info->layout) {
@@ -147,8 +95,7 @@ int64_t pm_op_scratch(const pm_graph *g, pm_opid op) {
     case PM_LAY_GATHER:
     case PM_LAY_SCATTER: return move_scratch(g, op);
     case PM_LAY_SCAN: return scan_scratch(g, op);
-    case PM_LAY_REDUCE:
-      return pm_reduce_scratch(g, op, &at_once) * (pm_reduce_partner(g, op, &second) ? 2 : 1);
+    case PM_LAY_REDUCE: return pm_reduce_scratch(g, op, &at_once);
     default: return 0;
   }
 }

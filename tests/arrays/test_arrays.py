@@ -348,7 +348,7 @@ def test_reductions(run, rng, shape, axis):
 
 @pytest.mark.parametrize("n", [1000, 2048])
 def test_reductions_in_a_row(run, rng, n):
-    """Two at a time share an exchange between warps, unless they differ or one needs the other."""
+    """Reductions that follow each other share the memory between warps; some need others."""
     x = floats(rng, (n,), np.float32)
 
     def body(x_ref, o_ref):
