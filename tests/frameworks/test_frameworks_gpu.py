@@ -1,7 +1,6 @@
 """What only a GPU shows of PyTorch, JAX, CuPy and cuda.core: CUDA graphs, streams, compiled code,
 the speed of calls."""
 
-import statistics
 import time
 
 import numpy as np
@@ -121,9 +120,9 @@ def test_captured_adamw(pt):
 
 @pytest.mark.timing
 def test_cost_of_an_operator(pt):
-    """At most 2 us above the call of the kernel, where no gradient is needed: the median of
-    differences of processor time, which other processes do not lengthen. No call waits, because
-    the GPU's queue holds all of a round."""
+    """At most 2 us above the call of the kernel, where no gradient is needed: between the fastest
+    of 41 rounds of each, in turns, because processes on the same cores lengthen rounds. No call
+    waits: the GPU's queue holds all of a round."""
     import torch
 
     op = plgpu.torch_op(add, name="test_gpu::add")
@@ -136,8 +135,9 @@ def test_cost_of_an_operator(pt):
             f(x, x)
         return (time.thread_time() - start) / n
 
-    cost(op), cost(add)
-    assert statistics.median(cost(op) - cost(add) for _ in range(41)) < 2e-6
+    rounds = [(cost(op), cost(add)) for _ in range(42)][1:]
+    of_op, of_add = (min(times) for times in zip(*rounds, strict=True))
+    assert of_op - of_add < 2e-6
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
