@@ -283,7 +283,7 @@ def print_configs(row):
 
 def family(config):
     """What configurations differ in that are not only more or less of the same."""
-    divided = config.slices > 1, config.shares > 1, config.swapped, config.stream
+    divided = config.slices > 1, config.shares > 1, config.swapped
     return config[:2], config.cluster, config.cluster_n, config.split, config.step, divided
 
 

@@ -41,7 +41,6 @@ class MatmulConfig(NamedTuple):
     slices: int = 1
     shares: int = 1
     swapped: bool = False
-    stream: bool = False
 
 class MixedConfig(NamedTuple):
     consumers: int = 2

@@ -13,7 +13,7 @@ from pallas_mgpu import _sizes, pl
 from . import _few_rows
 from ._common import SMEM_BYTES, SMS
 from ._scaled import BLOCK
-from ._shares import shares_of, streams_of
+from ._shares import shares_of
 
 
 class MatmulConfig(NamedTuple):
@@ -34,10 +34,7 @@ class MatmulConfig(NamedTuple):
     without scales of blocks; no effect under ``vmap`` and for rows at run time. ``swapped``: the
     transpose of the result is computed from the swapped operands: tiles have 64 columns of the
     result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first block of a
-    split adds up all of the tile. Without ``transpose_a`` and scales of blocks. ``stream``: the
-    steps of all tiles, in their order, are cut into shares of the same length, one for each
-    cluster, so that all read from memory until the end; conditions are those of ``shares``, which
-    is then 1."""
+    split adds up all of the tile. Without ``transpose_a`` and scales of blocks."""
 
     consumers: int = 2
     tile_n: int = 256
@@ -53,7 +50,6 @@ class MatmulConfig(NamedTuple):
     slices: int = 1
     shares: int = 1
     swapped: bool = False
-    stream: bool = False
 
 
 class Plan:
@@ -71,17 +67,14 @@ class Plan:
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
         fit = max(int(clusters_at_once(sms, self.cluster)), 1)
         self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split * cfg.slices)
-        self.shares = None  # of the last tiles, or of all
-        if cfg.stream and not isinstance(self.total, plgpu.Dim):
-            self.shares = streams_of(self.total, fit, self.steps)
-        elif cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
+        self.shares = None  # of the last tiles
+        if cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
             self.shares = shares_of(self.total, fit, self.steps, cfg.shares)
         # one tile for each cluster, whatever m turns out to be
         self.single = cfg.split > 1 or _sizes.most(self.total) <= fit
         self.clusters = self.total if self.single else _sizes.minimum(self.total, fit)
         if self.shares:
-            fills = self.total > fit and not cfg.stream
-            self.clusters = fit if fills else self.shares.clusters
+            self.clusters = fit if self.total > fit else self.shares.clusters
             self.single = False
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols if cfg.swapped else self.cols // cfg.split
@@ -172,7 +165,7 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False
 
 def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
     """Configurations that `candidates` leaves out: more widths of tiles, swapped operands for more
-    rows than a tile has, slots of 256 bytes of a row, and streams."""
+    rows than a tile has, and slots of 256 bytes of a row."""
     found = []
     for tile in _wide_tiles(m, n, k, in_bytes, tb):
         down, across = (n, m) if tile.swapped else (m, n)
@@ -193,14 +186,6 @@ def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
             found.append(cfg)
             found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
             found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
-    whole = _swapped(m, n, k, sms, in_bytes) if m <= _SWAPPED else []
-    whole += [cfg for cfg in found if cfg.cluster == cfg.cluster_n == 1]
-    for cfg in whole:
-        if cfg.split == cfg.slices == cfg.shares == 1:
-            cfg = cfg._replace(stream=True)
-            p = Plan(*((n, m) if cfg.swapped else (m, n)), k, 4, cfg, sms, in_bytes)
-            if p.shares and p.shares.steps >= _SLICE_STEPS:
-                found.append(cfg)
     known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=True))
     return [cfg for cfg in found if cfg not in known]
 
@@ -343,8 +328,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     active = p.total * p.cluster / waves
     if p.shares:
         active = p.clusters * p.cluster
-        whole = 0 if cfg.stream else p.total - p.shares.tiles
-        waves = whole // p.clusters
+        waves = (p.total - p.shares.tiles) // p.clusters
     line = cfg.step * in_bytes
     slot = (p.rows + p.cols) * line
     fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * line
@@ -379,11 +363,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
         sent = p.sent * cfg.consumers * p.cols * 4 * (cfg.split if cfg.swapped else 1)
         epilogue += rates.split + sent / rates.exchange
     time = waves * (p.steps * step + epilogue) + rates.cluster * math.log2(p.cluster)
-    if cfg.stream and p.shares:  # parts are there when they are wanted
-        parts = 1 + pl.cdiv(p.steps, p.shares.steps)  # one is written, the others are read
-        exchange = parts * p.rows * p.cols * 4 / rates.part
-        time += p.shares.steps * step + pl.cdiv(p.shares.steps, p.steps) * epilogue + exchange
-    elif p.shares:
+    if p.shares:
         exchange = rates.parts + p.shares.each * p.rows * p.cols * 4 / rates.part
         epilogue += exchange
         time += p.shares.rounds * (p.shares.steps * step + epilogue)

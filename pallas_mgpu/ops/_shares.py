@@ -1,4 +1,4 @@
-"""Shares of K of a product: `shares` and `stream` of a MatmulConfig.
+"""Shares of K for the last tiles of a product: `shares` of a MatmulConfig.
 
 Persistent clusters work on whole tiles as long as there is one for each of them. K of the tiles
 that are left is divided into equal shares, of whole steps, and the clusters work on the shares of
@@ -8,13 +8,7 @@ share of K, so that they read the same operands at the same time.
 The sum over a share without the last steps of K, a *part*, goes to global memory. The cluster with
 the last share adds up all parts in their order, then its own sum: results repeat bit for bit. It
 waits for clusters with lower numbers alone, which have started before it, and whose parts wait for
-nobody.
-
-`stream`: the steps of all tiles, one tile after the other, are cut into equal shares, one for each
-cluster. So only the first tile of a cluster may lack its first steps: its sum is the cluster's
-part, and goes to global memory before the other tiles are begun. The cluster with the first steps
-of a tile adds the parts to its own sum, when these are there for long. Clusters are numbered from
-the last share to the first one, so that it waits for lower numbers here, too."""
+nobody."""
 
 from typing import NamedTuple
 
@@ -47,23 +41,6 @@ def shares_of(total, clusters, steps, each):
     return Shares(left, each, of_share, abreast, rounds, abreast * each)
 
 
-class Streams(NamedTuple):
-    """How the steps of all tiles are shared. ``steps``: of a share, the last one may be shorter;
-    ``clusters``: that have one."""
-
-    steps: int
-    clusters: int
-
-
-def streams_of(total, clusters, steps):
-    """The Streams of tiles with so many steps on so many clusters; None where each of these has as
-    many whole tiles."""
-    if total % clusters == 0:
-        return None
-    of_share = pl.cdiv(total * steps, clusters)
-    return Streams(of_share, pl.cdiv(total * steps, of_share))
-
-
 class Work(NamedTuple):
     """A piece of work: int32 scalars."""
 
@@ -72,7 +49,7 @@ class Work(NamedTuple):
     first: object  # step of K
     steps: object
     whole: object  # has it all steps?
-    finishes: object  # does it add up the parts of others?
+    ends: object  # has it the last one?
 
 
 class SharedTiles:
@@ -111,46 +88,10 @@ class SharedTiles:
     consume = produce
 
 
-class StreamedTiles:
-    """The same where the steps of all tiles are shared: a Streams."""
-
-    def __init__(self, total, steps, shares, cluster):
-        self.steps, self.cluster = steps, cluster
-        self.first = (shares.clusters - 1 - cluster) * shares.steps  # of all steps
-        self.stop = jnp.minimum(self.first + shares.steps, total * steps)
-        self.share = shares.steps
-
-    def work(self, w):
-        tile = self.first // self.steps + w
-        before = tile * self.steps
-        first = jnp.maximum(self.first - before, 0)
-        steps = jnp.minimum(self.stop - before, self.steps) - first
-        return Work(w, tile, first, steps, steps == self.steps, first == 0)
-
-    def produce(self, work, carry):
-        trips = (self.stop - 1) // self.steps - self.first // self.steps + 1
-        return lax.fori_loop(0, trips, lambda w, carry: work(self.work(w), carry), carry)
-
-    consume = produce
-
-    def others(self, work):
-        """How many clusters have parts of a tile that this one finishes."""
-        missing = jnp.maximum((work.tile + 1) * self.steps - self.stop, 0)
-        return (missing + (self.share - 1)) // self.share
-
-
-def schedule_of(shares, total, clusters, steps, cluster):
-    """SharedTiles or StreamedTiles, as `shares` is."""
-    if isinstance(shares, Streams):
-        return StreamedTiles(total, steps, shares, cluster)
-    return SharedTiles(total, clusters, steps, shares, cluster)
-
-
 class Parts:
     """Where clusters leave parts of tiles. ``memory``: sums [rounds, clusters, blocks of a
     cluster, consumers, 64, columns]; ``done``: semaphores [rounds, tiles abreast, blocks of a
-    cluster, consumers]; ``rank``: of this block in its cluster. Of Streams there is one round, and
-    a semaphore for each cluster's part."""
+    cluster, consumers]; ``rank``: of this block in its cluster."""
 
     def __init__(self, memory, done, rank):
         self.memory, self.done, self.rank = memory, done, rank
@@ -158,43 +99,27 @@ class Parts:
     @staticmethod
     def scratch(shares, size, consumers, columns, dtype):
         """size: blocks of a cluster."""
-        if isinstance(shares, Streams):
-            rounds, parts = 1, shares.clusters
-        else:
-            rounds, parts = shares.rounds, shares.abreast * (shares.each - 1)
-        return plgpu.ext.SharedScratch((rounds, parts, size, consumers, 64, columns), dtype)
+        parts = shares.abreast * (shares.each - 1)
+        shape = shares.rounds, parts, size, consumers, 64, columns
+        return plgpu.ext.SharedScratch(shape, dtype)
 
     @staticmethod
     def semaphores(shares, size, consumers):
-        streams = isinstance(shares, Streams)
-        rounds, tiles = (1, shares.clusters) if streams else (shares.rounds, shares.abreast)
-        return pl.get_global(plgpu.SemaphoreType.REGULAR((rounds, tiles, size, consumers)))
+        shape = shares.rounds, shares.abreast, size, consumers
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
 
     def hand_over(self, me, values, tiles, work):
         """A consumer's part, a list of arrays side by side."""
-        streams, first = isinstance(tiles, StreamedTiles), 0
-        at = 0 if streams else tiles.round_of(work)
+        at, first = tiles.round_of(work), 0
         for value in values:
             columns = slice(first, first + value.shape[1])
             self.memory[at, tiles.cluster, self.rank, me, :, columns] = value
             first += value.shape[1]
-        done = self.done.at[at, tiles.cluster if streams else tiles.column, self.rank, me]
+        done = self.done.at[at, tiles.column, self.rank, me]
         plgpu.semaphore_signal(done, memory_scope="gpu")
-
-    def with_part(self, me, values, at, cluster):
-        """The values and a cluster's part."""
-        first, found = 0, []
-        for value in values:
-            columns = slice(first, first + value.shape[1])
-            source = self.memory.at[at, cluster, self.rank, me, :, columns]
-            found.append(value + plgpu.load(source, layout=plgpu.Layout.WGMMA))
-            first += value.shape[1]
-        return tuple(found)
 
     def added(self, me, values, tiles, work):
         """The values and all parts of others of that tile. Of a whole tile: the values."""
-        if isinstance(tiles, StreamedTiles):
-            return self.added_in_turn(me, values, tiles, work)
         at, others = tiles.round_of(work), tiles.shares.each - 1
 
         @pl.when(~work.whole)
@@ -204,16 +129,13 @@ class Parts:
 
         def add(j, values):
             cluster = j * tiles.shares.abreast + tiles.column
-            return self.with_part(me, values, at, cluster)
+            first, found = 0, []
+            for value in values:
+                columns = slice(first, first + value.shape[1])
+                source = self.memory.at[at, cluster, self.rank, me, :, columns]
+                found.append(value + plgpu.load(source, layout=plgpu.Layout.WGMMA))
+                first += value.shape[1]
+            return tuple(found)
 
         others = lax.select(work.whole, 0, others)
         return list(lax.fori_loop(0, others, add, tuple(values)))
-
-    def added_in_turn(self, me, values, tiles, work):
-        def add(j, values):
-            cluster = tiles.cluster - 1 - j
-            done = self.done.at[0, cluster, self.rank, me]
-            plgpu.semaphore_wait(done, 1, memory_scope="gpu")
-            return self.with_part(me, values, 0, cluster)
-
-        return list(lax.fori_loop(0, tiles.others(work), add, tuple(values)))

@@ -65,7 +65,7 @@ from ._open_rows import may_settle, rows_of, settle
 from ._padding import needs_padding, padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
-from ._shares import Parts, Work, schedule_of
+from ._shares import Parts, SharedTiles, Work
 from ._tensor_memory import TensorMemoryConfig
 from ._warp_mma import MmaConfig
 
@@ -254,7 +254,7 @@ class _Block(WarpSpecialized):
     def tiles(self):
         p, cluster = self.plan, lax.axis_index("cluster")
         if self.done is not None:
-            return schedule_of(p.shares, p.total, p.clusters, p.steps, cluster)
+            return SharedTiles(p.total, p.clusters, p.steps, p.shares, cluster)
         return StaticTiles(p.total, p.clusters, cluster)
 
     def part_of(self, t):
@@ -421,19 +421,19 @@ class _Block(WarpSpecialized):
         return it0 + steps + p.there
 
     def share(self, me, t, values, finish):
-        """Hands over what the block has of a tile that another one finishes; finish(values) with
-        the parts of others where this one does."""
+        """Hands over what the block has of a tile without the last steps; finish(values) with the
+        parts of others where it has these."""
         p, tiles = self.plan, self.tiles()
         rank = self.rank("cm") * self.cfg.cluster_n + self.rank("cn")
         parts = Parts(self.parts, self.done, rank)
         values = [values[0][:, c : c + p.chunk] for c in range(0, p.cols, p.chunk)]
 
-        @pl.when(~t.finishes)
+        @pl.when(~t.ends)
         def _():
             self.await_bias(me)  # that nobody needs
             parts.hand_over(me, values, tiles, t)
 
-        pl.when(t.finishes)(lambda: finish(parts.added(me, values, tiles, t)))
+        pl.when(t.ends)(lambda: finish(parts.added(me, values, tiles, t)))
 
     def fetch_vectors(self, me, row, col):
         """Bias, and scales of the columns, for the epilogue."""
@@ -652,10 +652,8 @@ def _check_k_major_config(config, forms, in_bytes):
     steps = [n // in_bytes for n in (64, 128, 256)]
     if config.step not in steps:
         raise ValueError(f"matmul: the step of {what} is one of {steps}, got {config}")
-    if forms.blocks and (config.shares > 1 or config.stream or config.swapped):
-        raise ValueError(
-            f"matmul: scales of blocks without shares, stream and swapped, got {config}"
-        )
+    if forms.blocks and (config.shares > 1 or config.swapped):
+        raise ValueError(f"matmul: scales of blocks without shares and swapped, got {config}")
     fits = blocks_take(config.consumers, config.tile_n, config.split)
     if forms.blocks and (config.step != BLOCK or not fits):
         raise ValueError(
@@ -686,7 +684,8 @@ def _check_config(config, m, ta, tb):
         or c.swapped
         and ta
         or min(c.cluster, c.cluster_n, c.split, c.slices, c.shares) < 1
-        or (c.shares > 1) + c.stream + (c.split * c.slices > 1) > 1
+        or c.shares > 1
+        and c.split * c.slices > 1
         or c.tile_n % (8 if c.swapped else 8 * c.split)
         or c.cluster * c.cluster_n * c.split > 8
         or c.stages < 0
@@ -697,9 +696,9 @@ def _check_config(config, m, ta, tb):
         raise ValueError(
             "matmul: a MatmulConfig has 1 to 3 consumers, a split that leaves a multiple of 8"
             " columns, up to 8 blocks a cluster (cluster * cluster_n * split), stages from 0,"
-            " buffers, a group, slices and shares from 1 (shares above 1, or stream, with a split"
-            " and slices of 1), a step of 64 or 128, a lag of 0 or 1 and no transpose_a if it is"
-            f" swapped; got {config}"
+            " buffers, a group, slices and shares from 1 (shares above 1 with a split and slices of"
+            " 1), a step of 64 or 128, a lag of 0 or 1 and no transpose_a if it is swapped; got"
+            f" {config}"
         )
     _check_tile(config)
 
@@ -807,8 +806,8 @@ def _check_accumulation(x, a, config, on_warps=False):
         why_not = "a FewRowsConfig"
     elif config and config.slices > 1:
         why_not = "a config with slices"
-    elif config and (config.shares > 1 or config.stream or config.swapped):
-        why_not = "a config with shares, stream or swapped operands"
+    elif config and (config.shares > 1 or config.swapped):
+        why_not = "a config with shares or swapped operands"
     elif config and min(config.cluster, config.cluster_n) > 1:
         # slots with C depend on no other block: releases of two phases could be confused
         why_not = "a config whose blocks share both A and B"

@@ -221,34 +221,6 @@ CASES = {  # shape, ta, tb, configuration, options
         C(2, 152, 2, 2, swapped=True),
         {"out_dtype": bf16},
     ),
-    "streamed shares, persistent": (
-        (200, 130, 330),
-        False,
-        True,
-        C(1, 64, 0, 1, stream=True),
-        {"bias": True, "activation": "relu"},
-    ),
-    "streamed shares of less than a tile, persistent": (
-        (40, 72, 520),
-        False,
-        False,
-        C(1, 64, 0, 1, stream=True),
-        {"out_dtype": bf16},
-    ),
-    "streamed shares, swapped, persistent": (
-        (33, 800, 330),
-        False,
-        True,
-        swapped(2, 40, stream=True),
-        {"bias": True, "out_dtype": "float32"},
-    ),
-    "streamed shares, A is shared, persistent": (
-        (60, 380, 330),
-        False,
-        False,
-        C(1, 64, 0, 1, 2, 8, 2, stream=True),
-        {"bias": True},
-    ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
     "parts that store buffers do not divide": (
@@ -279,7 +251,7 @@ def test_configurations(run, rng, case, monkeypatch):
         sms = 5 if "shares" in case else 3
         monkeypatch.setattr(plgpu, "sm_count", lambda device: sms)
     shape, ta, tb, config, options = CASES[case]
-    if isinstance(config, C) and (config.shares > 1 or config.stream):  # what the case is about
+    if isinstance(config, C) and config.shares > 1:  # what the case is about
         assert planned(shape, config, sms)
     a, b = operands(rng, *shape, f16, ta, tb)
     bias = rng.standard_normal(shape[1]).astype(f16) if options.pop("bias", False) else None
@@ -303,7 +275,7 @@ def test_wide_candidates():
     for m, n, k in ((4, 28672, 4096), (333, 4096, 7168), (2999, 3584, 512)):
         for in_bytes, tb in ((1, True), (2, True), (2, False)):
             found = wide_candidates(m, n, k, in_bytes=in_bytes, tb=tb)
-            assert any(cfg.stream for cfg in found)
+            assert found
             assert not set(found) & set(candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=True))
             for cfg in found:
                 if in_bytes == 2:
@@ -434,7 +406,7 @@ def test_out_and_spellings(rng):
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
         (dict(config=C(slices=0)), ValueError, "slices and shares from 1"),
-        (dict(config=C(1, 64, cluster=1, shares=2, stream=True)), ValueError, "or stream, with"),
+        (dict(config=C(1, 64, cluster=1, shares=2, slices=2)), ValueError, "shares above 1 with"),
         (dict(config=F(split=9)), ValueError, "split 1 to 8"),
         (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
         (dict(config=C(4)), ValueError, "1 to 3 consumers"),
