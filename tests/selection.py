@@ -12,7 +12,7 @@ cases of products of parameters, and one without either fewer still:
 - Of other products of parameters with the fixture `run`, every third case runs on the emulated
   machine and the others on the interpreter, with `--long` all of them.
 - Of the cases of a function that are then left, of each way for itself, a run without `--long` has
-  every third; on a GPU all.
+  every third, and one with it leaves out every fourth; on a GPU all.
 - NVRTC compiles every fifth program of a test that the interpreter runs, with --long every third.
 
 Tests named on the command line, file::test, run whole."""
@@ -144,16 +144,19 @@ def beyond_arrays(items, long):
             yield from (item for k, (item, _) in enumerate(pairs) if k not in taken)
 
 
-def two_of_three(items):
-    """Of the cases of each function and way, if they are three or more."""
+def thinned(items, long):
+    """What is left out of the cases of each function and way: two of three, with --long one of
+    four."""
+    every = 4 if long else 3
     cases = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
             way = item.callspec.params.get("run", "emulate" in item.nodeid)
             cases[item.nodeid.partition("[")[0], way].append(item)
     for (function, way), found in cases.items():
-        first = zlib.crc32(f"{function} {way}".encode()) % 3  # not the first one everywhere
-        yield from (item for k, item in enumerate(found) if len(found) > 2 and k % 3 != first)
+        at = zlib.crc32(f"{function} {way}".encode()) % every  # not the first one everywhere
+        if len(found) >= every:
+            yield from (item for k, item in enumerate(found) if (k % every == at) == long)
 
 
 def left_out(items, long):
@@ -186,8 +189,7 @@ def leave_out(config, items):
         return
     is_named, long = named(config), config.option.long
     out = {id(item) for item in left_out(items, long)}
-    if not long:
-        out |= {id(item) for item in two_of_three([item for item in items if id(item) not in out])}
+    out |= {id(item) for item in thinned([item for item in items if id(item) not in out], long)}
     out -= {id(item) for item in items if is_named(item)}
     if out:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in out])
