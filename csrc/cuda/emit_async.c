@@ -811,7 +811,10 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   e->registers = *pm_attr(e->g, op, PM_ATTR_N);
   pm_line(e, "setmaxnreg_%s<%lld>();", *pm_attr(e->g, op, PM_ATTR_INCREASE) ? "inc" : "dec",
           (long long)e->registers);
-  if (*pm_attr(e->g, op, PM_ATTR_PLACED)) pm_line(e, "lane = lane_again();");
+  if (*pm_attr(e->g, op, PM_ATTR_PLACED)) {
+    e->reads_again = true;
+    pm_line(e, "read_again(wg, tid, warp, lane);");
+  }
   return PM_OK;
 }
 

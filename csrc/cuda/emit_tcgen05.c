@@ -43,8 +43,8 @@ void pm_print_tmem_address(pm_gen *e, uint32_t slot) {
 
 void pm_print_tmem_dealloc(pm_gen *e) {
   const int ctas = pm_tmem_is_of_pairs(e) ? 2 : 1;
-  pm_line(e, "if (warp_uniform(threadIdx.x >> 5) == 0) tmem_dealloc<%d>(tmem, %lld);", ctas,
-          (long long)e->g->tmem_columns);
+  pm_line(e, "if (warp_uniform(%s >> 5) == 0) tmem_dealloc<%d>(tmem, %lld);",
+          e->reads_again ? "thread_again()" : "threadIdx.x", ctas, (long long)e->g->tmem_columns);
 }
 
 /* Blocks that wait for each other hang if they share a multiprocessor that has not enough columns

@@ -74,6 +74,7 @@ struct pm_gen {
   PM_VEC(const char *) map_names;
   const char **phase; /* per value: word of phase bits, of barrier allocations */
   int64_t registers;  /* that set_max_registers left to this branch; 0: unknown */
+  bool reads_again;   /* a branch reads the numbers of its threads again (read_again) */
   bool warps;         /* inside a WARP_MAP: each warp for itself */
   bool warps_store;   /* there is a WARP_MAP with a store by an engine */
   bool lane;          /* inside a region that one elected lane runs (lane.c) */

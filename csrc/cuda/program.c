@@ -615,16 +615,14 @@ static void print_entry(pm_gen *e, pm_text *out) {
   pm_put(out, ") {\n");
   pm_stand_in_begin(e, out);
   if (is_used(e, "smem")) pm_put(out, "  const u32 smem = shared_base();\n");
-  const bool wg = is_used(e, "wg");
-  if (wg) {
-    pm_put(out, e->g->n_threads == 1 ? "  constexpr u32 wg = 0;\n"
-                                     : "  const u32 wg = warp_uniform(threadIdx.x >> 7);\n");
+  const char *type = e->reads_again ? "u32" : "const u32";
+  if (is_used(e, "wg")) {
+    if (e->g->n_threads == 1) pm_put(out, "  constexpr u32 wg = 0;\n");
+    else pm_putf(out, "  %s wg = warp_uniform(threadIdx.x >> 7);\n", type);
   }
-  if (is_used(e, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
-  if (is_used(e, "warp")) pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
-  if (is_used(e, "lane")) {
-    pm_putf(out, "  %su32 lane = threadIdx.x & 31;\n", is_used(e, "lane_again") ? "" : "const ");
-  }
+  if (is_used(e, "tid")) pm_putf(out, "  %s tid = threadIdx.x & 127;\n", type);
+  if (is_used(e, "warp")) pm_putf(out, "  %s warp = warp_uniform(threadIdx.x >> 5 & 3);\n", type);
+  if (is_used(e, "lane")) pm_putf(out, "  %s lane = threadIdx.x & 31;\n", type);
   for (uint32_t k = 0; k < e->maps.n; k++) {
     if (e->maps.at[k].of == PM_MAP_PEERS) continue;
     pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);

@@ -10,8 +10,8 @@
  * with different requests have met again, it counts on the smallest, also for code of one role that
  * follows (what a compute thread does after a pipeline): it would be computed in local memory. So
  * a branch of such a role that has large arrays repeats the request of its threads, which changes
- * nothing for the hardware. There the generator reads the number of the lane again: ptxas would
- * keep the one of the start in local memory. */
+ * nothing for the hardware. There the generator reads the numbers of the thread again: ptxas would
+ * keep those of the start in local memory. */
 #include "../ir/eval.h"
 #include "passes.h"
 

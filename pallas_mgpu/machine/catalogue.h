@@ -786,7 +786,10 @@ template <int N>
 FN void setmaxnreg_inc(LINE) {
   host_registers(N, true, line);
 }
-FN u32 lane_again() { return threadIdx.x % 32; }
+FN u32 thread_again() { return threadIdx.x; }
+FN void read_again(u32 &wg, u32 &tid, u32 &warp, u32 &lane) {
+  wg = threadIdx.x / 128, tid = threadIdx.x % 128, warp = tid / 32, lane = tid % 32;
+}
 template <int N>
 FN void setmaxnreg_dec(LINE) {
   host_registers(N, false, line);

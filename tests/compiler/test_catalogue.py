@@ -173,7 +173,10 @@ INSTRUCTIONS = {
     "wgmma_wait<2>();": ["wgmma.wait_group.sync.aligned 2"],
     "setmaxnreg_inc<232>();": ["setmaxnreg.inc.sync.aligned.u32 232"],
     "setmaxnreg_dec<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],
-    "out[0] = lane_again();": ["mov.u32 a, %laneid"],
+    "out[0] = thread_again();": ["mov.u32 a, %tid.x"],
+    "u32 w, t, p, l; read_again(w, t, p, l); out[0] = w + t + p + l;": [
+        "mov.u32 a, %tid.x", "mov.u32 a, %laneid",
+    ],
     "warpgroup_sync(2);": ["bar.sync 3, 128"],
     "section_enter(5);": ["bar.sync 5, 256"],
     "section_leave(5);": ["bar.arrive 5, 256"],

@@ -753,6 +753,44 @@ def test_large_arrays_after_pipelines(run, rng):
     np.testing.assert_allclose(run.call(kernel, x, y), want, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_of_one_of_three_compute_threads():
+    """A softmax over 128 of the 152 registers that each of them has, on Blackwell: what the block
+    knows of its threads does not take up the rest."""
+    compute = 3
+
+    def body(x, w, o, acc, done):
+        wg = lax.axis_index("wg")
+
+        def step(indices, x_smem, w_smem):
+            @pl.when(wg == 0)
+            def _():
+                plgpu.tcgen05_mma(acc, x_smem, w_smem.T, done, accumulate=indices[0] > 0)
+
+            plgpu.barrier_wait(done)
+
+        plgpu.emit_pipeline_warp_specialized(
+            step, grid=(3,), in_specs=[plgpu.BlockSpec((128, 64), lambda k: (0, k))] * 2,
+            max_concurrent_steps=2, num_compute_wgs=compute, memory_registers=40, wg_axis="wg",
+        )(x, w)  # fmt: skip
+
+        @pl.when(wg == 0)
+        def _():
+            s = plgpu.async_load_tmem(acc)
+            plgpu.wait_load_tmem()
+            p = jnp.exp(s - lax.broadcast_in_dim(s.max(axis=1), s.shape, [0]))
+            o[...] = p / lax.broadcast_in_dim(p.sum(axis=1), s.shape, [0])
+
+    operand = plgpu.ShapeDtypeStruct((128, 192), np.float16)
+    kernel = plgpu.kernel(
+        body, out_type=plgpu.ShapeDtypeStruct((128, 128), f32), num_threads=compute + 1,
+        thread_name="wg", scratch_types=[
+            plgpu.TMEM((128, 128), f32), plgpu.Barrier(orders_tensor_core=True),
+        ],
+    )  # fmt: skip
+    used = kernel.lower(operand, operand, target="sm_100a").resources()
+    assert used["spill_bytes"] == used["stack_bytes"] == 0
+
+
 @pytest.mark.parametrize("body,error,why", list(refused()))
 def test_refused(body, error, why):
     kernel = plgpu.kernel(body, out_type=shaped(4, 256), **THREADS)

@@ -160,12 +160,21 @@ template <int N> FN void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
 }
 
-//! lane_again
-// the number of the lane, not from a register of the code before
-FN u32 lane_again() {
-  u32 lane;
+//! thread_again
+// threadIdx.x, not from a register of the code before
+FN u32 thread_again() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+//! read_again
+FN void read_again(u32& wg, u32& tid, u32& warp, u32& lane) {
+  const u32 thread = thread_again();
+  wg = warp_uniform(thread >> 7);
+  tid = thread & 127;
+  warp = warp_uniform(thread >> 5 & 3);
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
 }
 
 //! setmaxnreg_dec
