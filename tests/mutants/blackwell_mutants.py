@@ -31,7 +31,7 @@ from pallas_mgpu.machine.run import SMALL, HostError, packed, program, run_progr
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 F8, E8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-SEEDS, EACH, LIMIT = range(12), 6, 600
+SEEDS, EACH, LIMIT = range(40), 6, 600
 
 # ---- programs ------------------------------------------------------------------------------------
 

@@ -330,8 +330,8 @@ breaks(
     ),
     warps_are_counted_in_the_block=(
         "print_entry",
-        '"  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\\n"',
-        '"  const u32 warp = warp_uniform(threadIdx.x >> 5);\\n"',
+        '"  %s warp = warp_uniform(threadIdx.x >> 5 & 3);\\n"',
+        '"  %s warp = warp_uniform(threadIdx.x >> 5);\\n"',
     ),
 )
 
