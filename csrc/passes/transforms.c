@@ -304,7 +304,7 @@ static pm_code force_group(pass *p, uint32_t group) {
   for (uint32_t k = 0; k < p->n && !op; k++) {
     if (find(p, k) == group) op = p->buffers[k].product;
   }
-  pm_fail(p->err, PM_E_VALUE,
+  pm_fail(p->err, why.code == PM_E_NOT_IMPLEMENTED ? why.code : PM_E_VALUE,
           "%sthe SMEM operands of the %s at %s need the tiling (8, S) and one swizzle of 128, 64 "
           "or 32 bytes, S being the elements in it, but %s",
           head, pm_op_name(pm_get(p->g, op)->code), place(p, op), t.at);

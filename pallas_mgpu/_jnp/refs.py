@@ -31,7 +31,8 @@ def _checked(i):
                 " jnp.where, or pl.load and pl.store with mask="
             )
         if i.dtype.kind not in "iu":
-            raise IndexError(f"index: indices must be integers, got {type_text(i)}")
+            error = ValueError if i.ndim else TypeError
+            raise error(f"index: indices must be integers, got {type_text(i)}")
         return _core.convert(i, "int32") if i.ndim else i
     if isinstance(i, list) or np.ndim(i):
         raise ValueError(CAPTURED)
