@@ -493,7 +493,6 @@ static pm_code product_columns(const product *p, const pm_mma *row) {
   const int64_t n = p->acc->dim[1];
   const bool halves = p->pair || p->acc->dim[0] == 64;
   int64_t unit = row->n * (p->pair ? 4 : halves ? 2 : 1);
-  if (p->sparse) unit = pm_max(unit, 16);
   if (n % unit) {
     FAIL(VALUE,
          "%s: N is %" PRId64
@@ -505,10 +504,21 @@ static pm_code product_columns(const product *p, const pm_mma *row) {
                   : "",
          unit);
   }
-  const int64_t most = p->pair || p->scaled || p->sparse ? row->most_n : 2 * row->most_n;
+  if (p->sparse && n % 16) {
+    FAIL(NOT_IMPLEMENTED,
+         "%s: N is %" PRId64 " (columns of acc); with a sparse a a multiple of 16 is needed",
+         name(t), n);
+  }
+  const int64_t most = p->pair ? row->most_n : 2 * row->most_n;
   if (n > most) {
     FAIL(VALUE, "%s: N is %" PRId64 " (columns of acc); at most %" PRId64 " are accepted%s",
-         name(t), n, most, most == row->most_n ? " with a pair, scales or a sparse a" : "");
+         name(t), n, most, p->pair ? " with a pair" : "");
+  }
+  if (n > row->most_n && (p->scaled || p->sparse)) {
+    FAIL(NOT_IMPLEMENTED,
+         "%s: N is %" PRId64
+         " (columns of acc); with scales or a sparse a at most %d are accepted: several products",
+         name(t), n, (int)row->most_n);
   }
   return PM_OK;
 }

@@ -262,6 +262,7 @@ def on_ref(f, **options):
 ARRAYS = {
     "index text": (VE, "str is no index; use ints, slices, pl.ds", index("a")),
     "index float": (VE, "float is no index", index(1.5)),
+    "index floats": (VE, "must be integers, got float32", run(lambda x, o: x[x[...]])),
     "index bool": (VE, "a bool is no index", index(True)),
     "index list": (VE, "list is no index", index([1, 2])),
     "index array": (VE, "pass the indices as an operand", index(np.array([1, 2]))),

@@ -58,3 +58,23 @@ def test_gather_and_scatter(rows, of, first, columns, layout, dtype, swizzle, rn
     np.testing.assert_array_equal(got[j[inside]], want[inside])
     for target in ("sm_100a", "sm_103a"):
         assert not kernel().lower(*args, target=target).resources()["remarks"]
+
+
+@pytest.mark.parametrize(
+    "dtype, options, error, why",
+    [
+        (np.float32, {}, ValueError, "must be integers, got float32"),
+        (np.int32, {}, ValueError, "unsigned integers are needed"),
+        (np.uint32, {"predicate": True}, NotImplementedError, "predicate together with"),
+    ],
+)
+def test_refused(dtype, options, error, why):
+    def body(x, i, o, smem, barrier):
+        plgpu.copy_gmem_to_smem(x.at[i[...], 0:64], smem, barrier, **options)
+
+    x = plgpu.ShapeDtypeStruct((40, 64), np.float16)
+    kernel = plgpu.kernel(
+        body, out_type=x, scratch_types=[plgpu.SMEM((32, 64), np.float16), plgpu.Barrier()]
+    )
+    with pytest.raises(error, match=rf"{why}.*\n  at .*test_rows_by_number\.py"):
+        kernel.lower(x, plgpu.ShapeDtypeStruct((32,), dtype), target="sm_100a")

@@ -903,8 +903,8 @@ def product(acc, a, b, *, transpose=True, **options):
     return kernel
 
 
-def sm(m, k, dtype=F16):
-    return SMEM((m, k), dtype)
+def sm(m, k, dtype=F16, **options):
+    return SMEM((m, k), dtype, **options)
 
 
 def acc(m, n, dtype=F32, **options):
@@ -913,6 +913,15 @@ def acc(m, n, dtype=F32, **options):
 
 def scales(rows, n, dtype=E8M0):
     return TMEM((rows, n), dtype, layout=SCALES)
+
+
+NARROW = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
+
+
+def sparse(acc, b):
+    """A kernel of a product whose a is sparse, of depth 128."""
+    metadata = TMEM((128, 64), U2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)
+    return product(acc, sm(128, 64), b, a_sparse_metadata=metadata)
 
 
 @pytest.mark.parametrize(
@@ -993,6 +1002,13 @@ def scales(rows, n, dtype=E8M0):
             ),
             ValueError,
             r"a_sparse_metadata has shape \(128, 128\).*\(128, 64\)",
+        ),
+        (sparse(acc(128, 24), sm(24, 128)), NotImplementedError, "N is 24.*multiple of 16"),
+        (sparse(acc(128, 512), sm(512, 128)), NotImplementedError, "N is 512.*at most 256"),
+        (
+            sparse(acc(128, 64), sm(64, 128, transforms=NARROW)),
+            NotImplementedError,
+            "swizzle of 32 bytes b must be contiguous along N",
         ),
         (
             product(acc(64, 64), TMEM((64, 64), F16, packed=True), sm(64, 64)),
