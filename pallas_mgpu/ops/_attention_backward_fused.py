@@ -40,7 +40,7 @@ from ._attention_backward_seven import (
     padded,
     statistics,
 )
-from ._common import overlap_launches, store, warp_specialized
+from ._common import SeveralKernels, overlap_launches, store, warp_specialized
 
 _F32 = np.float32
 
@@ -301,7 +301,7 @@ def _converted(x, interpret):
     )
 
 
-class FusedKernels:
+class FusedKernels(SeveralKernels):
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. make: makes the kernel
     that gives dK and dV and adds to dQ; functional=True is an option of it."""
 

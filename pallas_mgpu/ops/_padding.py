@@ -10,7 +10,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches, unaligned
+from ._common import SeveralKernels, overlap_launches, unaligned
 
 _WIDTH = 4096  # elements that a block copies
 
@@ -85,7 +85,7 @@ def padding_of(x, interpret):
     return padding(x.shape, x.dtype, x.aligned, interpret) if needs_padding(x) else None
 
 
-class Padded:
+class Padded(SeveralKernels):
     """A product of copies of the operands. pads: the kernel that copies each, or None."""
 
     def __init__(self, product, pads):

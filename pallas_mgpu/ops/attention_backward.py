@@ -35,6 +35,7 @@ from . import (
 from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import kernel, statistics
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
+from ._common import SeveralKernels
 from .attention import _check
 
 _F32 = np.float32
@@ -51,7 +52,7 @@ class AttentionBackwardConfig(typing.NamedTuple):
     stages: int = 0
 
 
-class _Keys:
+class _Keys(SeveralKernels):
     """dK and dV by two kernels, where registers or tensor memory do not hold both."""
 
     def __init__(self, dk, dv):
@@ -63,7 +64,7 @@ class _Keys:
         return dk, self.dv(*operands, out=dv, stream=stream)
 
 
-class Gradients:
+class Gradients(SeveralKernels):
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
     def __init__(self, x, config, bias_dtype, interpret, deterministic):

@@ -15,7 +15,7 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
-from ._common import store, swizzled
+from ._common import SeveralKernels, store, swizzled
 from ._matmul_choice import MatmulConfig, candidates, cycles
 from ._padding import padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
@@ -121,7 +121,7 @@ def _kernel(x, cfg, sms, activation, packed, products, interpret):
     return _gated_tensor_memory.kernel_of(plan, _Gated, interpret)
 
 
-class _Apart:
+class _Apart(SeveralKernels):
     """The same by kernels of their own, for GPUs without wgmma and tcgen05."""
 
     def __init__(self, activation, transposed, products, interpret):

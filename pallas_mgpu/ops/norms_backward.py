@@ -27,7 +27,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_backward_ring
-from ._common import overlap_launches
+from ._common import SeveralKernels, overlap_launches
 from ._norms_backward_ring import NormBackwardConfig
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -375,7 +375,7 @@ def _column_sums(rows, n, cols, dtype, out_dtype, chunks, interpret):
     )
 
 
-class Chain:
+class Chain(SeveralKernels):
     """Kernels one after the other: each gets the results of the one before."""
 
     def __init__(self, *kernels):
@@ -401,7 +401,7 @@ def sums_of_rows(rows, n, dtype, out_dtype, sms, interpret, cols=None):
     return Chain(first, last) if chunks > 1 else last
 
 
-class WithSums:
+class WithSums(SeveralKernels):
     """The kernel of the rows, and those that add up the sums of its blocks: of each result of the
     first, or of all together."""
 

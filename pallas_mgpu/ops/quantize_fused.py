@@ -15,7 +15,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import gated
-from ._common import overlap_launches
+from ._common import SeveralKernels, overlap_launches
 from .gated import SLOPES, gated_linear_unit
 from .norms import rms_norm
 from .quantize import (
@@ -161,7 +161,7 @@ def _gated(x, packed, activation, interpret):
     )
 
 
-class _Apart:
+class _Apart(SeveralKernels):
     """The same by two kernels."""
 
     def __init__(self, make, then):
