@@ -56,7 +56,8 @@ def info():
 def cache(action):
     """Print the size of the compile cache on disk, or empty it; exit status 1 if that failed."""
     folder = Path(_core.system_info()["cache_dir"])
-    entries = [*folder.glob("*.cubin"), *folder.glob("tmp-*")]
+    patterns = ("*.cubin", "tmp-*", "failures/*.pickle")
+    entries = [entry for pattern in patterns for entry in folder.glob(pattern)]
     size = sum(entry.stat().st_size for entry in entries)
     what = f"{len(entries)} entries, {size / 2**20:.1f} MiB, in {folder}"
     if action == "size":

@@ -6,13 +6,17 @@ import functools
 import importlib
 import io
 import operator
+import os
+import pickle
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 
 from . import tree
-from ._core import RaceError, ScheduleError, device_put
+from ._core import RaceError, ScheduleError, cache_dir, device_put
 from ._mutable import MutableArray, new_ref
 from ._names import accepts, show
 from ._types import InterpretParams
@@ -21,32 +25,41 @@ from ._types import InterpretParams
 _RTOL = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-def _runner(kernel):
-    """A function of InterpretParams and arguments."""
+class _Schedules(InterpretParams):
+    """Equal to itself alone: what is made for it is traced and lowered once, while the seed, which
+    a run reads when it begins, changes."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+    def at(self, seed):
+        self._set(seed=seed)
+
+
+def _runner(kernel, params):
+    """A function of arguments."""
     definition = getattr(kernel, "definition", None)
     if getattr(kernel, "closed", None):
         raise TypeError("check: the kernel closes over mutable arrays; pass them as arguments")
     if definition is None:
-        return lambda params, args: kernel(*args, interpret=params)
-
-    def run(params, args):
-        __tracebackhide__ = True  # by pytest and IPython
-        other = copy.copy(definition)
-        other.interpret, other.batched = params, {}
-        return other.make()(*args)
-
-    return run
+        return lambda *args: kernel(*args, interpret=params)
+    other = copy.copy(definition)
+    other.interpret, other.batched = params, {}
+    return other.make()
 
 
 def _host(x):
     return x.numpy() if hasattr(x, "numpy") and not isinstance(x, np.ndarray) else np.asarray(x)
 
 
-def _attempt(run, params, args):
+def _attempt(run, args):
     """Leaves of the result, and of the mutable arrays among the arguments."""
     __tracebackhide__ = True
     args = tree.map(lambda x: new_ref(x._value) if isinstance(x, MutableArray) else x, args)
-    result = run(params, args)
+    result = run(*args)
     changed = [x[...] for x in tree.leaves(args) if isinstance(x, MutableArray)]
     return result, [_host(x) for x in [*tree.leaves(result), *changed]]
 
@@ -97,6 +110,62 @@ def _name(kernel, frame):
 
 
 _failed = None  # (kernel, arguments, ref, tolerances) of the latest failure
+_MOST_KEPT = 1 << 28  # bytes of arguments
+
+
+def _kept_at(kernel):
+    """The file of the latest failure of a kernel of this name; None: there is no cache."""
+    body = getattr(getattr(kernel, "definition", None), "body", kernel)
+    while isinstance(body, functools.partial):
+        body = body.func
+    file = getattr(getattr(body, "__code__", None), "co_filename", "")
+    stem = Path(file).stem if os.path.isfile(file) else ""
+    name = re.sub(r"[^\w.]+", "-", f"{stem}.{getattr(body, '__qualname__', 'kernel')}")
+    found = cache_dir()
+    return Path(found[0]) / "failures" / f"{name}.pickle" if found else None
+
+
+def _keep(kernel, args, ref, tolerances):
+    """For another process, if that is possible."""
+    try:
+        kept = tree.map(_plain, args)
+        want = ref(*args) if callable(ref) else ref
+        want = None if want is None else [_host(x) for x in tree.leaves(want)]
+        size = sum(getattr(x, "nbytes", 0) for x in tree.leaves((kept, want)))
+        path = _kept_at(kernel)
+        if path is None or size > _MOST_KEPT:
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps((kept, want, tolerances)))
+        part.replace(path)
+    except Exception:  # what the caller shall see is the failure of the kernel
+        return
+
+
+class _Mutable:
+    """A mutable array in the file."""
+
+    def __init__(self, x):
+        self.value, self.nbytes = _host(x), _host(x).nbytes
+
+
+def _plain(x):
+    if isinstance(x, MutableArray):
+        return _Mutable(x._value)
+    return _host(x) if hasattr(x, "shape") else x
+
+
+def _kept(kernel):
+    """(kernel, arguments, ref, tolerances) of the latest failure."""
+    if _failed is not None and (kernel is ... or _failed[0] is kernel):
+        return _failed
+    path = None if kernel is ... else _kept_at(kernel)
+    if path is None or not path.exists():
+        raise ValueError("check: ... repeats the latest failure, and this kernel has none")
+    args, want, tolerances = pickle.loads(path.read_bytes())
+    args = tree.map(lambda x: new_ref(x.value) if isinstance(x, _Mutable) else x, args)
+    return kernel, args, want, tolerances
 
 
 _BACKENDS = ("interpret", "emulate", "cuda")
@@ -172,15 +241,14 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     if kernel is ... or len(args) == 1 and args[0] is ...:
         if kernel is ... and args:
             raise TypeError("check: ... in place of the kernel stands for its arguments, too")
-        if _failed is None or kernel is not ... and _failed[0] is not kernel:
-            raise ValueError("check: ... repeats the latest failure, and this kernel has none")
-        kernel, args, ref, (rtol, atol) = _failed
+        kernel, args, ref, (rtol, atol) = _kept(kernel)
     numbers = seeds_of(seeds)
     caller = sys._getframe(2)  # 1 is that of accepts()
 
     def repeat(backend, again):
         global _failed
         _failed = kernel, args, ref, (rtol, atol)
+        _keep(*_failed)
         where = "" if backend == "interpret" else f", backends={backend!r}"
         name = _name(kernel, caller)
         what = f"{name}, ..." if name else "..."
@@ -198,18 +266,13 @@ class _Checked:
     """A kernel with arguments, on one backend. ``prints``: shows what it prints, once."""
 
     def __init__(self, kernel, args, backend, prints=True):
-        self.call, self.args, self.backend, self.prints = _runner(kernel), args, backend, prints
-
-    def _params(self, seed):
-        if self.backend == "cuda":
-            return None
-        return InterpretParams(
-            seed=seed,
-            detect_races=True,
-            detect_uninitialized=True,
-            mode="reference",
-            backend=self.backend,
-        )
+        self.args, self.backend, self.prints = args, backend, prints
+        self.params = None
+        if backend != "cuda":
+            self.params = _Schedules(
+                detect_races=True, detect_uninitialized=True, mode="reference", backend=backend
+            )
+        self.call = _runner(kernel, self.params)
 
     def run(self, seeds, ref, tolerances, repeat):
         """The result under the first seed. repeat(seeds): what repeats a failure, one line."""
@@ -226,8 +289,10 @@ class _Checked:
                 )
                 again = (seed,)
                 try:
+                    if self.params is not None:
+                        self.params.at(seed)
                     with quiet:
-                        latest, got = _attempt(self.call, self._params(seed), args)
+                        latest, got = _attempt(self.call, args)
                     if first is None:
                         first, result = got, latest
                         if ref is not None:

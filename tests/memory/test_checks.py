@@ -1,6 +1,9 @@
 """Several schedules of one kernel: `InterpretParams(seeds=)` and `plgpu.testing.check`."""
 
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -226,8 +229,10 @@ def test_the_line_names_what_the_caller_has(capsys):
     assert line.startswith("plgpu.testing.check(plgpu.ops.softmax, ..., seeds=(0,))")
     with pytest.raises(AssertionError):
         exec(line, {"plgpu": plgpu})
-    with pytest.raises(ValueError, match="repeats the latest failure"):
+    with pytest.raises(AssertionError):  # that of this kernel, which is not the latest
         plgpu.testing.check(twice, ...)
+    with pytest.raises(ValueError, match="repeats the latest failure"):
+        plgpu.testing.check(kernel(lambda x, o: None), ...)
     capsys.readouterr()
     with pytest.raises(AssertionError):  # of no variable
         plgpu.testing.check(kernel(doubled), X, ref=X, seeds=np.int32(1))
@@ -235,6 +240,52 @@ def test_the_line_names_what_the_caller_has(capsys):
     assert line.startswith("plgpu.testing.check(..., seeds=(0,))")
     with pytest.raises(AssertionError):
         exec(line, {"plgpu": plgpu})
+
+
+IN_A_FILE = """
+import numpy as np
+import pallas_mgpu as plgpu
+
+@plgpu.kernel(out_type=plgpu.ShapeDtypeStruct((64,), np.float32))
+def kept(x, pair, state, o):
+    o[...] = x[...] + pair["a"][...] + state[...]
+
+def first():
+    x = np.random.default_rng().standard_normal((3, 64)).astype(np.float32)  # of this process
+    arguments = x[0], {"a": x[1]}, plgpu.new_ref(x[2])
+    plgpu.testing.check(kept, *arguments, ref=lambda x, pair, state: (x, state[...]))
+"""
+
+
+def test_the_line_repeats_in_another_process(tmp_path):
+    """With the same arguments, which nobody has any more."""
+    (tmp_path / "kept_kernels.py").write_text(IN_A_FILE)
+    outs, line = [], ""
+    for code in ("from kept_kernels import *; first()", "from kept_kernels import *; "):
+        done = subprocess.run(
+            [sys.executable, "-c", code + line.partition("  #")[0]],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))},
+        )
+        line = done.stdout.strip()
+        assert line == "plgpu.testing.check(kept, ..., seeds=(0,))  # AssertionError", done.stderr
+        outs.append(done.stderr.partition("AssertionError")[2])
+    assert outs[0] == outs[1] and "ACTUAL" in outs[0]
+
+
+def test_schedules_share_a_program(monkeypatch):
+    """A kernel is traced once, whatever the number of schedules, and each has its seed."""
+    traced = []
+
+    def body(x, o):
+        traced.append(1)
+        o[...] = x[...] * 2
+
+    plgpu.testing.check(kernel(body), X, seeds=4)
+    assert len(traced) == 1
+    with pytest.raises(plgpu.ScheduleError, match="between seeds 0 and"):
+        plgpu.testing.check(depends())
 
 
 def test_check_is_called_wrongly():
