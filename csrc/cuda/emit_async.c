@@ -631,10 +631,28 @@ pm_code pm_cuda_WAIT_CP_ASYNC(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* Do lanes store to shared memory of other blocks, where engines read it? */
+static bool feeds_engines_of_others(pm_gen *e) {
+  const pm_access_list *kernel = pm_accesses_inside(e->summaries, 0);
+  for (uint32_t i = 0; i < kernel->all.n; i++) {
+    const pm_access *a = &kernel->all.at[i];
+    if (a->where != PM_IN_SMEM || !a->writes || a->scope != PM_CLUSTER || !pm_by_lanes(a)) continue;
+    for (uint32_t k = 0; k < kernel->all.n; k++) {
+      const pm_access *b = &kernel->all.at[k];
+      if (b->where == PM_IN_SMEM && b->reads && !pm_by_lanes(b) &&
+          pm_memory_of(e->g, b->view) == pm_memory_of(e->g, a->view))
+        return true;
+    }
+  }
+  return false;
+}
+
 /* Without TMA only generic accesses read what was written. */
 pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
   pm_note(e, op, "commit_smem");
-  if (pm_target_has(e->target, PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");
+  if (pm_target_has(e->target, PM_HAS_TMA)) {
+    pm_line(e, "fence_proxy_async%s();", feeds_engines_of_others(e) ? "_cluster" : "");
+  }
   pm_line(e, "%s", pm_meet(e));
   return PM_OK;
 }

@@ -75,6 +75,7 @@ struct HostMma {
   const u32 *a, *b;
   u8 acc, type;
 };
+enum ProxyFence : u32 { HOST_FENCE_SHARED, HOST_FENCE_CLUSTER, HOST_FENCE_GLOBAL };
 enum HostType : u64 {
   HOST_OTHER,
   HOST_AS_u32,
@@ -210,7 +211,7 @@ void host_cp_async(u32 dst, const void *src, u32 bytes, bool valid, int line);
 void host_cp_async_commit(int line);
 void host_cp_async_wait(u32 n, int line);
 void host_prefetch(const TensorMap *m, int line);
-void host_proxy_fence(bool global, int line);
+void host_proxy_fence(ProxyFence kind, int line);
 void host_wgmma(const HostWgmma *w, int line);
 void host_mma(const HostMma *x, int line);
 void host_wgmma_fence(int line);
@@ -1053,8 +1054,9 @@ template <int N>
 FN void cp_async_wait(LINE) {
   host_cp_async_wait(N, line);
 }
-FN void fence_proxy_async(LINE) { host_proxy_fence(false, line); }
-FN void fence_proxy_async_global(LINE) { host_proxy_fence(true, line); }
+FN void fence_proxy_async(LINE) { host_proxy_fence(HOST_FENCE_SHARED, line); }
+FN void fence_proxy_async_cluster(LINE) { host_proxy_fence(HOST_FENCE_CLUSTER, line); }
+FN void fence_proxy_async_global(LINE) { host_proxy_fence(HOST_FENCE_GLOBAL, line); }
 
 /* ---- checks of programs -------------------------------------------------------------------- */
 

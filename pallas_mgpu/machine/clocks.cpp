@@ -117,36 +117,44 @@ void Times::lower(const Times &o) {
 
 void Clock::reset(size_t n, u32 value, u32 own) {
   seen.reset(n, value, own);
-  fenced[0].reset(n, value, own);
-  fenced[1].reset(n, value, own);
+  for (Times &x : fenced) x.reset(n, value, own);
   launched = false;
   carried.reset(n, 0, NOBODY);
 }
 
 void Clock::join(const Clock &o) {
   seen.raise(o.seen);
-  for (int k = 0; k < 2; k++) fenced[k].raise(o.fenced[k]);
+  for (int k = 0; k < PROXIES; k++) fenced[k].raise(o.fenced[k]);
   carried.raise(o.carried);
   launched |= o.launched;
 }
 
 void Clock::meet(const Clock &o) {
   seen.lower(o.seen);
-  for (int k = 0; k < 2; k++) fenced[k].lower(o.fenced[k]);
+  for (int k = 0; k < PROXIES; k++) fenced[k].lower(o.fenced[k]);
   carried.lower(o.carried);
   launched &= o.launched;
 }
 
 void Clock::settle() {
   seen.settle();
-  for (int k = 0; k < 2; k++) fenced[k].settle();
+  for (int k = 0; k < PROXIES; k++) fenced[k].settle();
 }
 
 void Clock::adopt(const Clock &o) {
   seen.adopt(o.seen);
-  for (int k = 0; k < 2; k++) fenced[k].adopt(o.fenced[k]);
+  for (int k = 0; k < PROXIES; k++) fenced[k].adopt(o.fenced[k]);
   carried = o.carried;
   launched = o.launched;
 }
 
-void Clock::fence(bool global) { fenced[global].raise(seen); }
+/* By the thread that runs. A fence of its own block's memory covers what threads of others stored
+ * there, not what those of its block stored in others'. */
+void Clock::fence(ProxyFence kind) {
+  fenced[kind == HOST_FENCE_GLOBAL].raise(seen);
+  if (kind == HOST_FENCE_CLUSTER) fenced[FAR].raise(seen);
+  if (kind != HOST_FENCE_SHARED || !m.far_stores) return;
+  const u32 first = m.self->rank - m.self->rank % m.block_threads;
+  for (u32 k = 0; k < m.first_engine; k++)
+    if (k < first || k >= first + m.block_threads) fenced[FAR].raise_to(k, seen[k]);
+}

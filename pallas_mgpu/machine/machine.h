@@ -7,12 +7,13 @@
  *
  * Order is checked, not only tried out. Each thread carries vector clocks over all agents: `seen`,
  * what is ordered before it, and `fenced`, what is so and passed a proxy fence on the way, of
- * shared memory and of global memory. Barriers join them. Each byte of memory remembers who wrote
- * it and who read it since, and when by that one's clock; an access that is not ordered after them
- * is an error. Engines see generic writes only through `fenced`. Agents are the threads of the
- * cluster, then what engine operations are awaited by: an mbarrier, the products of a warp, and for
- * a thread with bulk stores what they read and what they write. The clock of such a one counts
- * operations, or phases, in the order of the waits. */
+ * shared memory (accesses by threads of its block, and by those of others) and of global memory.
+ * Barriers join them. Each byte of memory remembers who wrote it and who read it since, and when by
+ * that one's clock; an access that is not ordered after them is an error. Engines see generic
+ * writes only through `fenced`. Agents are the threads of the cluster, then what engine operations
+ * are awaited by: an mbarrier, the products of a warp, and for a thread with bulk stores what they
+ * read and what they write. The clock of such a one counts operations, or phases, in the order of
+ * the waits. */
 #ifndef HOST_MACHINE_H
 #define HOST_MACHINE_H
 
@@ -55,8 +56,11 @@ class Times {
   u32 own, when;         /* the agent whose entry is `when`; no less than that of `shared` */
 };
 
+/* Memory that a proxy fence covers. FAR: shared memory, accesses by threads of other blocks. */
+enum { NEAR, GLOBAL, FAR, PROXIES };
+
 struct Clock {
-  Times seen, fenced[2]; /* of shared, of global memory */
+  Times seen, fenced[PROXIES];
   bool launched = false; /* it comes after the launches before this one (griddepcontrol.wait) */
   Times carried;         /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
                             commit, follows: a fence::after_thread_sync makes use of it */
@@ -65,7 +69,7 @@ struct Clock {
   void meet(const Clock &other); /* what both know */
   void settle();                 /* as those of Times */
   void adopt(const Clock &other);
-  void fence(bool global);
+  void fence(ProxyFence kind);
 };
 
 /* ---- memory -------------------------------------------------------------------------------- */
@@ -163,6 +167,8 @@ struct Mbarrier {
   u16 agent;
   bool copied, awaited; /* bytes arrived in the phase before this one; somebody waited for it */
   u64 copied_phase;
+  u64 late_phase = 0; /* which seems incomplete to that many more tests */
+  u32 late = 0;
   std::vector<Thread *> waiters;
 };
 
@@ -369,9 +375,10 @@ struct Agent {
 
 struct Machine {
   HostIndex grid, cluster;
-  bool together;  /* blocks wait for each other: all of them run at once */
-  bool crowded;   /* multiprocessors have as many blocks as fit */
-  bool dependent; /* the launch may begin before the one before it has ended */
+  bool together;   /* blocks wait for each other: all of them run at once */
+  bool crowded;    /* multiprocessors have as many blocks as fit */
+  bool far_stores; /* threads have stored to shared memory of other blocks */
+  bool dependent;  /* the launch may begin before the one before it has ended */
   u32 cluster_blocks;
   std::vector<Began> began;    /* by their number - 1 */
   bool polled;                 /* a thread looks again and again: engines must move too */

@@ -254,10 +254,18 @@ static bool all_seen(const Accesses &x, const Times &seen, u32 but = NOBODY) {
 
 static bool all_after(const Accesses &x, const Times &seen) { return all_seen(x, seen); }
 
+/* Of a thread that wrote there. */
+static const Times &fenced_of(const Clock &c, const Region &r, u16 writer) {
+  const bool far = !r.global && &m.blocks[writer / m.block_threads].shared != &r;
+  return c.fenced[far ? FAR : r.global];
+}
+
 /* Engines need no proxy fence among themselves. */
-static bool all_fenced(const Accesses &x, const Times &fenced) {
+static bool all_fenced(const Accesses &x, const Clock &c, const Region &r) {
   for (u32 k = 0; k < x.when.size(); k++)
-    if (x.when[k] > fenced[x.first + k] && !is_engine((u16)(x.first + k))) return false;
+    if (!is_engine((u16)(x.first + k)) &&
+        x.when[k] > fenced_of(c, r, (u16)(x.first + k))[x.first + k])
+      return false;
   return true;
 }
 
@@ -412,6 +420,7 @@ static bool one_wins(const Mark &b, const Thread *t, int line) {
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
   m.progress++;
+  m.far_stores |= !r.global && &r != &t->block->shared;
   Mark *marks = marks_of(r);
   after_launches(r, at, WRITE, t->clock, nullptr, line);
   after_engine_reads(r, at, n, WRITE, from, t->clock, nullptr, line);
@@ -447,6 +456,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
 /* Reads and writes; those of several threads need no order. */
 static void thread_updates(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
+  m.far_stores |= !r.global && &r != &t->block->shared;
   Mark *marks = marks_of(r);
   after_launches(r, at, UPDATE, t->clock, nullptr, line);
   after_engine_reads(r, at, n, UPDATE, nullptr, t->clock, nullptr, line);
@@ -495,9 +505,9 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
       const auto enough = b.atomic ? all_after : any_seen;
       if (!enough(write, c.seen))
         unordered(r, k, READ, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
-      if (!(b.atomic ? all_fenced(write, fenced) : any_seen(write, fenced)))
+      if (!(b.atomic ? all_fenced(write, c, r) : any_seen(write, fenced)))
         unfenced(r, k, READ, one_of(write, fenced), b, s);
-    } else if (fenced[b.writer] < b.write) {
+    } else if (fenced_of(c, r, b.writer)[b.writer] < b.write) {
       if (c.seen[b.writer] >= b.write) unfenced(r, k, READ, b.writer, b, s);
       unordered(r, k, READ, write_of(b), b.writer, b.write_line, &s, s.line);
     }
@@ -538,11 +548,11 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
       const Accesses &write = crowd_of(r, k).write;
       if (!all_seen(write, c.seen))
         unordered(r, k, access, write_of(b), one_of(write, c.seen), b.write_line, &s, s.line);
-      if (!all_fenced(write, fenced)) unfenced(r, k, access, one_of(write, fenced), b, s);
+      if (!all_fenced(write, c, r)) unfenced(r, k, access, one_of(write, fenced), b, s);
     } else if (b.writer != NOBODY) {
       if (c.seen[b.writer] < b.write)
         unordered(r, k, access, write_of(b), b.writer, b.write_line, &s, s.line);
-      if (!is_engine(b.writer) && fenced[b.writer] < b.write)
+      if (!is_engine(b.writer) && fenced_of(c, r, b.writer)[b.writer] < b.write)
         unfenced(r, k, access, b.writer, b, s);
     }
     if (!update || !b.atomic || b.writer == s.who) {

@@ -148,6 +148,7 @@ INSTRUCTIONS = {
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], 7, [q]",
     ],
     "fence_proxy_async();": ["fence.proxy.async.shared::cta"],
+    "fence_proxy_async_cluster();": ["fence.proxy.async.shared::cluster"],
     "fence_proxy_async_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
     "bulk_load(64, (void*)8192, 512, 16);": [

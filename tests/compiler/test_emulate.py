@@ -1,6 +1,8 @@
 """`interpret="emulate"`: kernels on the emulated machine, as users run them. What it computes, its
 options, its errors, and where it keeps what it compiles. (Races: tests/memory.)"""
 
+import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -400,3 +402,45 @@ def test_check_on_both_backends(capsys):
         assert ("backends='emulate'" in capsys.readouterr().out) == (backend == "emulate")
     with pytest.raises(ValueError, match="backends are some of"):
         plgpu.testing.check(kernel, x, backends="gpu")
+
+
+# ---- a fence of one block's memory ---------------------------------------------------------------
+
+
+def handed_over(sender, x, o, box, met):
+    """Each block stores to the memory of the other one, where TMA reads; `sender` fences."""
+    c = lax.axis_index("c")
+    plgpu.cluster_ref(box, {"c": 1 - c})[...] = x[c]
+    if sender:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
+    if not sender:
+        plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(box, o.at[c])
+    plgpu.wait_smem_to_gmem(0)
+
+
+@pytest.mark.parametrize("sender", [False, True])
+def test_fences_for_memory_of_other_blocks(sender, rng):
+    """A fence of a block's own memory does for what others stored there, not for what its threads
+    stored elsewhere."""
+    x = rng.standard_normal((2, 128)).astype(F32)
+    kernel = plgpu.kernel(
+        functools.partial(handed_over, sender),
+        out_type=out(2, 128),
+        scratch_types=[plgpu.SMEM((128,), F32), plgpu.ClusterBarrier(collective_axes=("c",))],
+        cluster=(2,),
+        cluster_names=("c",),
+    )
+    text, info = host.program(kernel.lower(x, target="sm_90a"))
+    assert text.count("fence_proxy_async_cluster();") == 1
+    for seed in range(3):
+        got = np.zeros((2, 128), F32)
+        host.run_program(text, info, [x], [got], seed)
+        np.testing.assert_array_equal(got, x[::-1])
+        weaker = text.replace("fence_proxy_async_cluster();", "fence_proxy_async();")
+        with contextlib.ExitStack() as stack:
+            if sender:
+                stack.enter_context(pytest.raises(host.HostError, match="no proxy fence"))
+            host.run_program(weaker, info, [x], [got], seed)

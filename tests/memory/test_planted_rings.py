@@ -430,6 +430,34 @@ def read_although_the_test_failed(wrong, x, o, tile, bar, go):
     each(load, poll)
 
 
+@pair(
+    np.arange(1024, dtype=F32).reshape(8, 128),
+    out=(8, 128),
+    scratch_types=[plgpu.SMEM((2, 128), F32), Barrier(num_barriers=2)],
+    race=[
+        ("read slots by thread 0 at read", "write slots by TMA at (first|next)"),
+        ("write slots by TMA at (first|next)", "read slots by thread 0 at read"),
+    ],
+    errors=(ValueError,),
+    remedy="full",
+    want=lambda x: x,
+)
+def result_of_a_test_is_ignored(wrong, x, o, slots, full):
+    """The copy is nearly always complete by then."""
+    g2s(x.at[0], slots.at[0], full.at[0])  #: first
+
+    @pl.loop(0, 8)
+    def _(i):
+        @pl.when(i < 7)
+        def _():
+            g2s(x.at[i + 1], slots.at[(i + 1) % 2], full.at[(i + 1) % 2])  #: next
+
+        done = plgpu.barrier_test(full.at[i % 2])
+        if not wrong:
+            pl.when(~done)(lambda: wait(full.at[i % 2]))
+        o[i] = slots[i % 2]  #: read
+
+
 # ---- threads beside each other -------------------------------------------------------------------
 
 

@@ -245,6 +245,12 @@ template <int N> FN void bulk_group_wait_read() {
 // orders this lane's accesses to shared memory before later ones by TMA and the tensor cores
 FN void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+//! fence_proxy_async_cluster
+// the same, and for what it stored to shared memory of other blocks of the cluster
+FN void fence_proxy_async_cluster() {
+  asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
+}
+
 //! fence_proxy_async_global
 // makes visible to TMA what lanes that this one has synchronised with wrote to global memory
 FN void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -268,13 +268,13 @@ breaks(
     ),
     commit_smem_without_fence=(
         "pm_cuda_COMMIT_SMEM",
-        'if (pm_target_has(e->target, PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");',
-        "",
+        "if (pm_target_has(e->target, PM_HAS_TMA)) {",
+        "if (false) {",
     ),
     commit_smem_without_meeting=(
         "pm_cuda_COMMIT_SMEM",
-        'PM_HAS_TMA)) pm_line(e, "fence_proxy_async();"); pm_line(e, "%s", pm_meet(e));',
-        'PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");',
+        '? "_cluster" : ""); } pm_line(e, "%s", pm_meet(e));',
+        '? "_cluster" : ""); }',
     ),
     stores_to_gmem_without_proxy_fence=(
         "meets_stores",
