@@ -189,14 +189,19 @@ typedef struct awaited {
   int64_t most; /* and those that no wait before has awaited */
 } awaited;
 
+/* What a scope contains; 0: the op is none */
+static pm_blk scope_of(const pm_graph *g, pm_opid op) {
+  return pm_get(g, op)->code == PM_OP_SCOPE ? pm_region(g, op, 0) : 0;
+}
+
 /* Keeps the A of the awaited products among the first `until` ops of a block, from the last on. */
 static void keep_operands(pm_gen *e, awaited *w, pm_blk block, uint32_t until) {
   const pm_graph *g = e->g;
   for (uint32_t k = until; k-- > 0 && w->most > 0;) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
+    const pm_blk inside = scope_of(g, op);
     int64_t n;
-    if (pm_get(g, op)->code == PM_OP_SCOPE) {
-      const pm_blk inside = pm_region(g, op, 0);
+    if (inside) {
       keep_operands(e, w, inside, g->blocks.at[inside].ops.n);
     } else if (pm_is_branch(pm_get(g, op)->code)) { /* which may run */
       for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
@@ -275,13 +280,54 @@ static void read_ptx(pm_gen *e, const part *p, const char *array) {
   }
 }
 
+/* Are at most *left groups of products pending, as the first `until` ops of a block show? UNKNOWN:
+ * it depends on what comes before the block. */
+typedef enum pending { UNKNOWN, AWAITED, PENDING } pending;
+
+static bool has_products(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    for (uint32_t k = 0; k < b->ops.n; k++)
+      if (has_products(g, b->ops.at[k])) return true;
+  }
+  return pm_ops[o->code].completion == PM_COMPLETES_COMMIT || pm_is_source(g, op);
+}
+
+static pending look_back(const pm_graph *g, pm_blk block, uint32_t until, int64_t *left) {
+  for (uint32_t k = until; k-- > 0;) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    const pm_blk inside = scope_of(g, op);
+    int64_t n;
+    if (pm_awaits_products(g, op, &n) && n >= 0 && n <= *left) return AWAITED;
+    if (inside) {
+      const pending found = look_back(g, inside, g->blocks.at[inside].ops.n, left);
+      if (found != UNKNOWN) return found;
+    } else if (has_products(g, op)) {
+      if (pm_get(g, op)->n_regions || pm_is_source(g, op) || (*left)-- == 0) return PENDING;
+    }
+  }
+  return UNKNOWN;
+}
+
+/* Has a wait before this op awaited all but n groups of products? */
+static bool is_awaited(const pm_graph *g, pm_opid op, int64_t n) {
+  pending found = UNKNOWN;
+  while (op && found == UNKNOWN && !pm_is_loop(pm_get(g, op)->code)) {
+    const pm_blk block = pm_get(g, op)->parent;
+    found = look_back(g, block, pm_position(g, op), &n);
+    op = g->blocks.at[block].parent;
+  }
+  return found == AWAITED;
+}
+
 pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const int64_t n = *pm_attr(e->g, op, PM_ATTR_N);
   part p;
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
   pm_note(e, op, "accumulator to array");
-  if (n >= 0) wait_for_products(e, op, n);
+  if (n >= 0 && !is_awaited(e->g, op, n)) wait_for_products(e, op, n);
   const bool in_ptx = e->in_ptx[p.view.base];
   if (!in_ptx) pin(e, &p);
   const char *name = pm_declare(e, out, out), *acc = e->slot[p.view.base].text;

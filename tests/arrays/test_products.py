@@ -758,3 +758,69 @@ def test_the_next_a_is_computed_while_products_read_this_one(run, rng, branch):
         read = set(re.findall(r"%r\d+", " ".join(re.findall(r"\{(%r[^}]*)\}, mb", flight))))
         written = set(re.findall(r"^\s+\w[\w.]*\s+(%r\d+),", flight, re.M))
         assert read and written and not read & written
+
+
+def awaited_branch(acc, a, b):
+    plgpu.wgmma(acc, a, b)
+    plgpu.wgmma_wait(0)
+    return lax.cond(jnp.max(b[...]) > 100, lambda: acc[...] * 0, lambda: acc[...])
+
+
+def awaited_in_a_branch(acc, a, b):
+    plgpu.wgmma(acc, a, b)
+    pl.when(jnp.max(b[...]) > 100)(lambda: plgpu.wgmma_wait(0))
+    return acc[...]
+
+
+def awaited_before(acc, a, b):
+    plgpu.wgmma(acc, a, b)
+    plgpu.wgmma_wait(0)
+    plgpu.wgmma(acc, a, b)
+    return acc[...] / 2
+
+
+def awaited_in_a_loop(acc, a, b):
+    plgpu.wgmma(acc, a, b)
+    plgpu.wgmma_wait(0)
+
+    def step(_, total):
+        total = total + acc[...]
+        plgpu.wgmma(acc, a, b)
+        return total
+
+    total = plgpu.layout_cast(jnp.zeros((64, 64), F32), L.WGMMA)
+    total = lax.fori_loop(0, 2, step, total)
+    plgpu.wgmma_wait(0)
+    return total / 3
+
+
+def read_twice(acc, a, b):
+    plgpu.wgmma(acc, a, b)
+    return (acc[...] + acc[...]) / 2
+
+
+@pytest.mark.parametrize(
+    "body, waits",
+    [
+        (awaited_branch, 1),
+        (awaited_in_a_branch, 2),
+        (awaited_before, 2),
+        (awaited_in_a_loop, 3),
+        (read_twice, 1),
+    ],
+)
+def test_products_are_awaited_once(run, rng, body, waits):
+    """Reading an accumulator waits for its products, unless a wait before has done so for sure."""
+    a, b = values(rng, (64, 64), F16), values(rng, (64, 64), F16)
+    out = np.zeros((64, 64), F32)
+
+    def kernel(a_smem, b_smem, o_ref):
+        o_ref[...] = pl.run_scoped(lambda acc: body(acc, a_smem, b_smem), plgpu.ACC((64, 64)))
+
+    kernel = staged(kernel, plgpu.SMEM((64, 64), F16), plgpu.SMEM((64, 64), F16))
+    close(run(kernel, out, a, b), a, b, 2**-12)
+    low = plgpu.kernel(kernel, out_type=plgpu.ShapeDtypeStruct((64, 64), F32)).lower(
+        a, b, target="sm_90a"
+    )
+    text = low.as_text("cuda")
+    assert text.count("wgmma_wait<", text.index("__global__")) == waits
