@@ -19,6 +19,7 @@ from ._trace import (
     Ref,
     as_array,
     block_number,
+    carry_names,
     env,
     parameter_names,
     same_type,
@@ -126,7 +127,7 @@ def _bounds(lower, upper):
     return lo, hi, lambda k: _core.convert(k, dtype)
 
 
-def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
+def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _named=None):
     """``val = init_val; for i in range(lower, upper): val = body_fun(i, val)``.
 
     The bounds are Python ints or integer scalars of one dtype. The body is traced once, and ``i``
@@ -140,9 +141,8 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     copies = _unroll("fori_loop", unroll, max(upper - lower, 0) if static else None)
     lo, hi, index_of = _bounds(lower, upper)
     init = Leaves(init_val, "fori_loop: init_val")
-    index, *carry = (_names if _names is not None else parameter_names(body_fun)) or (None,)
-    alone = len(init.values) == 1 and init.structure == tree.LEAF
-    names = [index, *(carry[:1] if alone else init.names())]
+    named = _named or body_fun
+    names = [*(parameter_names(named) or (None,))[:1], *carry_names(named, 1, init)]
     state = State()
     while True:
         first = init.arrays()
@@ -198,7 +198,7 @@ def while_loop(cond_fun, body_fun, init_val):
         op = _core.open("while", first, 2)
         try:
             weak = _weak(first)
-            args = op.enter(0, weak=weak, names=init.names())
+            args = op.enter(0, weak=weak, names=carry_names(cond_fun, 0, init))
             pred = state.read(lambda a=args, n=n: cond_fun(init.rebuild(a[:n])), args[n:])
             if not isinstance(pred, Array):
                 pred = as_array(pred, "while_loop: the result of cond_fun")
@@ -207,7 +207,7 @@ def while_loop(cond_fun, body_fun, init_val):
                     f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
                 )
             op.leave([pred])
-            args = op.enter(1, weak=weak, names=init.names())
+            args = op.enter(1, weak=weak, names=carry_names(body_fun, 0, init))
             result = state.run(lambda a=args, n=n: body_fun(init.rebuild(a[:n])), args[n:])
             out = Leaves(result, "while_loop: body_fun")
             repair = _compare(init, out, "while_loop body")
@@ -432,7 +432,7 @@ def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
             run,
             init_carry,
             unroll=unroll if isinstance(trips, int) else None,
-            _names=parameter_names(body),
+            _named=body,
         )
 
     return wrap

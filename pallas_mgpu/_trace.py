@@ -4,11 +4,14 @@ One `Env` per kernel being traced, on a stack of the thread. The op graph itself
 `_core.Trace`; this module only knows names.
 """
 
+import ast
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import sys
+import textwrap
 import threading
 
 from . import _core, tree
@@ -224,6 +227,59 @@ def _signature_names(f, count):
     rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
     names += [f"{rest}_{k}" for k in range(count - len(names))] if rest else []
     return tuple(names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unpacked(code, parameter):
+    """The targets, ``(a, (b, c))``, to which a function assigns its parameter; None if it does not,
+    or its source is not known."""
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    while lines and lines[0].lstrip().startswith("@"):
+        del lines[0]
+    if not lines or not lines[0].lstrip().startswith("def "):
+        return None
+    depth = len(lines[0]) - len(lines[0].lstrip())
+    head = sum(1 for _ in itertools.takewhile(lambda s: not s.rstrip().endswith(":"), lines)) + 1
+    inside = (k for k, s in enumerate(lines) if k >= head and s.strip())
+    end = next((k for k in inside if not lines[k][: depth + 1].isspace()), len(lines))
+    try:
+        (function,) = ast.parse(textwrap.dedent("".join(lines[:end]))).body
+    except (SyntaxError, ValueError):  # texts over several lines that begin further left
+        return None
+    pairs = [(s.targets[0], s.value) for s in function.body if isinstance(s, ast.Assign)]
+    while pairs:
+        target, value = pairs.pop(0)
+        if isinstance(value, ast.Name) and value.id == parameter:
+            return target
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = [*zip(target.elts, value.elts), *pairs]
+    return None
+
+
+def _target_names(target, s):
+    """Of the leaves of a structure that is assigned to a target of a statement."""
+    if s != tree.LEAF and isinstance(target, ast.Tuple) and len(target.elts) == len(s[2]):
+        names = [_target_names(x, part) for x, part in zip(target.elts, s[2])]
+        return [name for some in names for name in some]
+    name = target.id if isinstance(target, ast.Name) else None
+    return [found or name for found in tree.leaf_names(s)]
+
+
+def carry_names(f, k, leaves):
+    """What a function calls the arrays of its k-th parameter, which are these leaves: the targets
+    of a statement ``a, b = carry``, the fields of named tuples and keys of dicts, or the name of
+    the parameter, if it is one array. None elsewhere."""
+    parameters = parameter_names(f)
+    if k >= len(parameters):
+        return leaves.names()
+    while isinstance(f, functools.partial):
+        f = f.func
+    if leaves.structure == tree.LEAF:
+        names = parameters[k : k + 1]
+    else:
+        code = getattr(f, "__code__", None)
+        names = _target_names(code and _unpacked(code, parameters[k]), leaves.structure)
+    return [name for v, name in zip(leaves.values, names) if not isinstance(v, Ref)]
 
 
 class Leaves:

@@ -1,5 +1,6 @@
 """The text form of graphs, the passes seen through it, and the generated CUDA text."""
 
+import functools
 import random
 import re
 import typing
@@ -406,6 +407,41 @@ def test_names_of_several_targets():
     assert all(re.search(rf"i32 {x} = ", cuda) for x in ("count", "limit"))
     assert re.search(r"f32 right\[\d+\];", cuda)
     assert low.resources()["registers"] > 0  # it compiles
+
+
+def test_names_of_what_a_body_unpacks():
+    """What a loop carries has the names of the targets to which the body assigns its parts; several
+    parts that one target takes share its name. Those of the loop's results go first."""
+
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+
+        def first(k, carry):
+            low, (high, place) = carry
+            return low + x, (high * 2, (place[1], place[0] + 1))
+
+        def second(scale, carry):
+            _ = """A text
+with a line that begins further left."""
+            n, sums = carry
+            return n + 1, sums * scale
+
+        def third(scale, k, carry):
+            big, (small, at) = scale, carry
+            return small * big, at - 1
+
+        used = lax.fori_loop(0, 4, first, (x, (x, (x, x))))[0]
+        last, product = lax.fori_loop(0, 4, functools.partial(third, 3), (used, used))
+        o_ref[...] = lax.while_loop(lambda c: c[0] < 3, functools.partial(second, 2),
+                                    (jnp.int32(0), last + product))[1]  # fmt: skip
+
+    low = plgpu.kernel(body, out_type=np.zeros(128, np.float32)).lower(np.zeros(128, np.float32))
+    text = re.sub(r"(%[a-z]+)_\d+", r"\1", re.sub(r": \w+\[\w*\]", "", low.as_text("traced")))
+    assert "args %k, %low, %high, %place, %place\n" in text
+    assert "args %k, %small, %at\n" in text and "%last, %product = for " in text
+    assert not re.search("%(n|sums)\\b", text)  # that source does not parse alone
+    cuda = low.as_text("cuda")
+    assert re.search(r"f32 low\[1\];", cuda) and re.search(r"f32 last(_\d+)?\[1\];", cuda)
 
 
 def test_tuples_lend_no_name():
