@@ -301,7 +301,8 @@ def configs_of(gemm, most, wide):
         return list(of_families.values())[:most]
 
     shape = gemm.m, gemm.n, gemm.k
-    found = best(candidates(*shape, in_bytes=in_bytes, tb=gemm.nt, swaps=True), most, Rates())
+    found = candidates(*shape, in_bytes=in_bytes, tb=gemm.nt, swaps=gemm.m)
+    found = best(found, most, Rates())
     if wide:
         found += best(wide_candidates(*shape, in_bytes=in_bytes, tb=gemm.nt), WIDE, WIDE_RATES)
     return [None, *found]

@@ -118,22 +118,22 @@ _SLICE_STEPS = 4  # fewest steps of one
 _SHARED_WAVES = 6
 _SHARES = 8  # most parts of K of the last tiles
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
-_SWAPPED = 128  # most rows of A that become columns
+_SWAPPED = 128  # most rows of A that become columns of one tile
+_PADDING = 1.08  # rows of several such tiles, as a multiple of A's
 
 # What the choice does not take yet, for bench_gemm_suite.py --wide to measure
 _WIDE_TILES = ((3, 160), (3, 96), (3, 64))
 _LONG_TILES = ((2, 128), (1, 256), (1, 128), (2, 64))  # with slots of 256 bytes of a row
-_WIDE_SWAPPED = 1024  # most rows of A that become columns
-_WIDE_PADDING = 1.06  # rows of all tiles, as a multiple of A's
 
 
-def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False):
+def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, grain=8):
     """Configurations that make sense for a shape, roughly from large tiles to small ones.
 
     in_bytes: of an element of a or b. blocks: with scales of blocks. tb: is B stored as (N, K)?
-    swaps: also those that swap the operands."""
+    swaps: for up to so many rows of A also those that swap the operands. grain: of the columns of
+    a tile that these are in then."""
     found, step = [], 128 // in_bytes
-    if swaps and m <= _SWAPPED and not blocks:
+    if m <= min(swaps, _SWAPPED) and not blocks:
         found = _swapped(m, n, k, sms, in_bytes)
     for consumers, tile_n in _TILES:
         if m <= 64 * (consumers - 1) or tile_n >= max(2 * n, 64):
@@ -160,52 +160,56 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=False
                 found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
             if split == 1 == consumers and in_bytes == 2 and m <= 128 >= tile_n and k >= 256:
                 found.append(cfg._replace(step=128))  # memory gives 256 bytes of a row faster
+    if _SWAPPED < m <= swaps and not blocks:
+        for cfg, p in _in_pairs(_swapped_tiles(m, in_bytes, grain), m, n, k, sms, in_bytes):
+            found += [cfg, *(cfg._replace(shares=s) for s in _shares_of(p, sms))]
     return found
 
 
 def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
-    """Configurations that `candidates` leaves out: more widths of tiles, swapped operands for more
-    rows than a tile has, and slots of 256 bytes of a row."""
-    found = []
-    for tile in _wide_tiles(m, n, k, in_bytes, tb):
-        down, across = (n, m) if tile.swapped else (m, n)
-        for cluster, cluster_n in ((1, 1), (2, 1), (1, 2)):
-            if (
-                cluster > 1
-                and down <= 64 * tile.consumers
-                or cluster_n > 1
-                and across <= tile.tile_n
-            ):
-                continue
-            cfg = tile._replace(cluster=cluster, cluster_n=cluster_n)
-            p = Plan(down, across, k, 4, cfg, sms, in_bytes)
-            if p.stages < 2:
-                continue
-            if in_bytes == 1:
-                cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
-            found.append(cfg)
+    """Configurations that `candidates` leaves out: more widths of tiles, slices of swapped operands
+    of more rows than a tile has, and slots of 256 bytes of a row."""
+    found, step = [], 128 // in_bytes
+    tiles = [MatmulConfig(*tile, step=step) for tile in _WIDE_TILES if tile[1] % 64 == 0 or tb]
+    if 16 * step <= k:
+        tiles += [MatmulConfig(*tile, step=2 * step) for tile in _LONG_TILES]
+    for cfg, p in _in_pairs(tiles, m, n, k, sms, in_bytes):
+        found += [cfg, *(cfg._replace(shares=s) for s in _shares_of(p, sms))]
+        found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+    if m > _SWAPPED:
+        for cfg, p in _in_pairs(_swapped_tiles(m, in_bytes, 8), m, n, k, sms, in_bytes):
             found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
-            found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
-    known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=True))
+    known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=m))
     return [cfg for cfg in found if cfg not in known]
 
 
-def _wide_tiles(m, n, k, in_bytes, tb):
-    """Those tiles, as configurations."""
-    step = 128 // in_bytes
-    of = MatmulConfig(cluster=1, step=step)
-    if m > _SWAPPED:
-        for count in range(1, pl.cdiv(min(m, _WIDE_SWAPPED), 64) + 1):
-            tile = pl.cdiv(pl.cdiv(m, count), 8) * 8  # 16 of int8
-            if tile <= 256 and count * tile <= _WIDE_PADDING * m:
-                for consumers in (1, 2, 3) if tile <= 192 else (1, 2):
-                    yield of._replace(consumers=consumers, tile_n=tile, swapped=True)
-    for consumers, tile in _WIDE_TILES:
-        if m > 64 * (consumers - 1) and tile < max(2 * n, 64) and (tile % 64 == 0 or tb):
-            yield of._replace(consumers=consumers, tile_n=tile)
-    for consumers, tile in _LONG_TILES:
-        if m > 64 * (consumers - 1) and tile < max(2 * n, 64) and 16 * step <= k:
-            yield of._replace(consumers=consumers, tile_n=tile, step=2 * step)
+def _in_pairs(tiles, m, n, k, sms, in_bytes):
+    """Configurations with those tiles: pairs that share B, pairs that share A, single blocks, and
+    the Plan of each."""
+    for tile in tiles:
+        rows, cols = (n, m) if tile.swapped else (m, n)
+        if rows <= 64 * (tile.consumers - 1) or tile.tile_n >= max(2 * cols, 64):
+            continue
+        for cluster, cluster_n, _ in _CLUSTERS[:3]:
+            if cluster > 1 and rows <= 64 * tile.consumers:
+                continue
+            if cluster_n > 1 and cols <= tile.tile_n:
+                continue
+            cfg = tile._replace(cluster=cluster, cluster_n=cluster_n)
+            p = Plan(rows, cols, k, 4, cfg, sms, in_bytes)
+            if p.stages >= 2:
+                if in_bytes == 1:
+                    cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+                yield cfg, p
+
+
+def _swapped_tiles(m, in_bytes, grain):
+    """Tiles whose columns are rows of A: as few as there can be, or up to two more."""
+    for count in range(pl.cdiv(m, 256), pl.cdiv(m, 256) + 3):
+        tile = pl.cdiv(pl.cdiv(m, count), grain) * grain
+        if count * tile <= _PADDING * m:
+            for consumers in (1, 2, 3) if tile <= 192 else (1, 2):
+                yield MatmulConfig(consumers, tile, step=128 // in_bytes, swapped=True)
 
 
 def _swapped(m, n, k, sms, in_bytes):
@@ -295,6 +299,7 @@ class Rates(NamedTuple):
     # cycles of the whole
     memory: float = 2280  # bytes a cycle
     cold: float = 26  # bytes that an SM takes in in a cycle, from memory
+    turned: float = 0.02  # more time, if more than `_SWAPPED` rows of A become columns
     left: float = 39  # the same in the end, where a part of the SMs have tiles left
     uneven: float = 1.14  # more time for tiles of 192 columns
     zeros: float = 0.12  # more time, as far as rows of A are missing
@@ -381,6 +386,8 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
         memory *= 1 + rates.zeros * (1 - m / 64)
     # the larger, or somewhat more where they are alike
     total = (time**6 + memory**6) ** (1 / 6) + epilogue + fill + rates.start
+    if cfg.swapped and n > _SWAPPED:
+        total *= 1 + rates.turned
     if cfg.slices > 1:
         total += rates.second + 2 * cfg.slices * m * n * 4 / rates.sums
     return total
@@ -399,20 +406,23 @@ def _fastest(found, work, time):
     return next(cfg for cfg, t in zip(found, times) if t <= most)
 
 
-def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False):
-    """The configuration for a shape on a GPU with that many SMs, for 16-bit floats."""
+def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False, is_open=False):
+    """The configuration for a shape on a GPU with that many SMs, for 16-bit floats. is_open: m is
+    the most of what the rows may be, which are then not divided into tiles of equal height."""
     if m == 1 and (transpose_a or transpose_b) or m == 2 and transpose_b and not transpose_a:
         return _few_rows.choose(n, k, transpose_b, sms)
-    found = candidates(m, n, k, sms, tb=transpose_b, swaps=not transpose_a)
+    swaps = 0 if transpose_a else _SWAPPED if is_open else m
+    found = candidates(m, n, k, sms, tb=transpose_b, swaps=swaps)
     crooked = crooked_rows((m if transpose_a else k, k if transpose_b else n), 2)
     return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, crooked=crooked))
 
 
-def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1):
+def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1, grain=8):
     """The same for operands with K contiguous: 8-bit ones, float32 as tf32. blocks: with scales of
-    blocks; in_bytes: of an element."""
+    blocks; in_bytes: of an element; grain: as for `candidates`."""
     crooked = crooked_rows((k, k), in_bytes)
-    found = candidates(m, n, k, sms, in_bytes, blocks, True, True)
+    swaps = m if in_bytes == 1 else _SWAPPED  # tf32 in several tiles was not timed
+    found = candidates(m, n, k, sms, in_bytes, blocks, True, swaps, grain)
     how = {"in_bytes": in_bytes, "crooked": crooked}
     return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, **how))
 

@@ -765,7 +765,7 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
         x = x._replace(m=rows)
     if config is None and (invariant or x.accumulate or x.keep):
         config = choose_invariant(m, x.n, x.k, sms)._replace(serpentine=not invariant)
-    config = config or choose(m, x.n, x.k, sms, x.ta, x.tb)
+    config = config or choose(m, x.n, x.k, sms, x.ta, x.tb, isinstance(x.m, plgpu.Dim))
     _check_config(config, m, x.ta, x.tb)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
@@ -860,6 +860,11 @@ def _check_kept(x, a, dims, config):
         )
 
 
+def _grain(dtype):
+    """Of the widths of wgmma."""
+    return 16 if dtype == jnp.int8 else 8
+
+
 def _k_major(x, operands, config, invariant, sms, interpret):
     """The same of 8-bit operands, and of float32 as tf32: both with K contiguous. operands: a, b,
     bias, scale_a, scale_b, None for no array."""
@@ -867,7 +872,8 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     forms, in_bytes = forms_of(scale_a, scale_b, x.m, x.n, x.k), a.dtype.itemsize
     if config is None and invariant:
         config = choose_invariant(x.m, x.n, x.k, sms, in_bytes, forms.blocks)
-    config = config or choose_k_major(x.m, x.n, x.k, sms, forms.blocks, in_bytes)
+    grain = _grain(a.dtype)
+    config = config or choose_k_major(x.m, x.n, x.k, sms, forms.blocks, in_bytes, grain)
     _check_k_major_config(config, forms, in_bytes)
     pads = [
         transposing(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
@@ -1033,7 +1039,7 @@ def _choose_for_batch(a, b, batch, given, invariant, options):
     blocks = forms_of(given.get("scale_a"), given.get("scale_b"), x.m, x.n, x.k).blocks
     if invariant:
         return choose_invariant(x.m, x.n, x.k, sms, in_bytes, blocks)
-    return choose_k_major(x.m, x.n, x.k, sms, blocks, in_bytes)
+    return choose_k_major(x.m, x.n, x.k, sms, blocks, in_bytes, _grain(a.dtype))
 
 
 @plgpu.specialize(in_place=False)
@@ -1160,7 +1166,7 @@ def _own_program(a, b, **options):
         return None
     rows, typical = rows_of(kind, x.m)
     sms = plgpu.sm_count(a.device)
-    if isinstance(rows, int) or _time_of(x, typical, sms) < _GAIN * _time_of(x, x.m, sms):
+    if isinstance(rows, int) or _time_of(x, typical, sms, True) < _GAIN * _time_of(x, x.m, sms):
         return None
 
     def make():
@@ -1175,9 +1181,9 @@ def _own_program(a, b, **options):
     return make
 
 
-def _time_of(x, m, sms):
-    """The estimate with the configuration that is best for m rows."""
-    config = choose(m, x.n, x.k, sms, x.ta, x.tb)
+def _time_of(x, m, sms, is_open=False):
+    """The estimate with the configuration that is best for m rows. is_open: as for `choose`."""
+    config = choose(m, x.n, x.k, sms, x.ta, x.tb, is_open)
     crooked = crooked_rows((x.k, x.k if x.tb else x.n), 2)
     if isinstance(config, FewRowsConfig):
         return 0  # no estimate; these are never left open

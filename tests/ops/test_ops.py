@@ -14,7 +14,14 @@ from pallas_mgpu import nn
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
 from pallas_mgpu.ops._few_rows import candidates as few_rows_candidates
-from pallas_mgpu.ops._matmul_choice import Plan, candidates, choose, cycles, wide_candidates
+from pallas_mgpu.ops._matmul_choice import (
+    Plan,
+    candidates,
+    choose,
+    choose_k_major,
+    cycles,
+    wide_candidates,
+)
 from pallas_mgpu.ops._scaled import UNSCALED
 from pallas_mgpu.ops.matmul import _check_config, _check_k_major_config
 
@@ -267,7 +274,26 @@ def test_chosen_configurations():
             got = choose(m, n, k, transpose_a=ta, transpose_b=tb)
             assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
     assert choose(8192, 8192, 8192)[:2] == (2, 256)
+    assert choose(777, 3584, 3584).tile_n == 200  # 4 tiles with the rows of A as columns
+    assert not choose(777, 3584, 3584, transpose_a=True).swapped
+    assert not choose(777, 3584, 3584, is_open=True).swapped
     assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
+
+
+@pytest.mark.parametrize("dtype", [f16, np.int8], ids=str)
+def test_rows_as_columns_of_several_tiles(run, rng, dtype, monkeypatch):
+    """What is chosen swaps the operands of more rows than a tile has."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device: 8)
+    m, n, k = 138, 224, 304
+    if dtype == f16:
+        a, b = operands(rng, m, n, k, f16, False, True)
+        assert choose(m, n, k, 8, transpose_b=True).swapped
+        check(product(run, a, b, None, transpose_b=True), a, b, None, None, False, True)
+    else:
+        a, b = (rng.integers(-9, 9, (x, k)).astype(np.int8) for x in (m, n))
+        assert choose_k_major(m, n, k, 8, grain=16)[1::12] == (48, True)
+        got = product(run, a, b, None, transpose_b=True)
+        np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32).T)
 
 
 def test_wide_candidates():
@@ -276,7 +302,7 @@ def test_wide_candidates():
         for in_bytes, tb in ((1, True), (2, True), (2, False)):
             found = wide_candidates(m, n, k, in_bytes=in_bytes, tb=tb)
             assert found
-            assert not set(found) & set(candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=True))
+            assert not set(found) & set(candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=m))
             for cfg in found:
                 if in_bytes == 2:
                     _check_config(cfg, m, False, tb)
