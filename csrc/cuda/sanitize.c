@@ -102,11 +102,20 @@ static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, uint
           pm_scalar_of(e, index), most, add_site(e, op, s), leave(e));
 }
 
-static const char *shape_text(pm_gen *e, const pm_type *t) {
+/* Of a ref; an extent that a call tells goes by the name of its size. */
+static const char *shape_text(pm_gen *e, pm_val ref) {
+  const pm_graph *g = e->g;
+  const pm_type *t = pm_typeof(g, ref);
   pm_text out;
   pm_text_init(&out, e->arena);
   pm_put(&out, "(");
-  for (int d = 0; d < t->rank; d++) pm_putf(&out, "%s%" PRId64, d ? ", " : "", t->dim[d]);
+  for (uint32_t d = 0; d < t->rank; d++) {
+    const uint32_t extent = pm_whole_extent(g, ref, d);
+    const char *name = extent ? g->strings.at[g->sizes.at[extent].name] : "";
+    if (d) pm_put(&out, ", ");
+    if (!extent) pm_putf(&out, "%" PRId64, t->dim[d]);
+    else pm_put(&out, *name ? name : "?");
+  }
   pm_put(&out, t->rank == 1 ? ",)" : ")");
   return out.at;
 }
@@ -124,7 +133,7 @@ static void check_starts(pm_gen *e, pm_opid op, pm_opid view_op, pm_val view, co
     const bool dropped = sizes[d] < 1;
     const int64_t span = dropped ? 1 : (sizes[d] - 1) * (n_strides ? strides[d] : 1) + 1;
     const pm_program_site s = {.ref = ref_name(e, view),
-                               .shape = shape_text(e, t),
+                               .shape = shape_text(e, of),
                                .dim = d,
                                .size = dropped ? 0 : span,
                                .of_view = of != pm_view_base(g, view)};
@@ -212,7 +221,7 @@ static void put_starts(pm_gen *e, pm_opid op, const char *const *at, pm_text *t)
     const char *most = extent ? pm_str(e, "%s - 1", pm_size_text(e, extent))
                               : pm_str(e, "%lld", (long long)least - 1);
     const pm_program_site s = {.ref = ref_name(e, view),
-                               .shape = shape_text(e, pm_typeof(g, of)),
+                               .shape = shape_text(e, of),
                                .dim = d,
                                .of_view = of != pm_view_base(g, view)};
     pm_putf(t, "%s!index_outside(%s, %s, %uu, sanitizer)", t->n ? " && " : "", x, most,
@@ -242,7 +251,7 @@ const char *pm_inside(pm_gen *e, pm_opid op, const char *const *at, const char *
                               : pm_str(e, "%lld", (long long)type->dim[d] - 1);
     if (pm_range(g, index, &lo, &hi) && lo >= 0 && hi < least) continue;
     const pm_program_site s = {.ref = ref_name(e, view),
-                               .shape = shape_text(e, type),
+                               .shape = shape_text(e, view),
                                .dim = d,
                                .of_view = view != pm_view_base(g, view)};
     pm_putf(&t, "%s!index_outside(%s, %s, %uu, sanitizer)", t.n ? " && " : "", pm_at(e, index, reg),
