@@ -2,8 +2,7 @@
 
     python benchmarks/bench_sample.py [--json FILE]
 
-Also with rows that a cluster of blocks divides (SampleConfig), which is not the default. Before it
-is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
+Also with each number of blocks for a row (SampleConfig). Before it is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
 CUDA graphs, the median of nine replays of 20 calls."""
 
 import argparse
@@ -15,7 +14,7 @@ import torch
 from pallas_mgpu import ops
 
 SHAPES = [(1, 128256), (32, 128256), (256, 128256), (256, 32000)]  # rows, vocabulary
-BLOCKS = (1, 2, 4, 8)  # of a row
+BLOCKS = (0, 1, 2, 4, 8)  # of a row; 0: as chosen by default
 OPTIONS = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}]
 
 
@@ -68,7 +67,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     results.argument(parser)
     found = results.Results(__file__, parser.parse_args().json)
-    columns = " | ".join(f"{b} blocks, us" for b in BLOCKS)
+    columns = " | ".join(f"{b} blocks, us" if b else "ops, us" for b in BLOCKS)
     print(f"| logits, bfloat16 | options | {columns} | torch, us | torch / ops |")
     print("|---|---|" + "---:|" * (len(BLOCKS) + 2))
     for shape in SHAPES:
@@ -78,7 +77,7 @@ def main():
         for options in OPTIONS:
             samples = {}
             for blocks in BLOCKS:
-                config = ops.SampleConfig(blocks) if blocks > 1 else None
+                config = ops.SampleConfig(blocks) if blocks else None
                 call = functools.partial(
                     ops.sample, logits, seed, out=out, config=config, **options
                 )

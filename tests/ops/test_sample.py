@@ -89,13 +89,40 @@ def test_rows_that_a_cluster_divides(run, rng, blocks):
     assert (divided == whole).all()  # nothing is rounded
 
 
-def test_a_long_row_is_divided_by_default(rng):
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.6}], ids=str)
+def test_a_long_row_is_divided_by_default(options, rng):
     """Among eight blocks, or as one of 20 rows among two; the token is the same."""
     x = rng.standard_normal((20, 33000)).astype(np.float32)
-    draw = functools.partial(ops.sample, seed=SEED, top_k=40, interpret=True)
-    few = ops.sample.kernel(x[:1], SEED, top_k=40, interpret=True)
+    draw = functools.partial(ops.sample, seed=SEED, interpret=True, **options)
+    few = ops.sample.kernel(x[:1], SEED, interpret=True, **options)
     assert "cluster [8]" in few.lower(x[:1], SEED).as_text("graph").split("\n")[0]
     assert draw(x[:1])[0] == draw(x)[0] == draw(x[:1], config=ops.SampleConfig(1))[0]
+
+
+@pytest.mark.parametrize("share, several", [(-1e-6, False), (1e-6, True)])
+def test_small_probabilities_add_up(share, several):
+    """3,000 tokens have 2^-12 of the probability of the first one each, together 0.42 of all.
+    Just below its share top_p leaves the first one alone, just above it all."""
+    x = np.zeros((64, 3001), np.float32)
+    x[:, 1:] = -12 * np.log(2)
+    got = ops.sample(x, SEED, top_p=1 / (1 + 3000 / 4096) + share, interpret=True)
+    assert got.any() == several
+
+
+def test_zeros_of_both_signs_are_equal():
+    x = np.tile(np.array([0.0, -0.0, -1, -5], np.float32), (200, 1))
+    for options in ({"top_k": 1}, {"top_p": 0.3}):
+        assert set(ops.sample(x, SEED, interpret=True, **options).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("strange", [-np.inf, np.inf, np.nan])
+def test_rows_that_are_not_finite_give_a_token(strange, options):
+    x = np.zeros((2, 5), np.float32)
+    x[0] = strange
+    x[1, 3] = strange
+    got = ops.sample(x, SEED, interpret=True, **options)
+    assert ((got >= 0) & (got < 5)).all()
 
 
 def test_equal_logits_are_all_drawn():
