@@ -2,8 +2,9 @@
 
     python benchmarks/bench_sample.py [--json FILE]
 
-Also with each number of blocks for a row (SampleConfig). Before it is timed, each kernel's tokens are checked against the sets that NumPy allows. GPU time in
-CUDA graphs, the median of nine replays of 20 calls."""
+Also with each number of blocks for a row (SampleConfig). Before it is timed, each kernel's tokens
+are checked against the sets that NumPy allows. GPU time in CUDA graphs, the median of nine replays
+of 20 calls."""
 
 import argparse
 import functools

@@ -72,6 +72,7 @@ class NormConfig(NamedTuple):
     consumers: int = 2
     programs: int = 0
     unroll: int = 0
+    stream: bool = False
 
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7

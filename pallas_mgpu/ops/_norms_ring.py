@@ -18,7 +18,9 @@ rows: a slot is full when those of all pairs are there, and empty when all write
 
 The writer of a pair writes the same chunks of each row, and keeps their weights in registers, as
 many as it has room for: the gatherers and the producer need few. Its loop over the chunks of a row
-is unrolled then, since registers have no index, or moves them on from chunk to chunk."""
+is unrolled then, since registers have no index, or moves them on from chunk to chunk. Vectors that
+registers have no room for may come through shared memory (`stream`): the writer copies a chunk of
+them while it works on the one before, in two slots by turns."""
 
 import functools
 import math
@@ -43,6 +45,7 @@ SLOTS = 32  # barriers of an array
 # their own: gatherers get few.
 PRODUCER_REGISTERS, GATHERER_REGISTERS, FEW_REGISTERS = 24, 64, 56
 ROOM = SMEM_BYTES - 1024  # bytes for slots; barriers and statistics have the rest
+_COPIES = 2  # of a chunk of the vectors that come through shared memory
 
 
 class Plan:
@@ -51,13 +54,13 @@ class Plan:
     axes: dict[str, int] = {}
     registers = None  # each role sets its own
 
-    def __init__(self, rows, n, itemsize, chunk, pairs, programs, unroll=0):
+    def __init__(self, rows, n, itemsize, chunk, pairs, programs, unroll=0, room=ROOM):
         self.rows, self.n, self.chunk, self.pairs, self.consumers = rows, n, chunk, pairs, 2 * pairs
         self.unroll = unroll
         self.grain = 2048 // itemsize  # 16 bytes for every lane
         self.whole, self.tail = divmod(n, chunk)
         self.chunks = self.whole + (self.tail > 0)
-        self.stages = min(ROOM // (chunk * itemsize), SLOTS) // pairs  # of a pair
+        self.stages = min(room // (chunk * itemsize), SLOTS) // pairs  # of a pair
         self.clusters = min(programs, rows)
         launched = 512 // (self.consumers + 1) // 8 * 8
         of_pair = ((self.consumers + 1) * launched - PRODUCER_REGISTERS) // pairs
@@ -93,13 +96,19 @@ class Plan:
         return None
 
 
-class _KernelPlan(Plan):
+class KernelPlan(Plan):
     """The same for a kernel, and what else its blocks need to know."""
 
     def __init__(self, x, ring):
-        """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll."""
-        super().__init__(*x.extents[:2], x.dtype.itemsize, *ring)
-        self.x, self.kept = x, self.vectors_kept(x)
+        """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll, stream."""
+        *ring, stream = ring
+        numbers = *x.extents[:2], x.dtype.itemsize, *ring
+        super().__init__(*numbers)
+        self.x, self.kept, self.streamed = x, self.vectors_kept(x), []
+        if stream:
+            self.streamed = [i for i in self.lane_vectors(x) if i not in self.kept]
+            sizes = [x.vectors[i].itemsize for i in self.streamed]
+            super().__init__(*numbers, room=ROOM - _COPIES * self.pairs * self.chunk * sum(sizes))
         # groups that are stored together: each store is a sync, but results take registers
         self.at_once = self.chunk // self.grain
         if self.kept:
@@ -110,18 +119,27 @@ class _KernelPlan(Plan):
         """Numbers of the vectors, weight and bias, that the writers keep in registers."""
         elements = pl.cdiv(self.whole, self.pairs) * self.chunk // 128  # of a lane
         room, found = self.writer_registers - 32, []  # the rest is for the work itself
-        for i, v in enumerate(x.vectors):
-            if v is None or not x.aligned[1 + i]:
-                continue
-            words = elements * v.itemsize // 4
+        for i in self.lane_vectors(x):
+            words = elements * x.vectors[i].itemsize // 4
             if words <= room:
                 found.append(i)
                 room -= words
         return found
 
+    @staticmethod
+    def lane_vectors(x):
+        """Numbers of the vectors of which a lane or TMA takes 16 bytes at a time."""
+        return [i for i, v in enumerate(x.vectors) if v is not None and x.aligned[1 + i]]
+
     def scratch(self):
         chunk, pairs = (self.chunk // self.grain, self.grain), self.pairs
-        return {
+        streamed = {}
+        if self.streamed:
+            shape = pairs, _COPIES, *chunk
+            streamed = {f"v{i}_smem": plgpu.SMEM(shape, self.x.vectors[i]) for i in self.streamed}
+            arrived = {"num_arrivals": len(streamed), "num_barriers": (pairs, _COPIES)}
+            streamed["arrived"] = plgpu.Barrier(**arrived)
+        return streamed | {
             "x_smem": plgpu.SMEM((pairs, self.stages, *chunk), self.x.dtype),
             "stats_smem": plgpu.SMEM((2, pairs, 2), jnp.float32),
             **Ring.barriers((pairs, self.stages), 1, 1),
@@ -307,7 +325,9 @@ class _Block(WarpSpecialized):
             held = [self.keep(pair, j) for j in range(pl.cdiv(p.whole, p.pairs))]
         turning, fixed = p.turning(held)
         write = functools.partial(self.write_row, pair, fixed)
+        self.copy_vectors(jnp.int32(0), pair)
         rows, _ = self.tiles.consume(write, (jnp.int32(0), turning))
+        self.await_vectors(jnp.clip(rows, 0, p.rows) * Segment(p, pair).mine, pair)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.ring(pair).release(self.before(rows, pair) - 1)
 
@@ -325,12 +345,19 @@ class _Block(WarpSpecialized):
         def write(j, k, size, have):
             it = it0 + j
             ref, results, stored = self.x_smem.at[pair, ring.slot(it)], [], 0
-            parts = self.groups(size)
+            parts, streamed = self.groups(size), {}
+            if size == p.chunk and p.streamed:
+                turn = jnp.clip(w, 0, p.rows) * segment.mine + j
+                more = j + 1 < segment.mine
+                self.copy_vectors(turn + 1, jnp.where(more, k + p.pairs, pair), pair)
+                streamed = self.await_vectors(turn, pair)
             for g in parts:
                 valid = self.inside(g, size)
                 value = op.result(segment, self.read(ref, g, valid, op.fill))
                 start = k * p.chunk + g * p.grain
-                value = self.weighted(value, valid, start, have[g] if have else {})
+                held = have[g] if have else {}
+                here = {i: ref[pl.ds(g, 1)].reshape((p.grain,)) for i, ref in streamed.items()}
+                value = self.weighted(value, valid, start, held, here)
                 results.append(value.astype(p.x.dtype))
                 if len(results) == p.at_once or g == parts[-1]:  # one store: one sync
                     ref[stored : g + 1] = jnp.concatenate(results)
@@ -385,12 +412,30 @@ class _Block(WarpSpecialized):
             for g in self.groups(p.chunk)
         ]
 
-    def weighted(self, value, valid, start, held):
+    def copy_vectors(self, turn, k, pair=None):
+        """Copies chunk k of the vectors that do not stay in registers, in the pair's turn."""
+        p = self.plan
+        pair = k if pair is None else pair
+        at = pl.ds(jnp.minimum(k * p.chunk, p.n - p.chunk), p.chunk)
+        for i in p.streamed:
+            here = getattr(self, f"v{i}_smem").at[pair, turn % _COPIES].reshape((p.chunk,))
+            arrived = self.arrived.at[pair, turn % _COPIES]
+            plgpu.copy_gmem_to_smem(self.vectors[i].at[at], here, arrived)
+
+    def await_vectors(self, turn, pair):
+        """The vectors of a pair's turn, by number."""
+        p, slot = self.plan, turn % _COPIES
+        if p.streamed:
+            plgpu.barrier_wait(self.arrived.at[pair, slot], phase=turn // _COPIES)
+        return {i: getattr(self, f"v{i}_smem").at[pair, slot] for i in p.streamed}
+
+    def weighted(self, value, valid, start, held, streamed):
         for i, ref in enumerate(self.vectors):
             if ref is None:
                 continue
             # after the barrier it is as it was loaded: float32 would take twice the registers
-            v = lax.optimization_barrier(held[i]) if i in held else self.load(i, start, valid)
+            v = lax.optimization_barrier(held[i]) if i in held else streamed.get(i)
+            v = self.load(i, start, valid) if v is None else v
             v = lax.broadcast_in_dim(v.astype(jnp.float32), value.shape, [1])
             value = value * v if i == 0 else value + v
         return value
@@ -411,8 +456,8 @@ def choose(rows, n, itemsize, pairs, programs):
 
 @cached
 def kernel(x, ring, interpret):
-    """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll."""
-    plan = _KernelPlan(x, ring)
+    """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll, stream."""
+    plan = KernelPlan(x, ring)
 
     def body(source, *refs, **scratch):
         overlap_launches()

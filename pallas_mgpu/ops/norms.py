@@ -63,7 +63,8 @@ class NormConfig(NamedTuple):
     chunks of rows pass through a ring in SMEM (the fields above then have no effect); 0: no ring.
     ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``: the
     number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
-    keeps weights in registers; fewer compile faster; 0: all.
+    keeps weights in registers; fewer compile faster; 0: all. ``stream``: a weight or bias that
+    registers have no room for comes through SMEM, too.
     """
 
     height: int = 1
@@ -74,6 +75,7 @@ class NormConfig(NamedTuple):
     consumers: int = 2
     programs: int = 0
     unroll: int = 0
+    stream: bool = False
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -717,8 +719,8 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
                 config = config._replace(height=height)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
-    ring = config.ring, config.consumers, config.programs or sms, config.unroll
-    why_not = _norms_ring.Plan(outer, n, x.dtype.itemsize, *ring).why_not()
+    ring = config.ring, config.consumers, config.programs or sms, config.unroll, config.stream
+    why_not = _norms_ring.KernelPlan(problem, ring).why_not()
     if not in_place:
         why_not = f"the result must have the dtype of x, {x.dtype}"
     if why_not:
@@ -731,7 +733,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs, unroll = config
+    height, cluster, part, staged, ring, consumers, programs, unroll, _ = config
     if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part,"

@@ -371,11 +371,12 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, config=None
     """A token of each row, drawn with the probabilities ``softmax(logits / temperature)``.
 
     logits: [rows, vocabulary], float16, bfloat16 or float32; tokens of -inf are never drawn if
-    another one is finite. Of rows with NaN or inf, or with -inf alone, some token is drawn. seed: int32 or uint32 [1]: the same seed, row number and row give the
-    same token, whatever the other rows. top_k: draw from the k largest logits of a row alone; 0:
-    from all. top_p: of those that top_k leaves, draw from the smallest set of the largest logits
-    whose probabilities (after temperature and top_k) add up to at least top_p. Logits equal to the
-    least of the set belong to it. temperature: 0 takes the largest logit, of equal ones the first.
+    another one is finite. Of rows with NaN or inf, or with -inf alone, some token is drawn. seed:
+    int32 or uint32 [1]: the same seed, row number and row give the same token, whatever the other
+    rows. top_k: draw from the k largest logits of a row alone; 0: from all. top_p: of those that
+    top_k leaves, draw from the smallest set of the largest logits whose probabilities (after
+    temperature and top_k) add up to at least top_p. Logits equal to the least of the set belong to
+    it. temperature: 0 takes the largest logit, of equal ones the first.
     Each of the three is a number or an array of one for each row: int32, float32, float32. In
     arrays top_k below 1 is 0, top_p above 1 is 1, and negative temperatures are undefined.
     config: a :class:`SampleConfig`; None: clusters for few, long rows. The token is the same.

@@ -320,7 +320,7 @@ def _norm_config(c, x, axis, out):
         need(n >= ring * consumers)
         programs = c.pick(0, 1, 2, 5)
         given = {"ring": ring, "consumers": consumers, "programs": programs}
-        given["unroll"] = c.pick(0, 0, 1, 2)
+        given |= {"unroll": c.pick(0, 0, 1, 2), "stream": c.chance(0.5)}
         c.options["config"] = ops.NormConfig(**given)
     elif c.chance(0.5):
         cluster = c.pick(1, 1, 2, 4, 8) if inner == 1 else 1

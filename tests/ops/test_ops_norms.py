@@ -122,6 +122,7 @@ RINGS = [
     ((3, 26632), F16, C(ring=8192, programs=2)),  # registers keep weights, not all of float32
     ((3, 14344), BF16, C(ring=1024, programs=2, unroll=1)),  # moved on from chunk to chunk
     ((5, 11000), F16, C(ring=1024, programs=2, unroll=2)),  # of the first 4 of 5 chunks
+    ((4, 25608), BF16, C(ring=2048, consumers=3, programs=2, stream=True)),  # the bias comes along
 ]
 
 
@@ -129,7 +130,7 @@ RINGS = [
 @pytest.mark.parametrize("shape, dtype, config", RINGS, ids=str)
 def test_rings(run, rng, name, shape, dtype, config):
     """Chunks that go through SMEM, of more rows than blocks and of fewer."""
-    vectors = F32 if shape[-1] in (7016, 26632) else None
+    vectors = F32 if shape[-1] in (7016, 26632, 25608) else None
     check(run, name, arrays(rng, name, shape, dtype, vectors), config=config)
 
 
