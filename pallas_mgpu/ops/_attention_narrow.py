@@ -97,10 +97,12 @@ class NarrowPlan:
         cfg, n = self.cfg, 2 * _WIDENED // min(self.dim, self.value_dim)
         if self.transposes:
             n = 128 if self.pairs else _KEYS
-        if cfg.block % n or cfg.consumers == 3 and self.dim > 64:
+        most = 64 if cfg.block > 64 else 128  # of registers for scores and a result
+        if cfg.block % n or cfg.consumers == 3 and self.dim > most:
             raise ValueError(
                 "attention: with k and v of 8 bits an AttentionConfig has a block that is a"
-                f" multiple of {n} here, and 3 consumers for head_dims up to 64; got {cfg}"
+                f" multiple of {n} here, and 3 consumers for head_dims up to 64, with a block of 64"
+                f" up to 128; got {cfg}"
             )
 
     @property

@@ -9,6 +9,7 @@ class AttentionConfig(NamedTuple):
     hold: bool = False
     q_registers: bool = False
     programs: int = 0
+    apart: bool = False
 
 class AttentionDecodeConfig(NamedTuple):
     consumers: int = 0

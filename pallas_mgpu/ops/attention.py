@@ -82,7 +82,8 @@ class AttentionConfig(typing.NamedTuple):
     ``consumers``: warpgroups of 64 query rows each. ``block``: keys per step, a multiple of 16.
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
     for P V and the next K after the softmax. ``hold``: also release K only then. ``q_registers``:
-    keep Q in registers. ``programs``: the number of blocks; 0: one for each SM."""
+    keep Q in registers. ``programs``: the number of blocks; 0: one for each SM. ``apart``: wait for
+    P V before the softmax, which has the registers of P then."""
 
     consumers: int = 2
     block: int = 128
@@ -92,15 +93,17 @@ class AttentionConfig(typing.NamedTuple):
     hold: bool = False
     q_registers: bool = False
     programs: int = 0
+    apart: bool = False
 
 
 def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     """The configuration for a number of queries and a head size. kind: "narrow" or "widened", where
-    all operands or keys and values have 8 bits; "paged" with pages of 16 bits; "batches" whose
-    lengths are known when the kernel runs."""
+    all operands or keys and values have 8 bits, "placed" if these are all that do and there are
+    lengths or pages; "paged" with pages of 16 bits; "batches" whose lengths are known when the
+    kernel runs."""
     most = pl.cdiv(queries, 64)
-    if kind in ("narrow", "widened"):
-        return _choose_narrow(min(2, most), head_dim, causal, scores, kind == "narrow")
+    if kind in ("narrow", "placed", "widened"):
+        return _choose_narrow(queries, head_dim, causal, scores, kind)
     if scores.adjusted or scores.dropout:  # registers for what is computed from scores
         return AttentionConfig(min(2, most), 64, 2)
     if head_dim == 64:
@@ -113,25 +116,34 @@ def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
 
 
 def _choose_64(queries, causal):
-    """Three consumers make a row 1.16 times as fast as two, but their tiles pad more rows, and
-    causal ones more keys."""
-
-    def work(consumers, each):
-        rows = consumers * 64
-        keys = (queries + rows + 128) / 2 if causal else 1
-        return pl.cdiv(queries, rows) * rows * keys * each
-
-    consumers = 3 if work(3, 1) < work(2, 1.16) else min(2, pl.cdiv(queries, 64))
+    """Three consumers make a row 1.16 times as fast as two."""
+    consumers = 3 if _of_three(queries, causal, 1.16) else min(2, pl.cdiv(queries, 64))
     full = not causal
     if consumers < 3 and full:
         return AttentionConfig(consumers, 128, 4, q_registers=True)
     return AttentionConfig(consumers, 128, 4, lazy=full, late=False, hold=full)
 
 
-def _choose_narrow(consumers, head_dim, causal, scores, narrow):
+def _of_three(queries, causal, gain):
+    """Do three consumers, which make a row so many times as fast, pay? Their tiles pad more rows,
+    and causal ones more keys."""
+
+    def work(consumers, each):
+        rows = consumers * 64
+        keys = (queries + rows + 128) / 2 if causal else 1
+        return pl.cdiv(queries, rows) * rows * keys * each
+
+    return work(3, 1) < work(2, gain)
+
+
+def _choose_narrow(queries, head_dim, causal, scores, kind):
     """Where 16-bit elements are made of 8-bit ones there is room for fewer keys."""
+    consumers, narrow = min(2, pl.cdiv(queries, 64)), kind != "widened"
     if head_dim <= 64:
-        return AttentionConfig(consumers, 128, 2, lazy=not causal, late=False, hold=not causal)
+        if kind == "narrow" and scores == PLAIN and not causal and _of_three(queries, causal, 1.07):
+            return AttentionConfig(3, 128, 2)
+        hold = not (causal or narrow)
+        return AttentionConfig(consumers, 128, 2, lazy=not causal, late=False, hold=hold)
     block = {128: (96, 128), 256: (32, 64)}[128 if head_dim <= 128 else 256][narrow]
     if scores.adjusted or scores.dropout:
         return AttentionConfig(consumers, min(block, 64), 2)
@@ -476,6 +488,8 @@ class _Block(WarpSpecialized):
         s = self.adjust(now, self.multiply(me, o_acc, now, slot, first))
         if not cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
+        if cfg.apart:
+            plgpu.barrier_arrive(self.v_empty.at[slot])
         change = functools.partial(self.change_tiles, me, o_acc, now, first, last)
         stay = functools.partial(self.stay, now)
         s, m, sums, ended, tail, (w, t, row, end, c, q) = lax.cond(
@@ -490,8 +504,9 @@ class _Block(WarpSpecialized):
             # products up, before the exponentials.
             s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
             self.k_ring.wait(now.it + 1)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.v_empty.at[slot])
+        if not cfg.apart:
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
         p = self.arranged(s.astype(self.x.dtype))
         return _State(w, t, row, end, c, ended, tail, now.it + 1, new, sums, p, q)
@@ -553,7 +568,7 @@ class _Block(WarpSpecialized):
                 if p.cleans:
                     pl.when(now.tail < p.block)(lambda: self.clean(me, self.v_smem.at[slot], now))
                 count = self.add_values(o_acc, now.p, slot)
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=count)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if self.cfg.apart else count)
 
         return pl.run_scoped(scores, plgpu.ACC((64, p.block)))
 
@@ -1194,7 +1209,8 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret, e
     queries, causal, scores = problem.queries, problem.causal, problem.scores
     kind = "paged" if problem.page else ""
     if problem.is_narrow:
-        kind = "widened" if problem.kv_dtype else "narrow"
+        placed = problem.page or any(problem.lengths)
+        kind = "widened" if problem.kv_dtype else "placed" if placed else "narrow"
     if config is None and pays(problem):
         how = None, widths, divides, block_mask, device, interpret
         return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
