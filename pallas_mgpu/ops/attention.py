@@ -201,9 +201,10 @@ class _Plan:
 
     @property
     def cleans(self):
-        """Must values beyond the last key be made 0, which would not be 0 times a probability of
-        0?"""
-        return bool(self.x.whole) or self.x.lengths[0] and not self.x.is_narrow
+        """Must values beyond the last key of a tile be made 0, which would not be 0 times a
+        probability of 0?"""
+        ends = self.x.lengths[0] or self.x.scores.sequences
+        return bool(self.x.whole) or bool(ends) and not self.x.is_narrow
 
     def scratch(self):
         x, consumers = self.x, self.consumers
@@ -608,9 +609,8 @@ class _Block(WarpSpecialized):
             pl.when(last)(lambda: plgpu.barrier_arrive(self.q_empty.at[now.w % p.q_slots]))
         tail = None
         if p.cleans:  # the first block is that of the last keys
-            b = self.tile_of(now.t)[3]
             end = now.end.end if isinstance(now.end, _Place) else now.end
-            rest = self.keys_of(b) - (end - p.block)
+            rest = self.last_of(now.t) - (end - p.block)
             tail = lax.select(first & (now.t < p.total), jnp.clip(rest, 0, p.block), p.block)
         ended = lax.select(last, now.t, -1)
         return s, m, sums, ended, tail, lax.cond(last & (now.t < p.total), following, same, q)
@@ -635,6 +635,10 @@ class _Block(WarpSpecialized):
 
         if self.plan.consumers > 1:
             pl.when(me > 0)(lambda: plgpu.barrier_wait(self.cleaned))
+
+    def last_of(self, t):
+        """The key after the last one that queries of a tile see, but for causal and window."""
+        return self.keys_of(self.tile_of(t)[3])
 
     def masked(self, now, s):
         """Scores, masked if this block needs it."""
@@ -783,6 +787,12 @@ class _ScoredBlock(_Block):
         end = (first + count) * n
         place = _Place(end, first * n, *self.ranges_of(b).of_all(row, 64), end - n)
         return t, row, place, self.factor_of(t)
+
+    def last_of(self, t):
+        if not self.x.scores.sequences:
+            return super().last_of(t)
+        tile = jnp.minimum(self.tile_of(t)[0], self.plan.q_tiles - 1)
+        return self.ranges.of_tile(tile * self.plan.rows, self.plan.rows)[1]
 
     def goes_on(self, now):
         return now.end.end > 0

@@ -148,6 +148,19 @@ def test_forward(rng, name, interpret=CHECKED):
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_rows_after_the_last_sequence_mean_nothing(rng, dim, causal):
+    """Buffers are longer than what is packed, and nobody has written there."""
+    q, k, v = rng.standard_normal((3, 1, 300, 1, dim)).astype(np.float16)
+    starts = np.array([0, 70, 201], np.int32)
+    how = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal, "interpret": CHECKED}
+    want = ops.attention(q[:, :201], k[:, :201], v[:, :201], **how)
+    for x in (q, k, v):
+        x[:, 201:] = np.nan
+    np.testing.assert_array_equal(ops.attention(q, k, v, **how)[:, :201], want)
+
+
 @pytest.mark.parametrize("products", [7, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(rng, name, products, interpret=CHECKED):
