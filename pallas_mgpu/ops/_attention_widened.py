@@ -3,8 +3,9 @@
 Blocks of attention that widen elements as they arrive (_attention_narrow.py) do so again for every
 tile of queries, which takes them about as long as three quarters of the products. A kernel of its
 own reads and writes 3 bytes an element once: with 1,024 queries to a head of keys that is less,
-causal or not. Scales are multiplied in before elements are rounded to 16 bits. Pages stay as they
-are: a copy of them would need memory for the longest sequence of all."""
+causal or not. Scales are multiplied in before elements are rounded to 16 bits. Pages are copied to
+where their keys are, one after the other for each batch entry, if that needs little memory: there
+is room for as many pages as the table has."""
 
 import math
 
@@ -18,11 +19,21 @@ from ._common import SeveralKernels, overlap_launches
 _LEAST = 1024  # queries to a head of keys
 _TILE = 8192  # elements of a block
 _VECTOR = 8  # elements that a lane loads and stores together
+_ROOM = 256 << 20  # bytes of keys and values that pages are copied to, at most
 
 
 def pays(x):
     """Is it faster to widen keys and values first? x: a Problem."""
-    return bool(x.kv_dtype) and not x.page and x.queries * x.group >= _LEAST
+    if not x.kv_dtype or x.queries * x.group < _LEAST:
+        return False
+    bytes = x.batch * x.keys * x.kv_heads * (x.dim + x.value_dim) * x.dtype.itemsize
+    return not x.page or bytes <= _ROOM and all(_rows(x.page, d) for d in (x.dim, x.value_dim))
+
+
+def _rows(page, dim):
+    """Rows of a page that a block copies together: each lane has whole vectors of them; 0: none."""
+    fits = (n for n in range(page, 0, -1) if page % n == 0 and n * dim <= _TILE)
+    return next((n for n in fits if n * dim % (128 * _VECTOR) == 0), 0)
 
 
 @cached
@@ -69,6 +80,50 @@ def _widen(shape, dtype, to, scale_dims, interpret):
     )
 
 
+@cached
+def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
+    """Kernel: pages [pages, page, heads, dim] as an array [batch, keys, heads, dim], of which what
+    comes after the last key is not written. Arguments: pages, table, lengths if there are, scales
+    if there are."""
+    batch, keys, heads, dim = shape
+    rows = _rows(page, dim)
+    count = max(1, _TILE // (rows * dim))
+    layout = plgpu.Layout.WG_STRIDED((rows, dim), vec_size=_VECTOR)
+
+    def body(x, table, *refs):
+        overlap_launches()
+        *given, out = refs
+        b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+        end = jnp.int32(keys)
+        if has_lengths:
+            end = jnp.clip(given.pop(0)[b], 0, keys)
+        last = jnp.maximum(end - 1, 0)
+        found = []
+        for i in range(count):  # all loads before the stores
+            at = (tile * count + i) * rows
+            row = jnp.minimum(at, last)  # entries beyond it may be anything
+            number = jnp.clip(table[b, row // page], 0, x.shape[0] - 1)
+            source = x.at[number, pl.ds(pl.multiple_of(at % page, rows), rows), head]
+            found.append((at, plgpu.load(source, layout=layout)))
+        for at, value in found:
+
+            @pl.when(at < end)
+            def _(at=at, value=value):
+                value = value.astype(jnp.float32)
+                for scale in given:
+                    value = value * (scale[head] if scale_dims == 1 else scale[b, head])
+                out[b, pl.ds(pl.multiple_of(at, rows), rows), head] = value.astype(to)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(shape, to),
+        grid=(batch, pl.cdiv(keys, rows * count), heads),
+        grid_names=("batch", "tile", "head"),
+        interpret=interpret,
+        kernel_name="attention_widen_pages",
+    )
+
+
 class Widened(SeveralKernels):
     """Attention to keys and values of 16 bits, after those of 8 bits have been widened."""
 
@@ -76,15 +131,23 @@ class Widened(SeveralKernels):
         """make(problem): the kernel of a problem."""
         _, k, v = x.shapes
         self.order = *x.scores.operands, *x.others
-        of_k, of_v = x.scales[1:]
-        self.widen_k = _widen(k, x.kv_dtype, x.dtype, of_k, interpret)
-        self.widen_v = _widen(v, x.kv_dtype, x.dtype, of_v, interpret)
-        self.attention = make(x._replace(kv_dtype=None, scales=(x.scales[0], 0, 0)))
+        self.page, self.lengths = x.page, x.page and x.lengths[0]
+
+        def widen(shape, scale_dims):
+            how = x.kv_dtype, x.dtype, scale_dims
+            if x.page:
+                return _widen_pages(shape, x.page, *how, x.lengths[0], interpret)
+            return _widen(shape, *how, interpret)
+
+        self.widen_k, self.widen_v = widen(k, x.scales[1]), widen(v, x.scales[2])
+        self.attention = make(x._replace(kv_dtype=None, page=0, scales=(x.scales[0], 0, 0)))
 
     def __call__(self, q, k, v, *others, out=None, stream=None):
         named = dict(zip(self.order, others, strict=True))
+        places = [named.pop("page_table")] if self.page else []
+        places += [named["kv_lengths"]] if self.lengths else []
         k, v = (
-            widen(x, *([named.pop(name)] if name in named else []), stream=stream)
+            widen(x, *places, *([named.pop(name)] if name in named else []), stream=stream)
             for widen, x, name in ((self.widen_k, k, "k_scale"), (self.widen_v, v, "v_scale"))
         )
         return self.attention(q, k, v, *named.values(), out=out, stream=stream)

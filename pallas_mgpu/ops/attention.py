@@ -1396,9 +1396,9 @@ def attention(
     8 bits (Hopper; head_dims that are multiples of 16): q, k and v may all be float8_e4m3fn, with a
     bfloat16 result, where probabilities are float8_e4m3fn too; or k and v int8 or float8_e4m3fn,
     whose elements are converted to q's dtype: exactly as they arrive or, for 1,024 queries to a
-    head of keys or more without pages, times their scales by a kernel before, which needs memory
-    for both; ``config`` keeps them from that. q_scale, k_scale, v_scale: float32 [heads of the
-    array] or [batch, heads], what elements are multiplied with; None: 1.
+    head of keys or more, times their scales by a kernel before, which needs memory for both, of
+    pages 256 MiB at most; ``config`` keeps them from that. q_scale, k_scale, v_scale: float32
+    [heads of the array] or [batch, heads], what elements are multiplied with; None: 1.
 
     kv_lengths, q_lengths (Hopper): int32 [batch], how many keys and queries of each batch entry
     there are; what comes after them is ignored, and rows of the result after the last query are 0.

@@ -117,6 +117,7 @@ NARROW = [
                                "bottom_right": True}),
     ((1, 200, 200, 1, 1, 128), {"config": AttentionConfig(1, 64, 3, lazy=False, late=False)}),
     ((1, 200, 300, 1, 1, 64), {"config": AttentionConfig(3, 128, 1, hold=True, late=False)}),
+    ((1, 200, 300, 1, 1, 128), {"config": AttentionConfig(3, 64, 4, apart=True), "causal": True}),
 ]  # fmt: skip
 WIDENED = [
     ((1, 130, 200, 2, 1, 128), np.int8, {"scales": (0, 1, 1)}),
@@ -128,6 +129,10 @@ WIDENED = [
     # many queries: a kernel before
     ((2, 260, 201, 8, 2, 64), np.int8, {"kv_lengths": [201, 60], "scales": (0, 1, 2)}),
     ((1, 1030, 70, 1, 1, 48), e4m3, {"value_dim": 80, "causal": True, "bottom_right": True}),
+    ((2, 130, 200, 16, 2, 64), e4m3, {"kv_lengths": [200, 77], "page": 16, "causal": True,
+                                      "bottom_right": True, "scales": (0, 1, 2)}),
+    ((1, 150, 192, 8, 1, 64), e4m3, {"page": 96, "value_dim": 128}),
+    ((1, 150, 110, 8, 1, 64), e4m3, {"page": 24}),  # a lane has more than a vector of a page
 ]  # fmt: skip
 WIDE = [
     ((2, 130, 330, 2, 1, 64), {"kv_lengths": [330, 77], "causal": True, "bottom_right": True}),
