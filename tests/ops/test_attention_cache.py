@@ -132,7 +132,7 @@ WIDENED = [
     ((2, 130, 200, 16, 2, 64), e4m3, {"kv_lengths": [200, 77], "page": 16, "causal": True,
                                       "bottom_right": True, "scales": (0, 1, 2)}),
     ((1, 150, 192, 8, 1, 64), e4m3, {"page": 96, "value_dim": 128}),
-    ((1, 150, 110, 8, 1, 64), e4m3, {"page": 24}),  # a lane has more than a vector of a page
+    ((1, 150, 120, 8, 1, 64), e4m3, {"page": 24}),  # a lane has more than a vector of a page
 ]  # fmt: skip
 WIDE = [
     ((2, 130, 330, 2, 1, 64), {"kv_lengths": [330, 77], "causal": True, "bottom_right": True}),
