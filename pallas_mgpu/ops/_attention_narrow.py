@@ -37,6 +37,13 @@ def width(dim):
     return next(n for n in _WIDTHS if dim <= n)
 
 
+def grain(x):
+    """What blocks of keys are multiples of. x: a Problem."""
+    if x.dtype.itemsize == 1:
+        return 128 if width(x.value_dim) == _KEYS else _KEYS
+    return 2 * _WIDENED // min(width(x.dim), width(x.value_dim))
+
+
 def _halves(x):
     """What the CUDA code below computes, for arrays."""
     n = x.shape[1]
@@ -94,9 +101,7 @@ class NarrowPlan:
 
     def check_block(self):
         """ValueError for blocks that are not whole parts."""
-        cfg, n = self.cfg, 2 * _WIDENED // min(self.dim, self.value_dim)
-        if self.transposes:
-            n = 128 if self.pairs else _KEYS
+        cfg, n = self.cfg, grain(self.x)
         most = 64 if cfg.block > 64 else 128  # of registers for scores and a result
         if cfg.block % n or cfg.consumers == 3 and self.dim > most:
             raise ValueError(

@@ -42,7 +42,7 @@ from . import (
     _warp_mma,
 )
 from ._attention_cache import DTYPES, Cache, is_narrow
-from ._attention_narrow import Narrow, NarrowPlan
+from ._attention_narrow import Narrow, NarrowPlan, grain
 from ._attention_scores import PLAIN, Problem, Ranges, Tile, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
@@ -150,6 +150,18 @@ def _choose_narrow(queries, head_dim, causal, scores, kind):
     if narrow and head_dim in (96, 128) and consumers == 2:
         return AttentionConfig(consumers, 192, 2)
     return AttentionConfig(consumers, block, 2, q_registers=head_dim <= 128)
+
+
+def _choose_for(x, queries, width):
+    """The configuration of a problem, tuned for a number of queries."""
+    kind = "paged" if x.page else ""
+    if x.is_narrow:
+        kind = "widened" if x.kv_dtype else "placed" if x.page or any(x.lengths) else "narrow"
+    config = choose(queries, width, x.causal, x.scores, kind)
+    if x.is_narrow:
+        n = grain(x)
+        config = config._replace(block=max(config.block // n, 1) * n)
+    return config
 
 
 def _width(dim):
@@ -1216,17 +1228,13 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret, e
     """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
     blocks share the keys? exact: it is that of the lengths of a batch."""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
-    queries, causal, scores = problem.queries, problem.causal, problem.scores
-    kind = "paged" if problem.page else ""
-    if problem.is_narrow:
-        placed = problem.page or any(problem.lengths)
-        kind = "widened" if problem.kv_dtype else "placed" if placed else "narrow"
+    queries, scores = problem.queries, problem.scores
     if config is None and pays(problem):
         how = None, widths, divides, block_mask, device, interpret
         return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
     if config is None:
         if divides:
-            parts = _parts(problem, choose(queries, width, causal, scores, kind), cores)
+            parts = _parts(problem, _choose_for(problem, queries, width), cores)
         if not exact and parts == 1:
             found = _flattened(problem, widths, divides, device, interpret)
             if found is not None:
@@ -1239,7 +1247,7 @@ def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret, e
                 f"attention: mask= with a head_dim of up to 128, got {problem.dim} and, of v,"
                 f" {problem.value_dim}; use bias="
             )
-    config = config or choose(queries, width, causal, scores, kind)
+    config = config or _choose_for(problem, queries, width)
     _check_config(config)
     kernel = _kernel(problem, config, cores, parts, interpret)
     if mask and block_mask is None:

@@ -118,6 +118,7 @@ NARROW = [
     ((1, 200, 200, 1, 1, 128), {"config": AttentionConfig(1, 64, 3, lazy=False, late=False)}),
     ((1, 200, 300, 1, 1, 64), {"config": AttentionConfig(3, 128, 1, hold=True, late=False)}),
     ((1, 200, 300, 1, 1, 128), {"config": AttentionConfig(3, 64, 4, apart=True), "causal": True}),
+    ((1, 70, 130, 1, 1, 256), {"value_dim": 64, "softcap": 4.0}),
 ]  # fmt: skip
 WIDENED = [
     ((1, 130, 200, 2, 1, 128), np.int8, {"scales": (0, 1, 1)}),
@@ -126,6 +127,7 @@ WIDENED = [
     ((2, 150, 230, 1, 1, 128), e4m3, {"kv_lengths": [200, 0], "q_lengths": [150, 20]}),
     ((2, 130, 330, 1, 1, 64), np.int8, {"kv_lengths": [330, 77], "page": 64, "causal": True,
                                         "bottom_right": True, "scales": (0, 1, 2)}),
+    ((1, 70, 130, 1, 1, 256), np.int8, {"value_dim": 64, "scales": (0, 1, 1)}),
     # many queries: a kernel before
     ((2, 260, 201, 8, 2, 64), np.int8, {"kv_lengths": [201, 60], "scales": (0, 1, 2)}),
     ((1, 1030, 70, 1, 1, 48), e4m3, {"value_dim": 80, "causal": True, "bottom_right": True}),
