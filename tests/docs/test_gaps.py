@@ -419,6 +419,10 @@ CASES = {
         lambda: ops.attention(heads, heads, heads, mask=lower_half, config=ops.AttentionConfig()),
         lambda: ops.attention(*[zeros(1, 64, 2, 256)] * 3, mask=lower_half),
     ],
+    "`ops.attention` with `sinks=`": [
+        (TypeError, lambda: ops.attention(heads, heads, heads, sinks=np.zeros(2, F32))),
+        (TypeError, lambda: ops.attention(heads, heads, heads, tree=np.ones((1, 64, 64), bool))),
+    ],
     "`ops.attention` with k and v of 8 bits": [
         lambda: on("sm_80", ops.attention, heads, *[heads.astype(np.int8)] * 2),
         lambda: on("sm_80", ops.attention, heads, heads, heads, kv_lengths=lengths[:1]),
