@@ -58,7 +58,8 @@ static void index_text(const access *mem, int64_t first, int64_t last, char *buf
   if (at < (int)n) snprintf(buf + at, n - (size_t)at, mem->base_rank ? "]" : "...]");
 }
 
-static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
+/* from, to: the bytes of the region that it is about */
+static void describe(const pm_machine *m, const event *e, size_t from, size_t to, pm_race_side *s) {
   static const char *const makers[] = {[THREAD] = "",
                                        [LANES] = "",
                                        [TMA] = "TMA, for ",
@@ -68,7 +69,11 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
   char agent[400];
   s->touch = touch_names[e->touch];
   s->ref = e->mem->name;
-  index_text(e->mem, e->first, e->last, s->index, sizeof s->index);
+  const int64_t at = (int64_t)from - e->first, bytes = e->mem->bytes;
+  if (e->single)
+    index_text(e->mem, at / bytes, ((int64_t)(to - from) + at - 1) / bytes, s->index,
+               sizeof s->index);
+  else index_text(e->mem, e->first, e->last, s->index, sizeof s->index);
   snprintf(s->agent, sizeof s->agent, "%s%s", makers[e->maker],
            agent_of(m, e, agent, sizeof agent));
   s->file = m->places[e->i->op].file;
@@ -231,8 +236,8 @@ static pm_race race_of(const tracker *x, const conflict *c) {
   const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;
   const bool tmem = b->mem->space == PM_TMEM;
   pm_race race = {.space = tmem ? "TMEM" : b->mem->space == PM_SMEM ? "SMEM" : "GMEM"};
-  describe(m, a, &race.first);
-  describe(m, b, &race.second);
+  describe(m, a, c->from, c->to, &race.first);
+  describe(m, b, c->from, c->to, &race.second);
   const int64_t at = x->low - x->base, bytes = b->mem->bytes;
   race.from = pm_max(0, (int64_t)c->from + at);
   race.to = (int64_t)c->to + at;
@@ -283,18 +288,19 @@ static step report(const tracker *x, const conflict *c) {
 static step report_early(tracker *x) {
   pm_machine *m = x->m;
   const event *e = &x->event;
+  const int64_t bytes = e->mem->bytes;
   if (is_known(m->races, UINT32_MAX, e->i->op)) return STEP_NEXT;
   pm_race race = {.space = "GMEM",
-                  .from = e->first * e->mem->bytes,
-                  .to = (e->last + 1) * e->mem->bytes,
+                  .from = e->single ? (int64_t)x->from : e->first * bytes,
+                  .to = e->single ? (int64_t)x->to : (e->last + 1) * bytes,
                   .hint = "call plgpu.griddepcontrol_wait() before the second"};
-  describe(m, e, &race.second);
+  describe(m, e, x->from, x->to, &race.second);
   race.first = race.second;
   race.first.touch = touch_names[WRITE];
   race.first.file = NULL;
   race.first.line = 0;
   snprintf(race.first.agent, sizeof race.first.agent, "kernels that were launched earlier");
-  index_text(e->mem, e->first, e->last, race.index, sizeof race.index);
+  snprintf(race.index, sizeof race.index, "%s", race.second.index);
   return deliver(m, &race);
 }
 
@@ -320,7 +326,7 @@ static void check_ended(void *ctx, const event *e, size_t from, size_t to) {
                   .from = (int64_t)from,
                   .to = (int64_t)to,
                   .hint = "let a thread of that device wait for a signal that follows the first"};
-  describe(m, e, &race.first);
+  describe(m, e, from, to, &race.first);
   race.second = race.first;
   race.second.touch = touch_names[READ];
   race.second.file = NULL;
@@ -714,6 +720,12 @@ static step add_view(tracker *x, const located *s, int64_t from, int64_t to, boo
     return pm_race_end_elements(x);
   }
   x->event.first = x->event.last = s->offset;
+  if (mem->n == 1 && to - from == 1 && mem->space != PM_TMEM) {
+    x->event.single = true;
+    x->event.first = x->event.last = x->base - x->low;
+    add(x, s->at, mem->bytes);
+    return end(x);
+  }
   for (uint32_t k = 0; k < mem->n_loops; k++) {
     x->event.last += (mem->loop_size[k] - 1) * mem->loop_stride[k];
   }

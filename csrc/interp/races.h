@@ -58,20 +58,22 @@ typedef struct event {
   uint32_t id, time;
   const instr *i;
   const access *mem;
-  int64_t first, last; /* elements of the base; last < first: not known */
+  int64_t first, last; /* elements of the base; last < first: not known; see `single` */
   int64_t cluster;     /* -> the point of the grid */
   uint16_t block;      /* of the cluster */
   uint8_t thread;
   int8_t warp; /* -1: none */
   uint8_t maker, touch;
   bool committed; /* of tensor cores: awaited by a commit, not by wgmma_wait */
+  bool single;    /* accesses of one element each, alike but for the place; first: the byte of the
+                     region where the base begins */
   bool marked;
 } event;
 
 /* ---- shadow memory -------------------------------------------------------------------------- */
 
 enum { PAGE = 16384, MOST_SINCE = 16, MOST_RUNS = 2048 };
-enum { MOST_PERIOD = PAGE / 2, MOST_COMB = 2048, MOST_CUTS = 64, MOST_DONE = 8 };
+enum { MOST_PERIOD = PAGE / 2, MOST_COMB = 2048, MOST_CUTS = 64, MOST_DONE = 8, RECENT = 1024 };
 #define COMB 0x80000000u /* in mark.write */
 
 /* Bytes up to `to` of a page: the last write, and the list of those who read, or changed them by
@@ -129,6 +131,7 @@ typedef struct rewrite {
 
 typedef struct shadow {
   pool events, lists, combs;
+  uint32_t recent[RECENT]; /* events of single elements, by a hash */
   size_t comb_bytes, live_comb_bytes;
   marks made, page; /* scratch: of a comb, of a page */
   /* what is being touched of each period: marks whose `write` is 1 */

@@ -63,6 +63,22 @@ uint32_t pm_shadow_event(shadow *s, const event *e) {
   return k;
 }
 
+static bool is_same(const event *a, const event *b) {
+  return a->id == b->id && a->time == b->time && a->i == b->i && a->touch == b->touch &&
+         a->first == b->first && a->last == b->last;
+}
+
+/* That of an access that is being made. Loops over elements have one for many of them. */
+static uint32_t number_of(touching *x) {
+  shadow *s = x->shadow;
+  const event *e = x->event;
+  if (x->number) return x->number;
+  if (!e->single) return x->number = pm_shadow_event(s, e);
+  uint32_t *k = &s->recent[((size_t)e->i / sizeof *e->i + e->id) % RECENT];
+  if (!*k || !is_same(pm_shadow_at(s, *k), e)) *k = pm_shadow_event(s, e);
+  return x->number = *k;
+}
+
 static uint32_t new_since(shadow *s, uint32_t event, uint32_t next) {
   const uint32_t k = take(s, &s->lists, sizeof(since));
   if (k) *list_at(s, k) = (since){.event = event, .next = next};
@@ -131,6 +147,7 @@ void pm_shadow_sweep(shadow *s) {
   for (uint32_t k = 0; k < s->n_regions; k++) {
     for (size_t j = 0; j < s->regions[k].n_pages; j++) mark_page(s, &s->regions[k].pages[j]);
   }
+  memset(s->recent, 0, sizeof s->recent);
   s->combs.free = 0;
   sweep_combs(s);
   s->events.live = s->lists.live = s->events.free = s->lists.free = 0;
@@ -236,11 +253,6 @@ static bool stands_for(const touching *x, const event *old) {
   return true;
 }
 
-static bool is_same(const event *a, const event *b) {
-  return a->id == b->id && a->time == b->time && a->i == b->i && a->touch == b->touch &&
-         a->first == b->first && a->last == b->last;
-}
-
 /* The list with the new access in front. */
 static uint32_t grown(touching *x, uint32_t list) {
   shadow *s = x->shadow;
@@ -254,10 +266,9 @@ static uint32_t grown(touching *x, uint32_t list) {
     const uint32_t number = list_at(s, l)->event;
     if (!stands_for(x, pm_shadow_at(s, number))) kept[n++] = number;
   }
-  if (!x->number) x->number = pm_shadow_event(s, x->event);
   uint32_t to = 0;
   while (n-- > 0) to = new_since(s, kept[n], to);
-  return x->grown_to = x->number ? new_since(s, x->number, to) : 0;
+  return x->grown_to = number_of(x) ? new_since(s, x->number, to) : 0;
 }
 
 static inline void record(touching *x, mark *k) {
@@ -265,16 +276,19 @@ static inline void record(touching *x, mark *k) {
     k->since = grown(x, k->since);
     return;
   }
-  if (!x->number) x->number = pm_shadow_event(x->shadow, x->event);
-  k->write = x->number;
+  k->write = number_of(x);
   k->since = 0;
+}
+
+static inline bool is_alike(const mark *a, const mark *b) {
+  return a->write == b->write && a->since == b->since;
 }
 
 /* ---- pages -------------------------------------------------------------------------------- */
 
-/* One more place at position k, which is a copy of what is there. */
-static bool insert(shadow *s, page *p, uint32_t k) {
-  if (p->n == p->cap) {
+/* So many more places at position k, with copies of what is there. */
+static bool insert(shadow *s, page *p, uint32_t k, uint32_t more) {
+  if (p->n + more > p->cap) {
     const uint32_t cap = p->cap ? 2 * p->cap : 4;
     mark *at = pm_realloc(p->at, cap * sizeof *at);
     if (!at) {
@@ -285,29 +299,37 @@ static bool insert(shadow *s, page *p, uint32_t k) {
     p->at = at;
     p->cap = cap;
   }
-  memmove(p->at + k + 1, p->at + k, (p->n++ - k) * sizeof *p->at);
+  memmove(p->at + k + more, p->at + k, (p->n - k) * sizeof *p->at);
+  if (more == 2) p->at[k + 1] = p->at[k + 2];
+  p->n += more;
   return true;
 }
 
-/* The mark that begins at byte `at`, after a split where none does; UINT32_MAX: no memory. */
-static uint32_t split(shadow *s, page *p, uint32_t at) {
+/* The first mark that ends after byte `at`. */
+static inline uint32_t mark_at(const page *p, uint32_t at) {
   uint32_t low = 0, high = p->n;
-  while (low < high) { /* the first that ends after `at` */
+  while (low < high) {
     const uint32_t middle = (low + high) / 2;
     if (p->at[middle].to <= at) low = middle + 1;
     else high = middle;
   }
-  if (low == p->n || at == (low ? p->at[low - 1].to : 0)) return low;
-  if (!insert(s, p, low)) return UINT32_MAX;
-  p->at[low].to = at;
-  return low + 1;
+  return low;
+}
+
+/* The mark that begins at byte `at`, after a split where none does; UINT32_MAX: no memory. */
+static uint32_t split(shadow *s, page *p, uint32_t at) {
+  const uint32_t k = mark_at(p, at);
+  if (k == p->n || at == (k ? p->at[k - 1].to : 0)) return k;
+  if (!insert(s, p, k, 1)) return UINT32_MAX;
+  p->at[k].to = at;
+  return k + 1;
 }
 
 /* Neighbours between marks `first` and `end` with one history become one mark. */
 static void merge(page *p, uint32_t first, uint32_t end) {
   uint32_t out = first;
   for (uint32_t k = first + 1; k < end; k++) {
-    if (p->at[k].write == p->at[out].write && p->at[k].since == p->at[out].since) {
+    if (is_alike(&p->at[k], &p->at[out])) {
       p->at[out].to = p->at[k].to;
     } else {
       p->at[++out] = p->at[k];
@@ -321,7 +343,7 @@ static void merge(page *p, uint32_t first, uint32_t end) {
 static bool begin_page(shadow *s, page *p) {
   if (p->n) return true;
   s->full |= s->bytes > MOST_BYTES;
-  if (s->full || (!p->cap && !insert(s, p, 0))) return false;
+  if (s->full || (!p->cap && !insert(s, p, 0, 1))) return false;
   p->at[0] = (mark){.to = PAGE};
   p->n = 1;
   return true;
@@ -541,12 +563,35 @@ static void touch_some(touching *x, page *p, size_t base, uint32_t from, uint32_
   merge(p, first ? first - 1 : 0, (uint32_t)pm_min(first + s->page.n + 1, n));
 }
 
+/* Bytes of one mark that has no comb; false: they are not. */
+static bool touch_inside(touching *x, page *p, size_t base, uint32_t from, uint32_t to) {
+  uint32_t k = mark_at(p, from);
+  mark *old = &p->at[k], now = {to, old->write, old->since};
+  const bool before = from > (k ? old[-1].to : 0), after = to < old->to;
+  if (to > old->to || old->write & COMB) return false;
+  touch_history(x, &now, base + from, base + to);
+  if (is_alike(old, &now)) return true;
+  if (!before && after && k && is_alike(old - 1, &now)) {
+    old[-1].to = to;
+    return true;
+  }
+  if (before && !after && k + 1 < p->n && is_alike(old + 1, &now)) {
+    old->to = from;
+    return true;
+  }
+  if (before + after && !insert(x->shadow, p, k, before + after)) return true;
+  if (before) p->at[k++].to = from;
+  p->at[k] = now;
+  merge(p, k ? k - 1 : 0, (uint32_t)pm_min(k + 2, p->n));
+  return true;
+}
+
 /* ---- ways to touch ------------------------------------------------------------------------ */
 
 static void touch_page(touching *x, page *p, size_t base, uint32_t from, uint32_t to) {
   shadow *s = x->shadow;
   bool pieces = s->period > 1;
-  if (!begin_page(s, p)) return;
+  if (!begin_page(s, p) || (!pieces && touch_inside(x, p, base, from, to))) return;
   const uint32_t first = split(s, p, from), end = first == UINT32_MAX ? first : split(s, p, to);
   if (end == UINT32_MAX) return;
   for (uint32_t k = first; k < end; k++) pieces |= p->at[k].write >> 31;

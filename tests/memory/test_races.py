@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import races
-from races import Agents, clean, found, look, racy
+from races import SEEDS, Agents, clean, found, look, racy
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
@@ -122,6 +122,39 @@ def test_each_pair_of_lines_once():
 
     _, races, _ = look(body, out(), **TWO)
     assert len(races) <= 2 and all(x.endswith("at store") for pair in races for x in pair)
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_elements_one_by_one(union):
+    """Stores of one line share a record; reports name the elements that are meant, by the ref that
+    they were stored through."""
+    wide, half = plgpu.SMEM((512,), F32), plgpu.SMEM((256,), F32)
+
+    def body(o, u):
+        whole, (front, part) = u if union else (u, (u, u))
+        at = 256 if union else 0  # where `part` begins
+
+        def store():
+            front[200] = 1.0
+
+            @pl.loop(0, 128)
+            def _(j):
+                part[(j * 7) % 128] = 1.0  #: store
+
+        def load():
+            o[...] = whole[pl.ds(at + 40, 3)]  #: load
+
+        threads(store, load)
+
+    at = 256 if union else 0
+    scratch = [plgpu.RefUnion(wide, (half, half)) if union else wide]
+    for seed in SEEDS:
+        _, races, _ = look(body, out(3), seed=seed, scratch_types=scratch, **TWO)
+        (pair,) = races
+        (stored,) = (x for x in pair if x.endswith("by thread 0 at store"))
+        (loaded,) = pair - {stored}
+        assert re.fullmatch(rf"read \w+\[{at + 40}:{at + 43}\] by thread 1 at load", loaded), pair
+        assert re.match(r"write \w+\[(4[012]|4[01]:4[23])\] ", stored), pair
 
 
 def test_modes():
