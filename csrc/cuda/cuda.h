@@ -104,4 +104,9 @@ bool pm_stand_in_is_on(const pm_graph *g);
 /* All memory in g->arena. */
 pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program *out, pm_err *err);
 
+/* Lines of text, broken where they are long (wrap.c). */
+void pm_put_lines(pm_text *out, const char *text);
+/* A program without #line directives, which count lines: those of its entry. */
+void pm_put_program(pm_text *out, const char *program);
+
 #endif

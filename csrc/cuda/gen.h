@@ -160,9 +160,9 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) P
 const char *pm_unique(pm_gen *e, const char *stem); /* a new C++ name, stem_number like no other */
 const char *pm_identifier(pm_gen *e, const char *s);
 const char *pm_name_of(pm_gen *e, pm_val v); /* unique, after the user's variable */
-/* Appends the functions that hold PTX and the program's own text to `out`, which has functions of
- * the catalogue; names that need no number lose it (names.c). */
-void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *own);
+/* Names that need no number lose it (names.c): in the functions that hold PTX and the program's own
+ * text. `catalogue`: the device functions that it calls. */
+void pm_print_names(pm_gen *e, const pm_text *catalogue, pm_text *ptx, pm_text *own);
 const char *pm_cpp_type(pm_dtype t);
 const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v);
 /* text of register `reg` of a value; reg may be NULL where the slot is SCALAR */

@@ -315,19 +315,21 @@ static void drop_numbers(words *t) {
   }
 }
 
-static void rename_words(const words *t, const pm_text *text, const occurrences *issued,
-                         pm_text *out) {
+static void rename_words(const words *t, pm_text *text, const occurrences *issued) {
   const char *copied = text->at;
+  pm_text out;
+  pm_text_init(&out, t->arena);
   for (uint32_t k = 0; k < issued->n; k++) {
     const word *w = &t->all.at[issued->at[k].word];
     if (w->stem == w->n) continue;
-    pm_putn(out, copied, (size_t)(issued->at[k].at - copied) + w->stem);
+    pm_putn(&out, copied, (size_t)(issued->at[k].at - copied) + w->stem);
     copied = issued->at[k].at + w->n;
   }
-  pm_putn(out, copied, (size_t)(text->at + text->n - copied));
+  pm_putn(&out, copied, (size_t)(text->at + text->n - copied));
+  *text = out;
 }
 
-void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *own) {
+void pm_print_names(pm_gen *e, const pm_text *catalogue, pm_text *ptx, pm_text *own) {
   words t = {.arena = e->arena};
   occurrences in_catalogue = {0}, in_ptx = {0}, in_own = {0};
   for (size_t k = 0; k < PM_COUNT(keywords); k++) {
@@ -339,11 +341,11 @@ void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *
     w->stem = e->issued.at[k].stem;
     w->local = e->issued.at[k].local;
   }
-  note_words(&t, out->at, out->n, false, true, &in_catalogue);
+  note_words(&t, catalogue->at, catalogue->n, false, true, &in_catalogue);
   note_words(&t, ptx->at, ptx->n, true, false, &in_ptx);
   note_words(&t, own->at, own->n, false, false, &in_own);
   note_scopes(&t, own, &in_own, &in_ptx);
   drop_numbers(&t);
-  rename_words(&t, ptx, &in_ptx, out);
-  rename_words(&t, own, &in_own, out);
+  rename_words(&t, ptx, &in_ptx);
+  rename_words(&t, own, &in_own);
 }

@@ -634,40 +634,6 @@ static void print_entry(pm_gen *e, pm_text *out) {
   pm_put(out, e->registers_of_ptx.at);
 }
 
-enum { COLUMNS = 100 };
-
-/* A line of more than COLUMNS goes on in others, after a semicolon or else a comma, and of a macro
- * with a backslash; strings of C that follow each other are one. */
-static void put_wrapped(pm_text *out, const char *line, size_t size) {
-  const bool comment = !strncmp(line, "//", 2), macro = *line == '#' || line[size - 1] == '\\';
-  bool in_string = false;
-  struct {
-    size_t at;
-    bool in_string;
-  } cuts[2] = {0}, cut; /* after a comma, a semicolon */
-  size_t begin = 0;
-  uint32_t indent = 0;
-  for (size_t k = 0; k < size; k++) {
-    if (line[k] == '"' && (!k || line[k - 1] != '\\')) in_string = !in_string;
-    cut = cuts[cuts[1].at > begin];
-    if (k - begin + indent > COLUMNS - 4 && cut.at > begin) {
-      pm_putn(out, line + begin, cut.at - begin);
-      pm_put(out, cut.in_string ? "\"" : "");
-      pm_put(out, comment ? "\n// " : macro ? " \\\n    " : "\n    ");
-      pm_put(out, cut.in_string ? "\"" : "");
-      begin = cut.at;
-      while (!cut.in_string && line[begin] == ' ') begin++;
-      indent = 5;
-    }
-    if ((line[k] == ',' || line[k] == ';') && k + 1 < size) {
-      cuts[line[k] == ';'].at = k + 1;
-      cuts[line[k] == ';'].in_string = in_string;
-    }
-  }
-  pm_putn(out, line + begin, size - begin);
-  pm_put(out, "\n");
-}
-
 static void print_ptx(pm_gen *e, pm_text *out) {
   bool first = true;
   for (uint32_t k = 0; k < e->n_ptx; k++) {
@@ -675,12 +641,7 @@ static void print_ptx(pm_gen *e, pm_text *out) {
     if (!text) continue;
     if (first) pm_put(out, "// ---- instructions of this program ----\n\n");
     first = false;
-    for (const char *end; *text; text = end + (*end != 0)) {
-      end = text + strcspn(text, "\n");
-      if (end - text > COLUMNS) put_wrapped(out, text, (size_t)(end - text));
-      else pm_putn(out, text, (size_t)(end - text) + (*end != 0));
-    }
-    pm_put(out, "\n");
+    pm_putf(out, "%s\n", text);
   }
 }
 
@@ -712,6 +673,8 @@ static void assemble(pm_gen *e) {
   pm_stand_in_constants(e, &text);
   print_functions(&c, &ptx, &own);
   pm_print_names(e, &text, &ptx, &own);
+  pm_put_lines(&text, ptx.at);
+  pm_putn(&text, own.at, own.n);
   p->text = text.at;
   p->size = text.n;
 }

@@ -103,11 +103,8 @@ const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, i
     const int64_t count = pm_min(n - from, READ_AT_ONCE);
     pm_put(&t, "  asm volatile(\"");
     for (int64_t k = 0; k < count; k++) {
-      pm_putf(&t, "%smov.%s %%%lld, %s_%lld;",
-              !k      ? ""
-              : k % 4 ? " "
-                      : "\"\n    \"",
-              type, (long long)k, acc, (long long)(first + from + k));
+      pm_putf(&t, "%smov.%s %%%lld, %s_%lld;", k ? " " : "", type, (long long)k, acc,
+              (long long)(first + from + k));
     }
     pm_put(&t, "\"\n    : ");
     for (int64_t k = 0; k < count; k++) {
@@ -127,11 +124,8 @@ const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   pm_text_init(&t, e->arena);
   pm_putf(&t, "// begins a sum\nFN void %s() {\n  asm volatile(\"", name);
   for (int64_t k = 0; k < n; k++) {
-    pm_putf(&t, "%smov.%s %s_%lld, %s;",
-            !k      ? ""
-            : k % 4 ? " "
-                    : "\"\n    \"",
-            pm_dtypes[d].short_name, acc, (long long)k, d == PM_F32 ? "0f00000000" : "0");
+    pm_putf(&t, "%smov.%s %s_%lld, %s;", k ? " " : "", pm_dtypes[d].short_name, acc, (long long)k,
+            d == PM_F32 ? "0f00000000" : "0");
   }
   pm_put(&t, "\");\n}\n");
   return add_own(e, name, t.at);

@@ -672,13 +672,26 @@ static PyObject *cuda_with_lines(pmpy_plan *p) {
   return PyUnicode_DecodeUTF8(p->program.text, (Py_ssize_t)p->program.size, "replace");
 }
 
+static pm_code print_cuda(void *ctx, pm_err *err) {
+  step *s = ctx;
+  const pm_program *p = &s->p->program;
+  char *plain = PM_NEW(s->text->arena, char, p->size + 1);
+  (void)err;
+  plain[pm_without_lines(p->text, p->size, plain)] = 0;
+  pm_put_program(s->text, plain);
+  return PM_OK;
+}
+
 static PyObject *cuda(pmpy_plan *p) {
   if (need_program(p) < 0) return NULL;
-  char *text = PyMem_Malloc(p->program.size + 1);
-  if (!text) return PyErr_NoMemory();
-  const size_t n = pm_without_lines(p->program.text, p->program.size, text);
-  PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
-  PyMem_Free(text);
+  pm_arena arena;
+  pm_text text;
+  pm_arena_init(&arena);
+  pm_text_init(&text, &arena);
+  step s = {.p = p, .text = &text};
+  PyObject *result =
+      run(print_cuda, &s) < 0 ? NULL : PyUnicode_DecodeUTF8(text.at, (Py_ssize_t)text.n, "replace");
+  pm_arena_free(&arena);
   return result;
 }
 

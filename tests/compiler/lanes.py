@@ -23,6 +23,12 @@ EVENTS = re.compile(
 )
 
 
+def statements(lowered):
+    """The text of a program with each statement on a line of its own, however long."""
+    lines = lowered.as_text("cuda", lines=True).splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("#line "))
+
+
 class Unknown:
     """A value that is not followed."""
 

@@ -730,7 +730,7 @@ def test_products(a_transposed, b_transposed, registers, acc, dtype, contents):
     assert operands[0] == ", ".join(f'"{access}{letter}"(d[{k}])' for k in range(n))
     assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
     assert operands[2] == '"memory"'
-    (call,) = re.findall(rf"  {name}\((.*)\);", text)
+    (call,) = re.findall(rf"  {name}\(([^;]*)\);", text)
     # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
     b_high = "stride_1024_swizzle_128" if b_transposed else "stride_256_swizzle_32"
     value = "0x40000040u" if b_transposed else "0xc0000010u"

@@ -5,6 +5,7 @@ errors are found. `pytest -s` prints how many states there are."""
 import functools
 import re
 
+import lanes
 import ml_dtypes
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def text_of(op, args, config, blocks=1, **options):
     try:
         f = op.kernel(*args, config=config, **options)
         arrays = [x for x in options.values() if isinstance(x, np.ndarray)]
-        return f.lower(*args, *arrays, target="sm_100a").as_text("cuda")
+        return lanes.statements(f.lower(*args, *arrays, target="sm_100a"))
     finally:
         patch.undo()
         op.maker.forget()
@@ -91,7 +92,7 @@ def groups(op, *rows, **how):
 def softmax(keys, causal=False, dim=64):
     q, k = (np.zeros((1, n, 1, dim), np.float16) for n in (256, keys))
     f = attention.kernel(q, k, k, config=TensorMemoryAttentionConfig(2), causal=causal)
-    return f.lower(q, k, k, target="sm_100a").as_text("cuda")
+    return lanes.statements(f.lower(q, k, k, target="sm_100a"))
 
 
 @functools.cache
@@ -101,7 +102,7 @@ def gradients(queries, dim=64):
     lse = np.zeros((1, 1, queries), np.float32)
     config = TensorMemoryBackwardConfig()
     f = attention_backward.kernel(q, q, k, k, q, lse, config=config).fused.fused
-    return f.lower(q, q, k, k, lse, lse, target="sm_100a").as_text("cuda")
+    return lanes.statements(f.lower(q, q, k, k, lse, lse, target="sm_100a"))
 
 
 @functools.cache
@@ -113,7 +114,7 @@ def seven(which, queries=128, keys=128, dim=64):
         q, q, k, k, q, lse, config=TensorMemoryBackwardConfig(), deterministic=True
     )
     of = {"keys": f.by_keys, "queries": f.by_queries} if dim <= 192 else vars(f.by_keys)
-    return of[which].lower(q, q, k, k, lse, lse, target="sm_100a").as_text("cuda")
+    return lanes.statements(of[which].lower(q, q, k, k, lse, lse, target="sm_100a"))
 
 
 @functools.cache
@@ -124,7 +125,7 @@ def of_bias(keys):
     config = TensorMemoryBackwardConfig()
     how = dict(bias=bias, bias_gradient=True, config=config)
     f = attention_backward.kernel(q, q, k, k, q, lse, **how).bias
-    return f.lower(q, q, k, k, lse, lse, bias, target="sm_100a").as_text("cuda")
+    return lanes.statements(f.lower(q, q, k, k, lse, lse, bias, target="sm_100a"))
 
 
 @functools.cache

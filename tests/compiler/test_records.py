@@ -55,7 +55,7 @@ class Program:
             options |= dict(cluster=(cluster,), cluster_names=("c",))
         kernel = plgpu.kernel(body, out_type=out, scratch_types=scratch, **options)
         self.lowered = kernel.lower(*args, target=target)
-        self.text = self.lowered.as_text("cuda")
+        self.text = lanes.statements(self.lowered)
         self.blocks = cluster
         self.of = lanes.instructions(self.text)
 

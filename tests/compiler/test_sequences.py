@@ -40,7 +40,7 @@ def program(name):
         options |= dict(grid=(GRIDS[name],), grid_names=("g",))
     out = plgpu.ShapeDtypeStruct(out, np.float32)
     kernel = plgpu.kernel(body, out_type=out, scratch_types=scratch, **options)
-    return kernel.lower(*args, target="sm_100a").as_text("cuda"), threads, blocks
+    return lanes.statements(kernel.lower(*args, target="sm_100a")), threads, blocks
 
 
 WORDS = [

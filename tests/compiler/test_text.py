@@ -284,9 +284,11 @@ def test_offsets_of_large_arrays_have_64_bits():
     outs = shape((64, 16), np.float32), shape((128,), np.int8)
     kernel = plgpu.kernel(body, out_type=outs, grid=(16,), grid_names=("g",))
     text = kernel.lower(shape((64, 1 << 26), np.int8)).as_text("cuda")
-    loads = [x for x in text.splitlines() if "const i8* const p" in x]
+    loads = re.findall(r"const i8\* const p [^;]*;", text)
     assert len(loads) == 2 and all("+ (i64)" in x for x in loads), loads
-    assert re.search(r"\(i64\)warp \* 1073741824\) \+ \(.*\(i64\)lane / 4 \* 67108864", loads[0])
+    assert re.search(
+        r"\(i64\)warp \* 1073741824\)\s+\+ \([^;]*\(i64\)lane / 4 \* 67108864", loads[0]
+    )
     assert re.search(r"\(i64\)\w+ \* 67108864", loads[1])
 
 
@@ -565,3 +567,34 @@ def test_spaces_that_have_no_addresses(space):
     text = f"{head}  args %x: {space} float32[128,64]\n  %y = load %x : float32[128,64]\n}}\n"
     with pytest.raises(ValueError, match=f"ref is {space} float32.128,64.; a ref in GMEM or SMEM"):
         _core.Graph.parse(text)
+
+
+def test_lines_of_the_program_are_short():
+    """Long ones go on in others: the same text but for strings in several pieces."""
+
+    def body(x_ref, o_ref, a_smem):
+        i = lax.axis_index("a_long_name_of_an_axis")
+        a_value_that_is_stored = x_ref[i]
+        text = 'some text, with a "quotation", a backslash \\, a name and the number {} of a block'
+        pl.debug_print(text, i)
+        a_smem[i] = a_value_that_is_stored * 3
+        plgpu.commit_smem()
+        b = plgpu.load(a_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False)
+        o_ref[i] = jnp.dot(b.astype(jnp.bfloat16), b.T.astype(jnp.bfloat16)).astype(x.dtype)
+
+    x = np.zeros((3, 64, 64), np.float32)
+    tiled = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    kernel = plgpu.kernel(
+        body,
+        out_type=x,
+        grid=(3,),
+        grid_names=("a_long_name_of_an_axis",),
+        scratch_types=[plgpu.SMEM(x.shape, np.float32, transforms=tiled)],
+    )
+    low = kernel.lower(x, target="sm_90a")
+    text, lines = low.as_text("cuda"), low.as_text("cuda", lines=True).splitlines()
+    assert max(map(len, text.splitlines())) <= 100 < max(map(len, lines))
+    whole = "\n".join(line for line in lines if not line.startswith("#line"))
+    assert text != whole
+    pieces = r'"\s*"|\s|(?<= )\\\n'
+    assert re.sub(pieces, "", text) == re.sub(pieces, "", whole)
