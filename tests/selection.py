@@ -15,7 +15,20 @@ cases of products of parameters, and one without either fewer still:
   every third, and one with it leaves out every fourth; on a GPU all.
 - NVRTC compiles every fifth program of a test that the interpreter runs, with --long every third.
 
-Tests named on the command line, file::test, run whole."""
+Tests named on the command line, file::test, run whole.
+
+Marked `long`, and so left out of the default:
+
+- Blackwell: attention with a head_dim of 192 and 256 and with packed sequences; its gradients by
+  seven products with a head_dim of 128, of packed sequences that repeat bit for bit, with all
+  options at once; machine code of causal attention, biases and sums of groups; the stand-in's
+  attention and launch control; interleavings of scaled pairs, mixed operands and gated pairs.
+- sm_80 to sm_120a: attention with softcap, dropout, a head_dim of 256 and fewer keys than queries;
+  the shared memory of its blocks on sm_80 and sm_86.
+- Planted mistakes by both judges (the default: each by one), collectives of two of three kinds on
+  the emulated machine, a misuse of tcgen05 beside the first of its kind.
+- Calls of an op beside its plain one in test_ops_targets.py (long and odd rows, quantised results);
+  orders of products in attention_backward."""
 
 import itertools
 import os
