@@ -856,7 +856,11 @@ static void launch(u64 seed) {
   }
   if (m.together) {
     if ((u64)clusters * m.cluster_blocks * m.block_threads > MANY / 2)
-      host_fail(0, "%u blocks that wait for each other are too many", clusters * m.cluster_blocks);
+      host_fail(
+          0,
+          "%u blocks that wait for each other, or of a mesh, are too many: the emulated machine "
+          "has %u threads. Use InterpretParams(backend=\"interpret\"), or fewer blocks",
+          clusters * m.cluster_blocks, MANY / 2);
     run_clusters(order);
     m.self = nullptr;
     if (m.devices > 1 && !m.stopped) host_end_of_devices();
