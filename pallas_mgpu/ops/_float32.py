@@ -63,6 +63,11 @@ def _splitting(shape, axis, low, aligned, interpret):
     )
 
 
+def splitting(number, shape, interpret):
+    """The kernel for operand `number`, A or B, of a product that transposes neither."""
+    return _splitting(shape, 1 - number, _LOW[number], True, interpret)
+
+
 def product(x, a, b, make, interpret):
     """The function of float32 arrays. x: their Product. make(x, a, b): a product of bfloat16."""
     bf16, infos, kernels = jnp.dtype(jnp.bfloat16), [], []

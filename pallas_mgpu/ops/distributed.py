@@ -268,6 +268,8 @@ def _total(parts, dtype):
     """The sum of arrays, in their order."""
     if dtype.kind not in "iub":
         parts = [x.astype(jnp.float32) for x in parts]
+    elif dtype.itemsize == 1 and dtype.kind != "b":
+        parts = [x.astype(jnp.int32) for x in parts]  # there are no sums of 8 bits
     return functools.reduce(lambda a, b: a + b, parts).astype(dtype)
 
 
@@ -758,11 +760,15 @@ def _operand(x, mesh, what):
     """The array of one device, for its shape and dtype."""
     if not isinstance(mesh, plgpu.DeviceMesh):
         raise TypeError(f"{what}: mesh must be a plgpu.DeviceMesh, got {mesh!r}")
-    if mesh.group is not None:
-        return x
-    if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
-        raise TypeError(f"{what}: a list of {mesh.size} arrays is needed, one for each device")
-    return x[0]
+    if mesh.group is None:
+        if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
+            raise TypeError(f"{what}: a list of {mesh.size} arrays is needed, one for each device")
+        x = x[0]
+    if not hasattr(x, "shape"):
+        raise TypeError(f"{what}: arrays are needed, got {x!r}")
+    if 0 in x.shape:
+        raise ValueError(f"{what}: an array without elements, of shape {tuple(x.shape)}")
+    return x
 
 
 def _along(mesh, axis_name, what):
@@ -886,6 +892,8 @@ def all_reduce(
     one = _operand(x, mesh, what)
     axis_name, _ = _along(mesh, axis_name, what)
     dtype, n = _dtype(one, what), math.prod(one.shape)
+    if one_shot not in (None, False, True):
+        raise TypeError(f"{what}: one_shot must be a bool or None, got {one_shot!r}")
     if one_shot is None:
         one_shot = n * dtype.itemsize <= _SMALL
     kind = "all_reduce_one_shot" if one_shot else what

@@ -2,7 +2,8 @@
 
 The kernels are those of _distributed_products.py, where blocks move the data, and those of
 _distributed_engine.py, where the copy engines do. Operands whose rows TMA cannot address are copied
-first.
+first. Those of float32 are first split into bfloat16 parts (_float32.py), so that their product is
+one of bfloat16 with three times the K.
 
 Who moves the data, unless `transfer=` says so: stores to another GPU delay the operands of the
 products that run meanwhile; loads hardly do, but a summand that is fetched is told of, loaded and
@@ -17,18 +18,20 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import numpy as jnp
 from pallas_mgpu import pl
 from pallas_mgpu._caches import cached
 from pallas_mgpu._spmd import is_symmetric
 
 from . import _distributed_engine as engine
 from . import _distributed_products as products
-from . import _tensor_memory, distributed
+from . import _float32, _tensor_memory, distributed
 from ._padding import cropping, padding
 from .distributed import Collective
 from .matmul import MatmulConfig, Product
 
 TRANSFERS = "push", "pull", "engine"  # None: chosen
+_DTYPES = "float16", "bfloat16", "float32"
 
 
 class Call(NamedTuple):
@@ -141,9 +144,10 @@ def _operands(a, b, mesh, what):
         raise ValueError(
             f"{what}: a must be (m, k) and b (k, n), got {tuple(x.shape)} and {tuple(y.shape)}"
         )
-    if distributed._dtype(y, what) != dtype or dtype.name not in ("float16", "bfloat16"):
+    if distributed._dtype(y, what) != dtype or dtype.name not in _DTYPES:
         raise NotImplementedError(
-            f"{what}: a and b of float16, or of bfloat16; got {x.dtype} and {y.dtype}"
+            f"{what}: a and b of the same dtype, one of {', '.join(_DTYPES)}; got {x.dtype} and"
+            f" {y.dtype}"
         )
     return (*map(int, x.shape), int(y.shape[1])), dtype
 
@@ -151,6 +155,12 @@ def _operands(a, b, mesh, what):
 @cached
 def _padded(mesh, shape, dtype, interpret):
     return plgpu.spmd(padding(shape, dtype, True, interpret), mesh, ordered=False)
+
+
+@cached
+def _splitting(mesh, number, shape, interpret):
+    kernel = _float32.splitting(number, shape, _interpreted(mesh, interpret))
+    return plgpu.spmd(kernel, mesh, ordered=False)
 
 
 def _aligned(x, mesh, interpret):
@@ -190,6 +200,8 @@ def _prepare(
             raise ValueError(f"{what}: {m} rows have no {size} equal parts")
         m //= size
     out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
+    if out_dtype.name not in _DTYPES:
+        raise TypeError(f"{what}: out_dtype must be one of {', '.join(_DTYPES)}, got {out_dtype}")
     tmem = _has_tensor_memory(mesh)
     blocks = plgpu.sm_count() if blocks is None else distributed._blocks(blocks, what)
     if transfer not in (None, *TRANSFERS):
@@ -204,7 +216,15 @@ def _prepare(
             ' with rows of a multiple of 16 bytes; use "push" or "pull"'
         )
     products.checked(config, what, m, tmem)
-    operands = [_aligned(z, mesh, interpret) for z in (a, b)]
+    if dtype.name == "float32":
+        shapes = (size * m if scatters else m, k), (k, n)
+        operands = [
+            _splitting(mesh, number, shape, interpret)(z)
+            for number, (z, shape) in enumerate(zip((a, b), shapes))
+        ]
+        k, dtype = k * _float32.PARTS, jnp.dtype(jnp.bfloat16)
+    else:
+        operands = [_aligned(z, mesh, interpret) for z in (a, b)]
     how = dtype, out_dtype, blocks, interpret, tmem, config, transfer
     return operands, Call(mesh, axis, m, k, n, *how)
 
@@ -225,17 +245,18 @@ def all_gather_matmul(
     """The product of all devices' rows of A with each device's own B, computed while the rows
     arrive.
 
-    a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (devices * m, n), in
-    ``out_dtype`` (that of the operands), the rows in the order of the devices. Arrays are
-    passed as for :func:`all_gather`. ``blocks``: SMs of each device, all by default. ``config``: on
-    Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k) and
-    (k, n); chosen from the shape by default. ``transfer``: which device moves the data, by stores
-    or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``, the one
-    that needs it; ``"engine"``, the copy engines, with a process group, rows of a multiple of 16
-    bytes and a mesh of one axis. With a process group, ``"pull"`` copies an ``a`` that is not from
-    ``plgpu.symm_empty``. By default ``"pull"`` on Hopper if all devices surely reach ``a``: a
-    tensor from ``plgpu.symm_empty``, which it then must be on all ranks or on none, or DeviceArrays
-    of one process; otherwise ``"push"``."""
+    a: (m, k) on each device; b: (k, n); both float16, bfloat16 or float32, which is split into
+    bfloat16 parts as by :func:`matmul`, so that three times the columns travel. Returns (devices
+    * m, n), in ``out_dtype`` (that of the operands), the rows in the order of the devices.
+    Arrays are passed as for :func:`all_gather`. ``blocks``: SMs of each device, all by default.
+    ``config``: on Hopper, a :class:`MatmulConfig` without ``slices`` for the product of (m, k)
+    and (k, n); chosen from the shape by default. ``transfer``: which device moves the data, by
+    stores or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``,
+    the one that needs it; ``"engine"``, the copy engines, with a process group, rows of a
+    multiple of 16 bytes and a mesh of one axis. With a process group, ``"pull"`` copies an ``a``
+    that is not from ``plgpu.symm_empty``. By default ``"pull"`` on Hopper if all devices surely
+    reach ``a``: a tensor from ``plgpu.symm_empty``, which it then must be on all ranks or on
+    none, or DeviceArrays of one process; otherwise ``"push"``."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("all_gather_matmul", a, b, mesh, *how)
     if call.transfer is None:
@@ -259,11 +280,11 @@ def matmul_reduce_scatter(
     """The sum over the devices of A @ B, scattered by rows; summands are sent while others are
     computed.
 
-    a: (devices * m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n): device d has
-    the rows from d * m on. Summands are float32, added in the order of the devices. ValueError if
-    the rows cannot be divided evenly. ``transfer``: on Hopper ``"pull"`` by default, but ``"push"``
-    where all tiles of a device's result are computed at once. Everything else is as for
-    :func:`all_gather_matmul`."""
+    a: (devices * m, k) on each device; b: (k, n); both float16, bfloat16 or float32. Returns (m,
+    n): device d has the rows from d * m on. Summands are float32, added in the order of the
+    devices. ValueError if the rows cannot be divided evenly. ``transfer``: on Hopper ``"pull"``
+    by default, but ``"push"`` where all tiles of a device's result are computed at once.
+    Everything else is as for :func:`all_gather_matmul`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
     return _scattered(call)(*operands, out=out)
@@ -285,9 +306,9 @@ def matmul_all_reduce(
     """The sum over the devices of A @ B, on all of them; summands are sent while others are
     computed.
 
-    a: (m, k) on each device; b: (k, n); float16 or bfloat16. Returns (m, n), the same bits on all
-    devices. Summands are float32, added in the order of the devices. ``transfer``: ``"push"`` by
-    default. Everything else is as for :func:`matmul_reduce_scatter`."""
+    a: (m, k) on each device; b: (k, n); both float16, bfloat16 or float32. Returns (m, n), the same
+    bits on all devices. Summands are float32, added in the order of the devices. ``transfer``:
+    ``"push"`` by default. Everything else is as for :func:`matmul_reduce_scatter`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("matmul_all_reduce", a, b, mesh, *how)
     m, n, whole = call.m, call.n, 16 // call.out_dtype.itemsize

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from distributed.meshes import gpus, on_gpus, params, shards
+from distributed.meshes import GPUS, gpus, on_gpus, params, shards
 from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
@@ -35,7 +35,7 @@ def run(way, f, x, n, seed=0, calls=1, blocks=2, **options):
 
 
 SHAPES = [(1,), (3, 5), (40, 33), (2, 5000), (7, 3, 130)]
-DTYPES = [np.float32, np.float16, bfloat16, np.int32]
+DTYPES = [np.float32, np.float16, bfloat16, np.int32, np.int8]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -52,7 +52,8 @@ def test_all_gather(way, rng, shape, axis):
 def test_reduce_scatter(way, rng, dtype, axis):
     n = 4
     x = shards(rng, n, (4 * 3, 4 * 37), dtype)
-    total = sum(a.astype(np.float32) for a in x).astype(dtype)
+    wide = np.int32 if np.issubdtype(dtype, np.integer) else np.float32
+    total = sum(a.astype(wide) for a in x).astype(dtype)
     y = run(way, distributed.reduce_scatter, x, n, axis=axis, calls=2)
     for a, b in zip(y, np.split(total, n, axis), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -168,6 +169,18 @@ def test_schedules(rng, seed, one_shot):
         np.testing.assert_array_equal(y, total)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_gpus_in_another_order(rng):
+    """The devices of a mesh are GPUs in the order that they are given in."""
+    x, mesh = shards(rng, 2, (40, 33)), plgpu.DeviceMesh(2, "x", devices=(1, 0))
+    on = [plgpu.device_put(a, d) for a, d in zip(x, mesh.devices, strict=True)]
+    for y in distributed.all_gather(on, mesh):
+        np.testing.assert_array_equal(np.asarray(y), np.concatenate(x))
+    for y, part in zip(distributed.reduce_scatter(on, mesh), np.split(x[0] + x[1], 2)):
+        np.testing.assert_array_equal(np.asarray(y), part)
+
+
 def test_wrong_arguments(rng):
     mesh, x = plgpu.DeviceMesh(2, "x"), shards(rng, 2, (3, 4))
     with pytest.raises(TypeError, match="list of 2 arrays"):
@@ -182,6 +195,12 @@ def test_wrong_arguments(rng):
         distributed.all_gather(x, mesh, axis=2)
     with pytest.raises(ValueError, match="blocks"):
         distributed.all_gather(x, mesh, blocks=0)
+    with pytest.raises(TypeError, match="arrays are needed, got 1.5"):
+        distributed.all_gather([1.5, 2.5], mesh)
+    with pytest.raises(ValueError, match=r"without elements, of shape \(0, 4\)"):
+        distributed.all_to_all([a[:0] for a in x], mesh)
+    with pytest.raises(TypeError, match="one_shot must be a bool or None, got 'no'"):
+        distributed.all_reduce(x, mesh, one_shot="no")
     two, y = plgpu.DeviceMesh((2, 2), ("x", "y")), shards(rng, 4, (4,))
     with pytest.raises(ValueError, match="axis_name must be one of"):
         distributed.all_gather(y, two)

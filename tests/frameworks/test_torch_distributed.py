@@ -51,22 +51,23 @@ def test_collectives(name, mesh):
     compare(lambda x: getattr(pt, name)(x, mesh, interpret=True), REFERENCE[name], x)
 
 
-def test_products(mesh):
-    a = [torch.randn(64, 128).half() for _ in range(N)]
-    b = [torch.randn(128, 64).half() for _ in range(N)]
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 8e-2), (torch.float32, 2e-3)])
+def test_products(mesh, dtype, tolerance):
+    a = [torch.randn(64, 128).to(dtype) for _ in range(N)]
+    b = [torch.randn(128, 64).to(dtype) for _ in range(N)]
     compare(
         lambda a, b: pt.all_gather_matmul(a, b, mesh, interpret=True),
         lambda a, b: [torch.cat(a) @ y for y in b],
         a,
         b,
-        tolerance=8e-2,
+        tolerance=tolerance,
     )
     compare(
         lambda a, b: pt.matmul_reduce_scatter(a, b, mesh, interpret=True),
         lambda a, b: parts(sum(x @ y for x, y in zip(a, b))),
         a,
         b,
-        tolerance=8e-2,
+        tolerance=tolerance,
     )
 
 
