@@ -65,7 +65,7 @@ class GatherPlan(_EnginePlan, products.GatherPlan):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.slab, self.slabs, self.pieces, self.last_pieces = self.steps * self.split, 1, 1, 1
+        self.slab, self.slabs, self.runs, self.last_runs = self.steps * self.split, 1, 1, 1
         self.done, self.flags = self.bands, self.bands + 1
 
     def staging(self):

@@ -8,7 +8,7 @@ its own B. A warp of each block's producer, the *courier*, moves pieces of the r
 through shared memory into staging memory of the others, by TMA. Pieces make up *cells*, some rows
 and some columns each, which are sent in the order in which they are needed. The block works on the
 device's own rows first, and on those of another device as cells arrive: all pieces of a cell raise
-the same flag.
+the same flag, two of them at a time where they are loaded.
 
 Product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
 is one of the summands. Blocks begin with the tiles of the other devices. Consumers write their
@@ -379,7 +379,10 @@ def scratch_types(plan, tmem):
 
 
 class GatherPlan(Plan):
-    """The same with cells. A *band* is the rows of A that tiles are worked on together for."""
+    """The same with cells. A *band* is the rows of A that tiles are worked on together for; the
+    pieces of a run, of one cell, raise its flag together."""
+
+    run = 1
 
     def time(self):
         """An estimate, in cycles."""
@@ -400,9 +403,9 @@ class GatherPlan(Plan):
         self.bands = pl.cdiv(x.m, self.band)
         self.flags = self.bands * self.slabs
         last = x.m - (self.bands - 1) * self.band
-        # pieces of a cell
-        self.pieces, self.last_pieces = (
-            pl.cdiv(rows, _PIECE[0]) * self.across for rows in (self.band, last)
+        # runs of pieces of a cell; the last ones may be beyond the rows
+        self.runs, self.last_runs = (
+            pl.cdiv(pl.cdiv(rows, _PIECE[0]) * self.across, self.run) for rows in (self.band, last)
         )
 
     def scratch(self):
@@ -415,8 +418,8 @@ class GatherPlan(Plan):
         columns = self.steps * self.split * self.cfg.step
         return [((2, self.parts - 1, self.x.m, columns), self.x.dtypes[0]), *super().staging()]
 
-    def pieces_of(self, band):
-        return lax.select(band == self.bands - 1, self.last_pieces, self.pieces)
+    def runs_of(self, band):
+        return lax.select(band == self.bands - 1, self.last_runs, self.runs)
 
 
 class GatherBlock(DeviceBlock):
@@ -430,7 +433,7 @@ class GatherBlock(DeviceBlock):
 
             @pl.when(~own & ((s == 0) | ((first + s) % p.slab == 0)))
             def _():
-                self.hear(shard, cell, p.pieces_of(band))
+                self.hear(shard, cell, p.runs_of(band))
 
         arrival = jnp.maximum(t // p.tiles, 1) - 1  # the shards of others, in this order
         sources = [(own, self.a), (~own, self.arrivals(arrival))]
@@ -440,29 +443,32 @@ class GatherBlock(DeviceBlock):
         return self.staging.at[self.half, number]
 
     def block_pieces(self):
-        """How many pieces of a device's rows this block moves, and place(j), for piece j of them:
-        the cell, and the rows and columns."""
+        """How many pieces of a device's rows this block moves; place(j), for piece j of them: the
+        cell, and the rows and columns; and there(j, tell): tell(cell) when a run is there."""
         p = self.plan
-        per_band = p.slabs * p.pieces
-        total = (p.bands - 1) * per_band + p.slabs * p.last_pieces
+        per_band = p.slabs * p.runs
+        total = (p.bands - 1) * per_band + p.slabs * p.last_runs
         trips = (total - self.block + (p.blocks - 1)) // p.blocks
 
         def place(j):
-            g = self.block + j * p.blocks
+            g = self.block + j // p.run * p.blocks
             band = jnp.minimum(g // per_band, p.bands - 1)
-            inside, pieces = g - band * per_band, p.pieces_of(band)
-            slab, i = inside // pieces, inside % pieces
+            inside, runs = g - band * per_band, p.runs_of(band)
+            slab, i = inside // runs, inside % runs * p.run + j % p.run
             row = band * p.band + i // p.across * _PIECE[0]
             col = slab * (p.slab * p.cfg.step) + i % p.across * _PIECE[1]
             # not before the array, which the compiler cannot tell
             row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
             return band * p.slabs + slab, (pl.ds(row, _PIECE[0]), pl.ds(col, _PIECE[1]))
 
-        return trips, place
+        def there(j, tell):
+            pl.when(j % p.run == p.run - 1)(lambda: tell(place(j)[0]))
+
+        return trips * p.run, place, there
 
     def courier(self):
         """The pieces of this block, to the device before this one first: it needs them next."""
-        trips, place = self.block_pieces()
+        trips, place, there = self.block_pieces()
 
         def send(step):
             to = self.step_back(step)
@@ -473,7 +479,7 @@ class GatherBlock(DeviceBlock):
                 trips,
                 lambda j: self.a.at[place(j)[1]],
                 lambda j: [target.at[place(j)[1]]],
-                lambda j: self.tell(to, place(j)[0]),
+                lambda j: there(j, lambda cell: self.tell(to, cell)),
             )
 
         each(1, self.size, send)
@@ -490,7 +496,10 @@ class GatherBlock(DeviceBlock):
 
 
 class PullGatherPlan(GatherPlan):
-    """The same with flags of blocks that have begun, and that have fetched all."""
+    """The same with flags of blocks that have begun, and that have fetched all. A flag for each
+    piece would take a courier longer than to fetch it."""
+
+    run = 2
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -508,7 +517,7 @@ class PullGatherBlock(GatherBlock):
 
     def courier(self):
         """The pieces of this block, of the device after this one first: they are needed next."""
-        p, (trips, place) = self.plan, self.block_pieces()
+        p, (trips, place, there) = self.plan, self.block_pieces()
 
         def step_on(k):
             return (self.me + k) % self.size
@@ -522,7 +531,7 @@ class PullGatherBlock(GatherBlock):
                 trips,
                 lambda j: self.on(self.a, source).at[place(j)[1]],
                 lambda j: [self.arrivals(step - 1).at[place(j)[1]]],
-                lambda j: self.raised(source, place(j)[0]),
+                lambda j: there(j, lambda cell: self.raised(source, cell)),
             )
             self.tell(source, p.fetched)
 
