@@ -392,6 +392,14 @@ def components(w):
             yield partial(component, w, body, blocks, size)
 
 
+def waits(w):
+    """Meetings alone, for checkouts that wait in other ways."""
+    for _ in range(3):
+        for blocks in [1] if w.dry else [1, 16, 64]:
+            for body in (met, met_twice):
+                yield partial(component, w, body, blocks, 0)
+
+
 def empty(w, x):
     """empty kernel"""
 
@@ -472,6 +480,24 @@ def settings(w):
     yield from collectives(w, sizes=[size], blocks=[2] if w.dry else [8, 32, 64])
     yield from collectives(w, "float32", sizes=[size])
     yield from collectives(w, "float16", sizes=[SIZES[0]])
+
+
+def items(w):
+    """Collectives with other sizes of items, and with more that is sent directly."""
+    for kind, size, blocks, names in (
+        *(("reduce_scatter", 16 << 20, 128, {"_ITEM": n << 10}) for n in (8, 16, 32)),
+        *(("all_gather", 1 << 20, 64, {"_DIRECT": n << 20}) for n in (1, 2)),
+    ):
+        yield partial(with_constants, w, kind, 64 << 10 if w.dry else size, blocks, names)
+
+
+def with_constants(w, kind, size, blocks, names):
+    distributed._collective.cache_clear()
+    with changed(names, distributed):
+        (row,) = collectives(w, sizes=[size], blocks=[2 if w.dry else blocks], kinds=[kind])
+        found = row()
+    distributed._collective.cache_clear()
+    return found | {"what": f"{found['what']} {names}"}
 
 
 KINDS = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -568,14 +594,37 @@ def product(w, kind, m, k, cols, dtype, transfer=None):
 TILE = MatmulConfig(2, 128, cluster=2, buffers=1)
 PUSH, PULL = {"transfer": "push"}, {"transfer": "pull"}
 WIDE = TILE._replace(tile_n=256)
+
+
+def runs(of):
+    """Of pieces of rows; beside fields of Call, values of names of _distributed_products."""
+    kind = _distributed_products.PullGatherPlan
+    return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"run": of})}}
+
+
 WAYS = {
-    "all_gather_matmul": (PUSH, PULL, PULL | {"config": TILE}, PULL | {"config": WIDE}),
-    "matmul_reduce_scatter": (
-        PUSH,
-        PULL,
-        *(way | {"config": tile} for tile in (TILE, WIDE) for way in (PUSH, PULL)),
-    ),
-    "matmul_all_reduce": (PUSH, PULL, PUSH | {"config": TILE}, PUSH | {"config": WIDE}),
+    "all_gather_matmul": {
+        "push": PUSH,
+        "pull": PULL,
+        "pull, a flag for each piece": PULL | runs(1),
+        "pull, a flag for four pieces": PULL | runs(4),
+        "pull, tile 128": PULL | {"config": TILE},
+        "pull, tile 256": PULL | {"config": WIDE},
+    },
+    "matmul_reduce_scatter": {
+        "push": PUSH,
+        "pull": PULL,
+        "push, tile 128": PUSH | {"config": TILE},
+        "pull, tile 128": PULL | {"config": TILE},
+        "push, tile 256": PUSH | {"config": WIDE},
+        "pull, tile 256": PULL | {"config": WIDE},
+    },
+    "matmul_all_reduce": {
+        "push": PUSH,
+        "pull": PULL,
+        "push, tile 128": PUSH | {"config": TILE},
+        "push, tile 256": PUSH | {"config": WIDE},
+    },
 }
 MADE = {
     "all_gather_matmul": distributed_matmul._gathered,
@@ -587,21 +636,15 @@ MADE = {
 def configs(w, dtype="float16"):
     """Products in other ways than they choose: who sends, and tiles."""
     for shape in shapes_of_products(w)[:4]:
-        for kind in KINDS:
-            for way in WAYS[kind]:
-                yield partial(configured, w, kind, *shape, dtype, way)
-
-
-def described(way):
-    """Fields of Call, in words."""
-    words = [f"tile {v.tile_n}" if k == "config" else f"{k} {v}" for k, v in way.items()]
-    return ", ".join(word.removeprefix("transfer ") for word in words)
+        for kind in WAYS:
+            for name, way in WAYS[kind].items():
+                yield partial(configured, w, kind, *shape, dtype, name, way)
 
 
 @contextlib.contextmanager
-def changed(names):
-    """Other values of names of _distributed_products, while kernels are traced."""
-    module = vars(_distributed_products)
+def changed(names, module=_distributed_products):
+    """Other values of names of a module, while kernels are traced."""
+    module = vars(module)
     real = {name: module[name] for name in names}
     module.update(names)
     try:
@@ -610,14 +653,15 @@ def changed(names):
         module.update(real)
 
 
-def configured(w, kind, m, k, cols, dtype, way):
+def configured(w, kind, m, k, cols, dtype, name, way):
     w.say("arrays")
     scatters, gathers = kind == "matmul_reduce_scatter", kind == "all_gather_matmul"
     a, b = w.data((w.n * m if scatters else m, k), dtype, 2), w.data((k, cols), dtype, 3)
     out = w.empty((w.n * m if gathers else m, cols), dtype)
     found = plgpu.ShapeDtypeStruct((), dtype).dtype
     blocks = 2 if w.dry else plgpu.sm_count()
-    call = distributed_matmul.Call(w.mesh, "x", m, k, cols, found, found, blocks, **way)
+    fields = {field: value for field, value in way.items() if field != "changes"}
+    call = distributed_matmul.Call(w.mesh, "x", m, k, cols, found, found, blocks, **fields)
     if gathers:
         all_a, want = w.scratch((w.n * m, k), dtype), w.scratch((w.n * m, cols), "float32")
         w.reference("all_gather", a, all_a, 2)
@@ -626,11 +670,12 @@ def configured(w, kind, m, k, cols, dtype, way):
         want = w.summed(a, b)
         want = w.part(want) if scatters else want
     w.say("ours: a call")
-    f = MADE[kind](call)
-    wrong = w.wrong(f(a, b, out=out), want, 2e-2)
+    with changed(way.get("changes", {})):
+        f = MADE[kind].__wrapped__(call)
+        wrong = w.wrong(f(a, b, out=out), want, 2e-2)
     flop = 2 * (w.n * m if gathers or scatters else m) * k * cols
     took = w.time("ours", lambda: f(a, b, out=out), FEW if flop < 1e12 else 5)
-    what = {"what": f"{kind}, {described(way)}", "size": f"{m} x {k} x {cols}"}
+    what = {"what": f"{kind}, {name}", "size": f"{m} x {k} x {cols}"}
     return what | {"ours": took, "wrong": wrong}
 
 
@@ -822,6 +867,8 @@ SECTIONS = {  # functions, and shares of the time
     "many_launches": (many_launches, 1.5),
     "settings": (settings, 1.5),
     "configs": (configs, 2),
+    "items": (items, 1),
+    "waits": (waits, 1),
     "parts": (parts, 1),
     "bfloat16 products": (lambda w: products(w, "bfloat16"), 1),
 }
