@@ -23,6 +23,7 @@ The blocks of all keys add to dQ in the order of their progress: it differs from
 rounding. The blocks of a head begin at different queries, so that they do not all add to the same
 rows at once."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -39,10 +40,9 @@ from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, w
 from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
-_ROWS = 128  # keys of a block, and queries that are worked on together
-_WORKERS = 2  # gradient threads
-_HALF = _ROWS // _WORKERS  # keys of each
-_REGISTERS = 184, 72  # of a lane: of a gradient thread, of the others
+ROWS = 128  # keys of a block, and queries that are worked on together
+WORKERS = 2  # gradient threads
+_HALF = ROWS // WORKERS  # keys of each
 MOST = 128  # the largest head_dim of this kernel
 
 
@@ -53,86 +53,169 @@ class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True
 
 
-class _Plan:
-    """What follows from a problem and a configuration."""
+class GradientPlan:
+    """What the kernels of five and of seven products have in common."""
 
-    consumers = _WORKERS + 1  # threads besides the one that issues
     axes: dict = {}
+    needs = True, True  # P, dS
 
-    def __init__(self, x, cfg):
-        self.x, self.rotate = x, bool(cfg.rotate)
-        self.tiles = pl.cdiv(x.keys, _ROWS)
-        self.clusters = self.tiles * x.kv_heads * x.batch
+    def __init__(self, x, rows, heads):
+        self.x = x
+        self.tiles = pl.cdiv(rows, ROWS)
+        self.clusters = self.tiles * heads * x.batch
         self.width = pl.cdiv(x.dim, 16) * 16  # elements of a row on the chip
         self.columns = slice(None) if self.width == x.dim else pl.ds(0, self.width)
-        self.chunk = math.gcd(self.width, 32)  # columns of dQ that are stored at a time
-        used = 2 * (2 * _ROWS * self.width + 2 * _ROWS * _ROWS) + 8 * _ROWS * self.chunk
-        slot = 4 * _ROWS * self.width + 8 * _ROWS
-        self.stages = 1 + (used + 2 * slot + 1024 <= SMEM_BYTES)  # slots of the ring
-        # keys that are worked on at a time; ptxas has no registers for more
+        # columns of scores that are worked on at a time; ptxas has no registers for more
         self.part = 4 if x.scores.dropout else 8 if x.scores.adjusted else 16
         self.c = x.scores.factor(x.scale)
 
+    def smem(self, *dims, tile=None):
+        tile = tile or math.gcd(dims[-1], 64)
+        return plgpu.SMEM(dims, self.x.dtype, transforms=swizzled(tile, self.x.dtype))
+
+
+def orders(n=1, **more):
+    return plgpu.Barrier(num_arrivals=n, orders_tensor_core=True, **more)
+
+
+class GradientBlock(WarpSpecialized):
+    """A block whose first threads compute gradients of scores, each of half of the columns. Of the
+    last thread one warp issues the products, another one fetches; a thread between them reduces.
+
+    A lane has a row of the scores. ``locate()`` finds the place of the block, in each role by
+    itself."""
+
+    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+    registers: tuple  # of a lane: of a gradient thread, of the others
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.x, self.refs = plan.x, refs
+        self.ring = Ring(plan.stages, self.full, self.empty)
+
+    def run(self):
+        me, last = lax.axis_index("wg"), self.plan.consumers
+
+        for worker in range(WORKERS):  # slices of tiled memory are known
+
+            @pl.when(me == worker)
+            def _(worker=worker):
+                plgpu.set_max_registers(self.registers[0], action="increase")
+                self.locate()
+                self.gradients(worker)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        if last > WORKERS:
+
+            @pl.when(me == WORKERS)
+            def _():
+                plgpu.set_max_registers(self.registers[1], action="decrease")
+                self.locate()
+                self.reduce()
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me >= last)
+        def _():
+            plgpu.set_max_registers(self.registers[1], action="decrease")
+            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
+
+    def issue(self):
+        warp = lax.axis_index("warp")
+        self.locate()
+        pl.when(warp == 0)(self.producer)
+        pl.when(warp == 1)(self.multiply)
+
+    def probabilities(self, s, dp, tile, lse, delta, hides, keep):
+        """P and dS (those that are needed) of a part of S and dP, refs in tensor memory. hides: may
+        it have hidden pairs? keep(): which are not."""
+        dtype, (needs_p, needs_ds) = self.x.dtype, self.plan.needs
+        s, slope = tile.adjust(plgpu.async_load_tmem(s, layout=self.layout))
+        p = jnp.exp2(s * self.plan.c - lse)
+        p = lax.cond(hides, lambda v: jnp.where(keep(), v, _F32(0)), lambda v: v, p)
+        found = []
+        if needs_ds:
+            dp = tile.drop(plgpu.async_load_tmem(dp, layout=self.layout))
+            ds = p * (dp - delta)
+            found = [(ds if slope is None else ds * slope).astype(dtype)]
+        if needs_p:  # after dP is loaded: what is dropped is computed once
+            found.insert(0, tile.drop(p).astype(dtype))
+        # one part after the other: there are no registers for the scores of several
+        return lax.optimization_barrier(tuple(found))
+
+    def store_sums(self, acc, buffer, target, scale):
+        """The rows of the block are no longer needed: their buffers hold the results."""
+        width = math.gcd(self.plan.width, 64)
+        for c in range(0, self.plan.width, width):
+            value = plgpu.async_load_tmem(acc.at[:, c : c + width], layout=self.layout)
+            buffer[:, c : c + width] = (value * _F32(scale)).astype(self.x.dtype)
+        plgpu.wait_load_tmem()
+        plgpu.commit_smem()
+        there = target.at[self.b, pl.ds(self.row, ROWS), self.head, self.plan.columns]
+        plgpu.copy_smem_to_gmem(buffer, there)
+
+
+class _Plan(GradientPlan):
+    """What follows from a problem and a configuration."""
+
+    consumers = WORKERS + 1  # threads besides the one that issues
+
+    def __init__(self, x, cfg):
+        super().__init__(x, x.keys, x.kv_heads)
+        self.rotate = bool(cfg.rotate)
+        self.chunk = math.gcd(self.width, 32)  # columns of dQ that are stored at a time
+        used = 2 * (2 * ROWS * self.width + 2 * ROWS * ROWS) + 8 * ROWS * self.chunk
+        slot = 4 * ROWS * self.width + 8 * ROWS
+        self.stages = 1 + (used + 2 * slot + 1024 <= SMEM_BYTES)  # slots of the ring
+
     def scratch(self):
-        x, shape = self.x, (_ROWS, self.width)
-
-        def smem(*dims):
-            return plgpu.SMEM(dims, x.dtype, transforms=swizzled(math.gcd(dims[-1], 64), x.dtype))
-
-        def orders(n=1, **more):
-            return plgpu.Barrier(num_arrivals=n, orders_tensor_core=True, **more)
-
-        scores = plgpu.TMEM((_ROWS, _ROWS), jnp.float32)
+        shape, smem = (ROWS, self.width), self.smem
+        scores = plgpu.TMEM((ROWS, ROWS), jnp.float32)
         return {
             "k_smem": smem(*shape),
             "v_smem": smem(*shape),
             "q_smem": smem(self.stages, *shape),
             "grad_smem": smem(self.stages, *shape),
-            "p_smem": smem(_ROWS, _ROWS),
-            "ds_smem": smem(_ROWS, _ROWS),
+            "p_smem": smem(ROWS, ROWS),
+            "ds_smem": smem(ROWS, ROWS),
             "dq_smem": plgpu.SMEM(
-                (2, _ROWS, self.chunk), _F32, transforms=swizzled(self.chunk, np.dtype(_F32))
+                (2, ROWS, self.chunk), _F32, transforms=swizzled(self.chunk, np.dtype(_F32))
             ),
-            "lse_smem": plgpu.SMEM((self.stages, _ROWS), _F32),
-            "delta_smem": plgpu.SMEM((self.stages, _ROWS), _F32),
+            "lse_smem": plgpu.SMEM((self.stages, ROWS), _F32),
+            "delta_smem": plgpu.SMEM((self.stages, ROWS), _F32),
             "s_dq": plgpu.RefUnion([scores], [plgpu.TMEM(shape, jnp.float32)]),
-            "dp_acc": plgpu.TMEM((_ROWS, _ROWS), jnp.float32),
+            "dp_acc": plgpu.TMEM((ROWS, ROWS), jnp.float32),
             "dv_acc": plgpu.TMEM(shape, jnp.float32),
             "dk_acc": plgpu.TMEM(shape, jnp.float32),
             "own_full": plgpu.Barrier(num_arrivals=2),
             "full": plgpu.Barrier(num_arrivals=4, num_barriers=self.stages),
-            "empty": orders(_WORKERS + 1, num_barriers=self.stages),
+            "empty": orders(WORKERS + 1, num_barriers=self.stages),
             "s_ready": orders(),
-            "p_ready": orders(_WORKERS),  # P and dS are stored
+            "p_ready": orders(WORKERS),  # P and dS are stored
             "dq_ready": orders(),
             "dq_read": orders(),
             "sums_ready": orders(),
         }
 
 
-class _Block(WarpSpecialized):
+class _Block(GradientBlock):
     """One block of the kernel, while it is traced."""
 
-    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+    registers = 184, 72
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        x = self.x = plan.x
-        self.refs = refs
         (self.s_acc,), (self.dq_acc,) = self.s_dq
-        self.ring = Ring(plan.stages, self.full, self.empty)
         of_queries = refs.get("low_q"), refs.get("high_q")
-        self.ranges = Ranges(x, False, *of_queries, layout=self.layout)
+        self.ranges = Ranges(plan.x, False, *of_queries, layout=self.layout)
 
     def locate(self):
-        """Finds the place of this block, in each role by itself."""
         x, plan, t = self.x, self.plan, lax.axis_index("cluster")
         tile, rest = lax.rem(t, plan.tiles), lax.div(t, plan.tiles)
         self.head, self.b = lax.rem(rest, x.kv_heads), lax.div(rest, x.kv_heads)
-        self.row = tile * _ROWS
-        last = pl.cdiv(x.queries, _ROWS) - 1
+        self.row = tile * ROWS
+        last = pl.cdiv(x.queries, ROWS) - 1
         of_keys = Ranges(x, True, self.refs.get("low_k"), self.refs.get("high_k"))
-        first, count = of_keys.blocks(self.row, _ROWS, _ROWS)
+        first, count = of_keys.blocks(self.row, ROWS, ROWS)
         # keys that no query sees have one block, in which all pairs are hidden
         self.first, self.count = jnp.minimum(first, last), jnp.maximum(count, 1)
         self.start = tile * self.count // plan.tiles if plan.rotate else jnp.int32(0)
@@ -146,50 +229,20 @@ class _Block(WarpSpecialized):
         block = self.first + lax.rem(lax.rem(it, self.count) + self.start, self.count)
         block = jnp.maximum(block, 0)  # for the compiler to know
         head = self.head * self.x.group + lax.div(it, self.count)
-        return head, pl.multiple_of(block * _ROWS, _ROWS)
-
-    def run(self):
-        me = lax.axis_index("wg")
-
-        for worker in range(_WORKERS):  # slices of tiled memory are known
-
-            @pl.when(me == worker)
-            def _(worker=worker):
-                plgpu.set_max_registers(_REGISTERS[0], action="increase")
-                self.locate()
-                self.gradients(worker)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(me == _WORKERS)
-        def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            self.locate()
-            self.reduce()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(me > _WORKERS)
-        def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
-
-    def issue(self):
-        warp = lax.axis_index("warp")
-        self.locate()
-        pl.when(warp == 0)(self.producer)
-        pl.when(warp == 1)(self.multiply)
+        return head, pl.multiple_of(block * ROWS, ROWS)
 
     # ---- producer and multiplier
 
     def producer(self):
         columns = self.plan.columns
-        keys = self.b, pl.ds(self.row, _ROWS), self.head, columns
+        keys = self.b, pl.ds(self.row, ROWS), self.head, columns
         plgpu.copy_gmem_to_smem(self.k.at[keys], self.k_smem, self.own_full)
         plgpu.copy_gmem_to_smem(self.v.at[keys], self.v_smem, self.own_full)
 
         def fetch(it, _):
             head, query = self.place(it)
             self.ring.acquire(it)
-            slot, rows = self.ring.slot(it), pl.ds(query, _ROWS)
+            slot, rows = self.ring.slot(it), pl.ds(query, ROWS)
             full = self.full.at[slot]
             for ref, at, buffer in (
                 (self.q, (self.b, rows, head, columns), self.q_smem),
@@ -240,11 +293,11 @@ class _Block(WarpSpecialized):
             delta = plgpu.load(self.delta_smem.at[slot], layout=row_layout)
             self.ring.release(it)
             plgpu.barrier_wait(self.s_ready, phase=it)
-            low, high = self.ranges.of_all(query, _ROWS)
+            low, high = self.ranges.of_all(query, ROWS)
             key = self.row + column
             hides = (key < low) | (key + _HALF > high)
             parts = [
-                self.probabilities(column + c, head, query, key + c, lse, delta, hides)
+                self.part(column + c, head, query, key + c, lse, delta, hides)
                 for c in range(0, _HALF, self.plan.part)
             ]
             plgpu.wait_load_tmem()
@@ -261,38 +314,15 @@ class _Block(WarpSpecialized):
         else:
             self.store_sums(self.dk_acc, self.k_smem, self.dk, self.x.scale)
 
-    def probabilities(self, column, head, query, key, lse, delta, hides):
+    def part(self, column, head, query, key, lse, delta, hides):
         """P and dS of some keys, from this column of tensor memory on."""
-        x, n = self.x, self.plan.part
-        shape, at = (_ROWS, n), slice(column, column + n)
-        tile = Tile(
-            x, self.refs, self.b, head, query, key, shape, by_keys=False, layout=self.layout
-        )
-        s = plgpu.async_load_tmem(self.s_acc.at[:, at], layout=self.layout)
-        s, slope = tile.adjust(s)
-        p = jnp.exp2(s * self.plan.c - _along_rows(lse, shape))
-        p = lax.cond(
-            hides,
-            lambda v: jnp.where(self.ranges.keep(query, key, shape), v, _F32(0)),
-            lambda v: v,
-            p,
-        )
-        dp = tile.drop(plgpu.async_load_tmem(self.dp_acc.at[:, at], layout=self.layout))
-        ds = p * (dp - _along_rows(delta, shape))
-        ds = ds if slope is None else ds * slope
-        # one part after the other: there are no registers for the scores of several
-        return lax.optimization_barrier((tile.drop(p).astype(x.dtype), ds.astype(x.dtype)))
-
-    def store_sums(self, acc, buffer, target, scale):
-        """The keys and values are no longer needed: their buffers hold the results."""
-        width = math.gcd(self.plan.width, 64)
-        for c in range(0, self.plan.width, width):
-            value = plgpu.async_load_tmem(acc.at[:, c : c + width], layout=self.layout)
-            buffer[:, c : c + width] = (value * _F32(scale)).astype(self.x.dtype)
-        plgpu.wait_load_tmem()
-        plgpu.commit_smem()
-        there = target.at[self.b, pl.ds(self.row, _ROWS), self.head, self.plan.columns]
-        plgpu.copy_smem_to_gmem(buffer, there)
+        shape = ROWS, self.plan.part
+        place = self.b, head, query, key
+        tile = Tile(self.x, self.refs, *place, shape, by_keys=False, layout=self.layout)
+        s, dp = (ref.at[:, column : column + shape[1]] for ref in (self.s_acc, self.dp_acc))
+        lse, delta = (lax.broadcast_in_dim(v, shape, [0]) for v in (lse, delta))
+        keep = functools.partial(self.ranges.keep, query, key, shape)
+        return self.probabilities(s, dp, tile, lse, delta, hides, keep)
 
     # ---- dQ
 
@@ -312,14 +342,10 @@ class _Block(WarpSpecialized):
                 # the buffer before this one may still be read, unless this is the same one
                 same = chunks % 2 and not c
                 plgpu.wait_smem_to_gmem(0 if same else 1, wait_read_only=True)
-                there = self.dq.at[self.b, head, pl.ds(query, _ROWS), columns]
+                there = self.dq.at[self.b, head, pl.ds(query, ROWS), columns]
                 store(self.dq_smem.at[c % 2], value, there, reduction_op="add")
 
         lax.fori_loop(0, self.steps, step, None)
-
-
-def _along_rows(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])
 
 
 @cached

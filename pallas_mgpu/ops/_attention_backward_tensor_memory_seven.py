@@ -17,7 +17,7 @@ are free, and with them the slot.
 dK and dV of more than 192 columns do not fit beside S and dP: the first kernel runs once for each.
 In the end the results leave through the shared memory of the own rows."""
 
-import math
+import functools
 
 import numpy as np
 
@@ -26,16 +26,14 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_backward_tensor_memory import ROWS, WORKERS, GradientBlock, GradientPlan, orders
 from ._attention_scores import Ranges, Tile
-from ._common import Ring, WarpSpecialized, overlap_launches, swizzled, warp_specialized
+from ._common import overlap_launches, warp_specialized
 from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
-_ROWS = 128  # own rows of a block
 _BLOCK = 64  # passing rows
-_WORKERS = 2  # gradient threads
-_HALF = _BLOCK // _WORKERS  # columns of each
-_REGISTERS = 208, 80  # of a lane: of a gradient thread, of the others
+_HALF = _BLOCK // WORKERS  # columns of each gradient thread
 _COLUMNS = 512  # of tensor memory
 MOST = 256  # the largest head_dim
 
@@ -45,84 +43,68 @@ def splits(x):
     return 2 * (pl.cdiv(x.dim, 16) * 16 + _BLOCK) > _COLUMNS
 
 
-class _Plan:
+class _Plan(GradientPlan):
     """Of a kernel; sums: what it computes, ("dk", "dv"), one of them, or ("dq",)."""
 
-    consumers = _WORKERS  # threads besides the one that issues
-    axes: dict = {}
+    consumers = WORKERS  # threads besides the one that issues
 
     def __init__(self, x, sums):
-        self.x, self.sums, self.by_keys = x, sums, "dq" not in sums
+        self.sums, self.by_keys = sums, "dq" not in sums
         rows, self.heads = (x.keys, x.kv_heads) if self.by_keys else (x.queries, x.heads)
-        self.tiles = pl.cdiv(rows, _ROWS)
-        self.clusters = self.tiles * self.heads * x.batch
-        self.width = pl.cdiv(x.dim, 16) * 16  # elements of a row on the chip
-        self.columns = slice(None) if self.width == x.dim else pl.ds(0, self.width)
-        self.needs = "dv" in sums, sums != ("dv",)  # P, dS
-        used = 4 * _ROWS * self.width + 2 * _ROWS * _BLOCK * sum(self.needs)
+        super().__init__(x, rows, self.heads)
+        self.needs = "dv" in sums, sums != ("dv",)
+        used = 4 * ROWS * self.width + 2 * ROWS * _BLOCK * sum(self.needs)
         slot = 4 * _BLOCK * self.width + 8 * _BLOCK
         self.stages = min((SMEM_BYTES - 1024 - used) // slot, 3)
         fits = len(sums) * self.width + 4 * _BLOCK <= _COLUMNS
         self.buffers = 1 + (fits and self.stages > 1)  # of S and dP
-        # columns that are worked on at a time; ptxas has no registers for more
-        self.part = 4 if x.scores.dropout else 8 if x.scores.adjusted else 16
-        self.c = x.scores.factor(x.scale)
 
     def scratch(self):
-        def smem(*dims, tile=None):
-            tile = tile or math.gcd(self.width, 64)
-            return plgpu.SMEM(dims, self.x.dtype, transforms=swizzled(tile, self.x.dtype))
-
-        def orders(n=1, **more):
-            return plgpu.Barrier(num_arrivals=n, orders_tensor_core=True, **more)
-
-        scores = plgpu.TMEM((self.buffers, _ROWS, _BLOCK), jnp.float32)
+        smem = self.smem
+        scores = plgpu.TMEM((self.buffers, ROWS, _BLOCK), jnp.float32)
         found = {
-            "own_smem": smem(2, _ROWS, self.width),  # K and V, or Q and dO
+            "own_smem": smem(2, ROWS, self.width),  # K and V, or Q and dO
             "first_smem": smem(self.stages, _BLOCK, self.width),  # Q, or K
             "second_smem": smem(self.stages, _BLOCK, self.width),  # dO, or V
             "s_acc": scores,
             "dp_acc": scores,
             "own_full": plgpu.Barrier(num_arrivals=2),
             "s_ready": orders(num_barriers=self.buffers),
-            "p_ready": orders(_WORKERS),  # P and dS are stored, S and dP loaded
+            "p_ready": orders(WORKERS),  # P and dS are stored, S and dP loaded
             "p_free": orders(),
         }
         for name in self.sums:
-            found[f"{name}_acc"] = plgpu.TMEM((_ROWS, self.width), jnp.float32)
+            found[f"{name}_acc"] = plgpu.TMEM((ROWS, self.width), jnp.float32)
         for name, needed in zip(("p_smem", "ds_smem"), self.needs):
-            found |= {name: smem(_ROWS, _BLOCK, tile=_HALF)} if needed else {}
+            found |= {name: smem(ROWS, _BLOCK, tile=_HALF)} if needed else {}
         copies, releases = 2, 1
         if self.by_keys:  # statistics pass, too
             found["lse_smem"] = plgpu.SMEM((self.stages, _BLOCK), _F32)
             found["delta_smem"] = plgpu.SMEM((self.stages, _BLOCK), _F32)
-            copies, releases = 4, 1 + _WORKERS
+            copies, releases = 4, 1 + WORKERS
         found["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
         return found | {"empty": orders(releases, num_barriers=self.stages)}
 
 
-class _Block(WarpSpecialized):
+class _Block(GradientBlock):
     """One block of a kernel, while it is traced."""
 
-    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
+    registers = 208, 80
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        self.x, self.refs = plan.x, refs
-        self.ring = Ring(plan.stages, self.full, self.empty)
         arrays = refs.get("low"), refs.get("high")
         self.ranges = Ranges(plan.x, plan.by_keys, *arrays, layout=self.layout)
 
     def locate(self):
-        """Finds the place of this block, in each role by itself."""
         x, plan, t = self.x, self.plan, lax.axis_index("cluster")
         tile, rest = lax.rem(t, plan.tiles), lax.div(t, plan.tiles)
         self.head, self.b = lax.rem(rest, plan.heads), lax.div(rest, plan.heads)
         if x.causal and not plan.by_keys:  # the longest tiles first: early keys, late queries
             tile = plan.tiles - 1 - tile
-        self.row = tile * _ROWS
+        self.row = tile * ROWS
         last = pl.cdiv(x.queries if plan.by_keys else x.keys, _BLOCK) - 1
-        first, count = self.ranges.blocks(self.row, _ROWS, _BLOCK)
+        first, count = self.ranges.blocks(self.row, ROWS, _BLOCK)
         # rows that see nothing have one block, in which all pairs are hidden
         self.first, self.count = jnp.minimum(first, last), jnp.maximum(count, 1)
         self.steps = self.count * x.group if plan.by_keys else self.count
@@ -139,29 +121,6 @@ class _Block(WarpSpecialized):
         block = jnp.maximum(block, 0)  # for the compiler to know
         return head, passing, pl.multiple_of(block * _BLOCK, _BLOCK)
 
-    def run(self):
-        me = lax.axis_index("wg")
-
-        for worker in range(_WORKERS):  # slices of tiled memory are known
-
-            @pl.when(me == worker)
-            def _(worker=worker):
-                plgpu.set_max_registers(_REGISTERS[0], action="increase")
-                self.locate()
-                self.gradients(worker)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(me == _WORKERS)
-        def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
-
-    def issue(self):
-        warp = lax.axis_index("warp")
-        self.locate()
-        pl.when(warp == 0)(self.producer)
-        pl.when(warp == 1)(self.multiply)
-
     # ---- producer and multiplier
 
     def producer(self):
@@ -169,7 +128,7 @@ class _Block(WarpSpecialized):
         own = (self.k, self.v) if by_keys else (self.q, self.grad)
         passing = (self.q, self.grad) if by_keys else (self.k, self.v)
         for k, source in enumerate(own):
-            at = self.b, pl.ds(self.row, _ROWS), self.head, columns
+            at = self.b, pl.ds(self.row, ROWS), self.head, columns
             plgpu.copy_gmem_to_smem(source.at[at], self.own_smem.at[k], self.own_full)
 
         def fetch(it, _):
@@ -232,7 +191,7 @@ class _Block(WarpSpecialized):
     def gradients(self, me):
         by_keys, buffers = self.plan.by_keys, self.plan.buffers
         column = me * _HALF
-        rows = pl.ds(pl.multiple_of(self.row, _ROWS), _ROWS)
+        rows = pl.ds(pl.multiple_of(self.row, ROWS), ROWS)
         own = (
             ()
             if by_keys
@@ -245,7 +204,7 @@ class _Block(WarpSpecialized):
             if by_keys:
                 self.ring.wait(it)
             plgpu.barrier_wait(self.s_ready.at[buffer], phase=lax.div(it, buffers))
-            low, high = self.ranges.of_all(self.row, _ROWS)
+            low, high = self.ranges.of_all(self.row, ROWS)
             hides = (passing + column < low) | (passing + (column + _HALF) > high)
             parts = []
             for c in range(column, column + _HALF, self.plan.part):
@@ -253,7 +212,7 @@ class _Block(WarpSpecialized):
                     self.statistic(x.at[slot, c : c + self.plan.part], 0)
                     for x in (self.lse_smem, self.delta_smem)
                 ]
-                parts.append(self.probabilities(buffer, c, head, passing + c, of_part, hides))
+                parts.append(self.part(buffer, c, head, passing + c, of_part, hides))
             plgpu.wait_load_tmem()
             if by_keys:
                 self.ring.release(it)
@@ -279,43 +238,21 @@ class _Block(WarpSpecialized):
         """lse or delta, with the axis along which it is the same."""
         return plgpu.load(ref, layout=self.layout.reduce(axis)), 1 - axis
 
-    def probabilities(self, buffer, column, head, passing, statistics, hides):
-        """P and dS (those that are needed) of some columns."""
-        x, n, by_keys = self.x, self.plan.part, self.plan.by_keys
-        shape, at = (_ROWS, n), slice(column, column + n)
+    def part(self, buffer, column, head, passing, statistics, hides):
+        """P and dS of some columns."""
+        shape, place = (ROWS, self.plan.part), (self.b, head, self.row, passing)
+        by_keys, layout = self.plan.by_keys, self.layout
+        tile = Tile(self.x, self.refs, *place, shape, by_keys=by_keys, layout=layout)
+        at = slice(None), slice(column, column + shape[1])
+        s, dp = (ref.at[buffer, *at] for ref in (self.s_acc, self.dp_acc))
         lse, delta = (lax.broadcast_in_dim(v, shape, [axis]) for v, axis in statistics)
-        place = self.b, head, self.row, passing
-        tile = Tile(x, self.refs, *place, shape, by_keys=by_keys, layout=self.layout)
-        s = plgpu.async_load_tmem(self.s_acc.at[buffer, :, at], layout=self.layout)
-        s, slope = tile.adjust(s)
-        p = jnp.exp2(s * self.plan.c - lse)
-        p = lax.cond(
-            hides,
-            lambda v: jnp.where(self.ranges.keep(self.row, passing, shape), v, _F32(0)),
-            lambda v: v,
-            p,
-        )
-        found = [tile.drop(p).astype(x.dtype)] if self.plan.needs[0] else []
-        if self.plan.needs[1]:
-            dp = tile.drop(plgpu.async_load_tmem(self.dp_acc.at[buffer, :, at], layout=self.layout))
-            ds = p * (dp - delta)
-            ds = ds if slope is None else ds * slope
-            found.append(ds.astype(x.dtype))
-        # one part after the other: there are no registers for the scores of several
-        return lax.optimization_barrier(tuple(found))
+        keep = functools.partial(self.ranges.keep, self.row, passing, shape)
+        return self.probabilities(s, dp, tile, lse, delta, hides, keep)
 
     def store_sum(self, name):
-        """The own rows are no longer needed: their buffers hold the results."""
         buffer = self.own_smem.at[int(name == "dv")]
         scale = 1 if name == "dv" else self.x.scale
-        acc, width = getattr(self, f"{name}_acc"), math.gcd(self.plan.width, 64)
-        for c in range(0, self.plan.width, width):
-            value = plgpu.async_load_tmem(acc.at[:, c : c + width], layout=self.layout)
-            buffer[:, c : c + width] = (value * _F32(scale)).astype(self.x.dtype)
-        plgpu.wait_load_tmem()
-        plgpu.commit_smem()
-        at = self.b, pl.ds(self.row, _ROWS), self.head, self.plan.columns
-        plgpu.copy_smem_to_gmem(buffer, getattr(self, name).at[at])
+        self.store_sums(getattr(self, f"{name}_acc"), buffer, getattr(self, name), scale)
 
 
 @cached
