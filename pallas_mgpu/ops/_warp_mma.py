@@ -106,6 +106,9 @@ class _Plan:
         self.steps = pl.cdiv(x.k, cfg.step)
         self.group = min(cfg.group, self.tiles_m)
         self.chunk = 128 // x.out_dtype.itemsize  # columns that are stored at once
+        plain_odd = x.n * x.out_dtype.itemsize % 16 and x.activation is None and not self.by_tma
+        if cfg.tile_m == cfg.tile_n == 128 and not plain_odd:
+            self.chunk //= 2  # else registers spill; odd rows take longer so where they do not
         slot = (cfg.tile_m + cfg.tile_n) * cfg.step * x.dtypes[0].itemsize
         most = (room_of_block(target) - 256) // slot
         self.stages = min(cfg.stages or max(2, min(most, 8)), self.steps + 1)
