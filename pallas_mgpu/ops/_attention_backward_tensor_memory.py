@@ -200,10 +200,10 @@ class _Plan(GradientPlan):
 class _Block(GradientBlock):
     """One block of the kernel, while it is traced."""
 
-    registers = 184, 72
-
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
+        # rows that are padded on the chip take registers of those that fetch and reduce
+        self.registers = (176, 80) if plan.width > plan.x.dim else (184, 72)
         (self.s_acc,), (self.dq_acc,) = self.s_dq
         of_queries = refs.get("low_q"), refs.get("high_q")
         self.ranges = Ranges(plan.x, False, *of_queries, layout=self.layout)
