@@ -60,7 +60,7 @@ struct pm_gen {
   const uint32_t *number; /* per value: as the graph's text form has it */
   uint32_t next_name;     /* above those */
   pm_opid *next_copy;     /* per op: the copy after it in its run (expect.c) */
-  bool *is_expected;      /* per op: the first copy of its run has told its bytes */
+  bool *is_expected;      /* per op: the first copy of its run announced its bytes */
   bool *one_expect;       /* per value: a barrier that counts one arrival for each run */
   PM_VEC(struct pm_issued {
     const char *text;

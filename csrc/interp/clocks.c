@@ -180,7 +180,7 @@ void pm_race_fence(pm_machine *m, const thread *t, bool by_author) {
   vclock *c = clock_of(m, t);
   for (uint32_t k = 0; k < c->n; k++) {
     c->at[k].at[FENCED] = c->at[k].at[SEEN];
-    if (by_author) c->at[k].at[TOLD] = c->at[k].at[SEEN];
+    if (by_author) c->at[k].at[BY_AUTHOR] = c->at[k].at[SEEN];
   }
   const uint32_t warps = m->has_warps && !t->of ? WARPS : 0;
   for (uint32_t w = 0; w <= warps; w++) {
@@ -245,7 +245,7 @@ void pm_race_enter_section(pm_machine *m, const thread *t) {
 }
 
 void pm_race_await_kernels(pm_machine *m, const thread *t) {
-  raise_to(m->races, clock_of(m, t), EARLIER_KERNELS, SEEN, TOLD, 1);
+  raise_to(m->races, clock_of(m, t), EARLIER_KERNELS, SEEN, BY_AUTHOR, 1);
 }
 
 /* Loads from tensor memory are complete when they were awaited: like what engines did, they are so
@@ -287,7 +287,7 @@ void pm_race_phase(pm_machine *m, const barrier *b, bool copied) {
   clear(&o->open);
   o->phases++;
   if (!copied) return;
-  raise_to(m->races, &o->done, pm_race_barrier_id(m, COPIES, b), SEEN, TOLD, o->phases);
+  raise_to(m->races, &o->done, pm_race_barrier_id(m, COPIES, b), SEEN, BY_AUTHOR, o->phases);
   raise_to(m->races, &o->done, pm_race_barrier_id(m, REMOTE, b), SEEN, SEEN, o->phases);
 }
 
@@ -325,7 +325,7 @@ static void join_block(pm_machine *m, vclock *to, const vclock *from, const bloc
 
 /* The products are complete, and so is what their issuer, which may be a warp of the owner, knew of
  * when it issued them: they waited for it. The arrival in the other block has no known scope:
- * there, what engines did counts, and what agents of that block had told the issuer. */
+ * there, what engines did counts, and what the issuer had learned from agents of that block. */
 void pm_race_commit(pm_machine *m, const task *k, const barrier *b) {
   const bool own = b->block == k->owner->block;
   vclock *to = &order_of(m, b)->open;
@@ -358,12 +358,12 @@ void pm_race_stores_done(pm_machine *m, const thread *t, const thread *owner, in
                          bool read_only) {
   vclock *c = clock_of(m, t);
   const uint32_t time = (uint32_t)pm_max(done, 0);
-  raise_to(m->races, c, pm_race_agent_id(m, STORE_READS, owner), SEEN, TOLD, time);
-  if (!read_only) raise_to(m->races, c, pm_race_agent_id(m, STORES, owner), SEEN, TOLD, time);
+  raise_to(m->races, c, pm_race_agent_id(m, STORE_READS, owner), SEEN, BY_AUTHOR, time);
+  if (!read_only) raise_to(m->races, c, pm_race_agent_id(m, STORES, owner), SEEN, BY_AUTHOR, time);
 }
 
 void pm_race_product_done(pm_machine *m, const thread *t, const task *k) {
-  raise_to(m->races, clock_of(m, t), pm_race_agent_id(m, PRODUCTS, t), SEEN, TOLD, k->number);
+  raise_to(m->races, clock_of(m, t), pm_race_agent_id(m, PRODUCTS, t), SEEN, BY_AUTHOR, k->number);
 }
 
 /* ---- semaphores --------------------------------------------------------------------------- */

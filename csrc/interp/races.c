@@ -112,7 +112,7 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
     case SAME_BYTES:
       snprintf(buf, n, "both write the same bytes, so their order makes no difference here");
       return;
-    case TOLD:
+    case BY_AUTHOR:
       snprintf(buf, n, "the fence between them was inserted: call plgpu.commit_smem() there");
       return;
     case FENCED:
@@ -506,8 +506,8 @@ static step end(tracker *x) {
     return pm_fail(x->m->err, PM_E_MEMORY, "no memory to look for races"), STEP_FAIL;
   }
   const touching *t = &x->touching;
-  if (!t->write.event && !t->since.event && !t->told.event) return STEP_NEXT;
-  note_conflict(x, &t->told);
+  if (!t->write.event && !t->since.event && !t->by_author.event) return STEP_NEXT;
+  note_conflict(x, &t->by_author);
   if (report(x, &t->write) == STEP_FAIL) return STEP_FAIL;
   return report(x, &t->since);
 }

@@ -9,7 +9,7 @@
  * engines do to SMEM for it, after plain stores and after plain loads; the same after plain
  * stores, where only the commit_smem calls of the kernel's author count; before its accesses to
  * tensor memory, and what will be once it has waited on a barrier with orders_tensor_core. */
-enum view { SEEN, FENCED, DRAINED, TOLD, CARRIED, TENSOR, VIEWS, SAME_BYTES = VIEWS };
+enum view { SEEN, FENCED, DRAINED, BY_AUTHOR, CARRIED, TENSOR, VIEWS, SAME_BYTES = VIEWS };
 
 struct seen {
   uint32_t id, at[VIEWS];
@@ -161,7 +161,7 @@ typedef struct touching {
   uint32_t number;     /* of the event */
   bool engine;         /* to SMEM, by the async proxy */
   bool others;         /* the grid has other points */
-  conflict write, since, told;
+  conflict write, since, by_author;
   uint32_t fine_write, fine_since; /* what was looked at last, without a conflict */
   uint32_t grown_from, grown_to;   /* what a list became */
   uint32_t n_done;                 /* of shadow.done */
@@ -204,7 +204,7 @@ typedef struct tracker {
 
 bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
                             const located *s, int touch);
-/* The store that was told of last has been made. */
+/* The store that was reported last has been made. */
 step pm_race_stored(pm_machine *m);
 void pm_race_element(tracker *x, const char *at, size_t bytes);
 step pm_race_end_elements(tracker *x);

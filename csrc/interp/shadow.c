@@ -190,8 +190,8 @@ static bool compare(touching *x, conflict *c, uint32_t number, size_t from, size
     note(c, number, is_ordered(x, e, SEEN) ? v : SEEN, from, to);
     return false;
   }
-  if (v != FENCED || is_ordered(x, e, TOLD)) return true;
-  note(&x->told, number, TOLD, from, to);
+  if (v != FENCED || is_ordered(x, e, BY_AUTHOR)) return true;
+  note(&x->by_author, number, BY_AUTHOR, from, to);
   return false;
 }
 

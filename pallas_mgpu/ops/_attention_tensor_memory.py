@@ -261,7 +261,7 @@ class _Block(WarpSpecialized):
             new = jnp.where(grown, new, m)
             base = jnp.where(new == _MASKED, _F32(0), new * self.plan.c)
             alpha = jnp.exp2(m * self.plan.c - base)
-            self.tell(me, j, alpha)
+            self.announce(me, j, alpha)
             sums = sums * alpha
             for c in range(0, self.plan.block, _PART):  # few registers at a time
                 p = self.exponentials(s[:, c : c + _PART], base)
@@ -279,7 +279,7 @@ class _Block(WarpSpecialized):
             start = end
         m, sums = carry
         sums = self.total(m, sums)
-        self.tell(me, n, self.reciprocal(sums))
+        self.announce(me, n, self.reciprocal(sums))
         plgpu.barrier_wait(self.factors_read.at[me], phase=n)
         if self.x.return_lse:
             base = jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
@@ -287,7 +287,7 @@ class _Block(WarpSpecialized):
             at = jnp.arange(_ROWS) + row
             pl.store(self.lse.at[self.batch, self.head], (at,), lse, mask=at < self.x.queries)
 
-    def tell(self, me, j, factors):
+    def announce(self, me, j, factors):
         """What the correction multiplies O with."""
         pl.when(j > 0)(lambda: plgpu.barrier_wait(self.factors_read.at[me], phase=j - 1))
         self.factors[me] = factors

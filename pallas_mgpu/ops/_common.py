@@ -290,7 +290,7 @@ class CountedTiles:
         except NotImplementedError:
             return t
 
-    def tell(self, w, t):
+    def announce(self, w, t):
         self.scheduler.broadcast(t, w)
         return t if self.scheduler.free is None else self.scheduler.receive(w, release=False)
 
@@ -308,9 +308,9 @@ class CountedTiles:
             else:
                 taken = self.take(t)
                 carry = work(t, carry)
-            return w + 1, self.tell(w + 1, taken + self.clusters), carry
+            return w + 1, self.announce(w + 1, taken + self.clusters), carry
 
-        start = jnp.int32(0), self.tell(jnp.int32(0), self.first), carry
+        start = jnp.int32(0), self.announce(jnp.int32(0), self.first), carry
         w, t, carry = lax.while_loop(lambda x: x[1] < self.total, step, start)
         if beyond:
             carry = work(t, carry)
@@ -318,10 +318,10 @@ class CountedTiles:
         plgpu.barrier_wait(read.at[w % ahead])
         for k in range(1, ahead):
 
-            def await_heard(k=k):
+            def await_read(k=k):
                 plgpu.barrier_wait(read.at[(w + (ahead - k)) % ahead])
 
-            pl.when(some and k == 1 or w > k - 1)(await_heard)
+            pl.when(some and k == 1 or w > k - 1)(await_read)
         return carry
 
     def tile(self, w):

@@ -35,12 +35,12 @@ class _Drained:
         others = [(self.me + k) % self.size for k in range(1, self.size)]
         plgpu.barrier_wait(self.drained)
         for d in others:
-            self.tell(d, p.done)
+            self.signal(d, p.done)
 
         @pl.when(self.block == 0)
         def _():
             for d in others:
-                self.hear(d, p.done, p.blocks)
+                self.await_signal(d, p.done, p.blocks)
             self.next_epoch[0] = self.epoch + 1
 
     def consumer(self, me):
@@ -116,11 +116,11 @@ class _OwnSums(products.DeviceBlock):
             row, col = self.corner(t)
             chunk = row // p.chunk_rows
 
-            def hear(k):
+            def await_signal(k):
                 other = k + (self.me <= k).astype(jnp.int32)
-                self.hear(other, chunk)
+                self.await_signal(other, chunk)
 
-            products.each(0, self.size - 1, hear)
+            products.each(0, self.size - 1, await_signal)
 
             def total(c):
                 at = pl.ds(row + me * 64, 64), pl.ds(col + c * p.chunk, p.chunk)

@@ -227,7 +227,7 @@ class DeviceBlock(_Block):
     def on(self, ref, device):
         return plgpu.remote_ref(ref, {self.axis: device})
 
-    def tell(self, device, flag):
+    def signal(self, device, flag):
         """Raises this device's flag of a kind on another one."""
         plgpu.semaphore_signal(self.flags.at[flag, 0, self.me], device_id={self.axis: device})
 
@@ -244,7 +244,7 @@ class DeviceBlock(_Block):
         # the compiler cannot tell that it is in bounds
         return jnp.clip(x - (x > device).astype(jnp.int32), 0, self.size - 2)
 
-    def hear(self, device, flag, times=1, n=None):
+    def await_signal(self, device, flag, times=1, n=None):
         """Waits until `device` has raised its flag n times in this launch; it does so `times` times
         in each one. n: all of them by default."""
         target = self.epoch * times if n is None else (self.epoch - 1) * times + n
@@ -433,7 +433,7 @@ class GatherBlock(DeviceBlock):
 
             @pl.when(~own & ((s == 0) | ((first + s) % p.slab == 0)))
             def _():
-                self.hear(shard, cell, p.runs_of(band))
+                self.await_signal(shard, cell, p.runs_of(band))
 
         arrival = jnp.maximum(t // p.tiles, 1) - 1  # the shards of others, in this order
         sources = [(own, self.a), (~own, self.arrivals(arrival))]
@@ -479,7 +479,7 @@ class GatherBlock(DeviceBlock):
                 trips,
                 lambda j: self.a.at[place(j)[1]],
                 lambda j: [target.at[place(j)[1]]],
-                lambda j: there(j, lambda cell: self.tell(to, cell)),
+                lambda j: there(j, lambda cell: self.signal(to, cell)),
             )
 
         each(1, self.size, send)
@@ -524,7 +524,7 @@ class PullGatherBlock(GatherBlock):
 
         def fetch(step):
             source = step_on(step)
-            self.hear(source, p.begun)
+            self.await_signal(source, p.begun)
             self.carry(
                 self.pieces,
                 trips * (step - 1),
@@ -533,13 +533,13 @@ class PullGatherBlock(GatherBlock):
                 lambda j: [self.arrivals(step - 1).at[place(j)[1]]],
                 lambda j: there(j, lambda cell: self.raised(source, cell)),
             )
-            self.tell(source, p.fetched)
+            self.signal(source, p.fetched)
 
         first = self.block == 0
-        pl.when(first)(lambda: each(1, self.size, lambda k: self.tell(step_on(k), p.begun)))
+        pl.when(first)(lambda: each(1, self.size, lambda k: self.signal(step_on(k), p.begun)))
         each(1, self.size, fetch)
         pl.when(first)(
-            lambda: each(1, self.size, lambda k: self.hear(step_on(k), p.fetched, p.blocks))
+            lambda: each(1, self.size, lambda k: self.await_signal(step_on(k), p.fetched, p.blocks))
         )
 
 
@@ -696,8 +696,8 @@ class SumBlock(DeviceBlock):
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
 
-    def carry_share(self, before, source, target, told, arrived=None):
-        """A block's share of a tile, from a place (memory, number in it) to another one. told():
+    def carry_share(self, before, source, target, signals, arrived=None):
+        """A block's share of a tile, from a place (memory, number in it) to another one. signals():
         is called when a chunk is there. before: shares carried before."""
         p = self.plan
         of_chunk = p.consumers * p.pieces
@@ -713,7 +713,7 @@ class SumBlock(DeviceBlock):
             n,
             lambda j: piece(*source, jnp.minimum(j, n - 1)),  # it is not beyond
             lambda j: [piece(*target, j)],
-            lambda j: pl.when(j % of_chunk == of_chunk - 1)(told),
+            lambda j: pl.when(j % of_chunk == of_chunk - 1)(signals),
             arrived,
         )
 
@@ -722,7 +722,7 @@ class SumBlock(DeviceBlock):
         device, unit = self.part(t, False), self.unit(t)
         source = self.waiting.at[w % _WAITING], self.block
         there = self.on(self.staging, device).at[self.half, self.among(self.me, device)]
-        self.carry_share(w, source, (there, unit), lambda: self.tell(device, unit))
+        self.carry_share(w, source, (there, unit), lambda: self.signal(device, unit))
 
     def outgoing(self, w, c, me):
         """Where a consumer's part of chunk c of tile w is to be left."""
@@ -734,19 +734,19 @@ class SumBlock(DeviceBlock):
     def listener(self):
         p, tiles = self.plan, self.tiles()
 
-        def hear(t, k):
+        def await_signal(t, k):
             pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
             for c in range(p.chunks):
                 each(
                     0,
                     self.size - 1,
-                    lambda k, c=c: self.hear(self.other(k), self.unit(t), p.chunks, c + 1),
+                    lambda k, c=c: self.await_signal(self.other(k), self.unit(t), p.chunks, c + 1),
                 )
                 plgpu.barrier_arrive(self.came.at[c])
 
         def step(w, k):
             t = tiles.tile(w)
-            pl.when(self.summed(t))(lambda: hear(t, k))
+            pl.when(self.summed(t))(lambda: await_signal(t, k))
             return k + self.summed(t).astype(jnp.int32)
 
         k = lax.fori_loop(self.sends(), tiles.count(), step, jnp.int32(0))
@@ -878,8 +878,10 @@ class EverySumBlock(SumBlock):
         p, sends = self.plan, self.sends()
         before = self.carried() - sends * (p.rows // p.result_piece[0])
         self.each_filled(sends, self.filled_tiles(), lambda w: self.carry_sums(w, before))
-        each(1, self.size, lambda k: self.tell((self.me + k) % self.size, p.units))
-        each(1, self.size, lambda k: self.hear((self.me + k) % self.size, p.units, p.blocks))
+        each(1, self.size, lambda k: self.signal((self.me + k) % self.size, p.units))
+        each(
+            1, self.size, lambda k: self.await_signal((self.me + k) % self.size, p.units, p.blocks)
+        )
 
 
 class PullSumPlan(SumPlan):
@@ -920,7 +922,7 @@ class PullSumBlock(SumBlock):
     def carry_summands(self, w):
         """They are fetched."""
         t = self.tiles().tile(w)
-        self.tell(self.part(t, False), self.plan.ready + self.unit(t))
+        self.signal(self.part(t, False), self.plan.ready + self.unit(t))
 
     def carried(self):
         return 0
@@ -944,7 +946,7 @@ class PullSumBlock(SumBlock):
 
             def share(i, _):
                 unit = self.unit(tiles.tile(sends + i))
-                self.hear(source, p.ready + unit)
+                self.await_signal(source, p.ready + unit)
                 self.carry_share(
                     (step - 1) * own + i,
                     (there, unit),

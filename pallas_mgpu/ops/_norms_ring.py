@@ -78,7 +78,7 @@ class Plan:
     def chunks_of(self, pair):
         return (self.chunks - pair + (self.pairs - 1)) // self.pairs
 
-    def turning(self, held):
+    def rotating(self, held):
         """Parts what registers hold for each chunk: for the first ones, with which a loop unrolls
         `unroll` chunks and moves on what the registers hold, and for the others."""
         of_all = self.whole // self.pairs
@@ -191,29 +191,29 @@ class Segment:
             return carry
         return lax.cond(self.has_tail, lambda c: one(self.mine, c, p.tail), lambda c: c, carry)
 
-    def each_with(self, turning, fixed, step):
+    def each_with(self, rotating, fixed, step):
         """step(j, number of the chunk in the row, its elements, what registers hold for it), j from
-        0. turning, fixed: see Plan.turning. Returns turning, for the next row."""
+        0. rotating, fixed: see Plan.rotating. Returns rotating, for the next row."""
         p = self.p
 
         def one(j, have, size=p.chunk):
             step(j, self.pair + j * p.pairs, size, have)
 
-        def some(i, turning):
+        def some(i, rotating):
             for j in range(p.unroll):
-                one(i * p.unroll + j, turning[j])
-            return turning[p.unroll :] + turning[: p.unroll]
+                one(i * p.unroll + j, rotating[j])
+            return rotating[p.unroll :] + rotating[: p.unroll]
 
-        of_all, first = p.whole // p.pairs, len(turning)
-        if turning:
-            turning = lax.fori_loop(0, first // p.unroll, some, turning)
+        of_all, first = p.whole // p.pairs, len(rotating)
+        if rotating:
+            rotating = lax.fori_loop(0, first // p.unroll, some, rotating)
         for j in range(first, of_all):
             one(j, fixed[j - first])
         if p.whole % p.pairs:
             pl.when(self.mine > of_all)(lambda: one(of_all, fixed[of_all - first]))
         if p.tail:
             pl.when(self.has_tail)(lambda: one(self.mine, None, p.tail))
-        return turning
+        return rotating
 
 
 class _Block(WarpSpecialized):
@@ -323,17 +323,17 @@ class _Block(WarpSpecialized):
         if p.kept:
             plgpu.set_max_registers(p.writer_registers, action="increase")
             held = [self.keep(pair, j) for j in range(pl.cdiv(p.whole, p.pairs))]
-        turning, fixed = p.turning(held)
+        rotating, fixed = p.rotating(held)
         write = functools.partial(self.write_row, pair, fixed)
         self.copy_vectors(jnp.int32(0), pair)
-        rows, _ = self.tiles.consume(write, (jnp.int32(0), turning))
+        rows, _ = self.tiles.consume(write, (jnp.int32(0), rotating))
         self.await_vectors(jnp.clip(rows, 0, p.rows) * Segment(p, pair).mine, pair)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.ring(pair).release(self.before(rows, pair) - 1)
 
     def write_row(self, pair, fixed, row, carry):
-        """carry: rows of this block before, and what Plan.turning says."""
-        p, op, (w, turning) = self.plan, self.plan.x.op(), carry
+        """carry: rows of this block before, and what Plan.rotating says."""
+        p, op, (w, rotating) = self.plan, self.plan.x.op(), carry
         segment, it0 = Segment(p, pair), self.before(w, pair)
         self.stats_ring.wait(w)
         box = self.stats_smem.at[self.stats_ring.slot(w)]
@@ -372,10 +372,10 @@ class _Block(WarpSpecialized):
                 ring.release(it - 1)
 
         if p.kept:
-            turning = segment.each_with(turning, fixed, write)
+            rotating = segment.each_with(rotating, fixed, write)
         else:
             segment.each(lambda j, k, size, _: write(j, k, size, None), None)
-        return w + 1, turning
+        return w + 1, rotating
 
     # ---- parts of a chunk: groups, of 16 bytes for every lane
 

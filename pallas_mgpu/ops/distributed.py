@@ -71,7 +71,7 @@ class Workers:
     def on(self, ref, device):
         return plgpu.remote_ref(ref, {self.axis: device})
 
-    def tell(self, kind, times=1):
+    def signal(self, kind, times=1):
         """All other devices: what this worker did before is done."""
         flag = self.flags.at[self.number, kind, self.me]
         signals = [
@@ -79,8 +79,8 @@ class Workers:
         ]
         plgpu.semaphore_signal_parallel(*signals)
 
-    def hear(self, kind, item=0):
-        """Wait until all others have told it in this launch, or of this item of it."""
+    def await_all(self, kind, item=0):
+        """Waits until all others have signalled in this launch, or for this item of it."""
 
         def wait(k):
             flag = self.flags.at[self.number, kind, (self.me + k) % self.size]
@@ -89,8 +89,8 @@ class Workers:
         each(1, self.size, wait)
 
     def meet(self, kind):
-        self.tell(kind)
-        self.hear(kind)
+        self.signal(kind)
+        self.await_all(kind)
 
     def end(self):
         """The count is that of the launches, or of the items where there are some."""
@@ -163,10 +163,10 @@ class Workers:
         def give(item, where):
             here = slot(item).at[self.me]
             send(where, lambda d: self.on(here, d))
-            self.tell(DATA)
+            self.signal(DATA)
 
         def get(item, where):
-            self.hear(DATA, item)
+            self.await_all(DATA, item)
             take(where, slot(item))
 
         if rest:  # first, by a worker that has no more other items than the rest of them
@@ -304,8 +304,8 @@ def _gather_directly(w, x, out, view):
         for target in targets:
             target[at] = value
 
-    w.tell(ENTRY)
-    w.pieces(major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.hear(ENTRY))
+    w.signal(ENTRY)
+    w.pieces(major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.await_all(ENTRY))
     w.meet(EXIT)
 
 
@@ -319,12 +319,12 @@ def _gather_in_bulk(w, x, out, view, ring):
     def at(k):
         return pl.ds((w.number + k * w.count) * ring.size, ring.size)
 
-    w.tell(ENTRY)
+    w.signal(ENTRY)
     ring.copy(
         w.trips(pieces),
         lambda k: x.at[at(k)],
         lambda k: [target.at[at(k)] for target in targets],
-        lambda: w.hear(ENTRY),
+        lambda: w.await_all(ENTRY),
     )
     if rest:
         last = pl.ds(pieces * ring.size, rest)
@@ -412,8 +412,8 @@ def _sum_in_two_steps(w, x, out, staging, view):
     if done < n:
         _sum_by_all(w, x, out, staging, n, done)
     if groups:  # this flag counts items too
-        w.tell(EXIT, w.sent)
-        w.hear(EXIT, w.sent - 1)
+        w.signal(EXIT, w.sent)
+        w.await_all(EXIT, w.sent - 1)
 
 
 def _sum_by_all(w, x, out, staging, n, done=0):
@@ -469,8 +469,8 @@ def _exchange_in_bulk(w, x, out, view, ring):
         device, at = place(k)
         return [w.on(out, device).at[w.me, at]]
 
-    w.tell(ENTRY)
-    ring.copy(w.trips(pieces * w.size), source, target, lambda: w.hear(ENTRY))
+    w.signal(ENTRY)
+    ring.copy(w.trips(pieces * w.size), source, target, lambda: w.await_all(ENTRY))
     if rest:
         last = pl.ds(pieces * ring.size, rest)
         for k, d in enumerate(w.everyone()):
