@@ -284,41 +284,69 @@ static void read_ptx(pm_gen *e, const part *p, const char *array) {
  * it depends on what comes before the block. */
 typedef enum pending { UNKNOWN, AWAITED, PENDING } pending;
 
+static bool has_products(const pm_graph *g, pm_opid op);
+
+static bool block_has_products(const pm_graph *g, pm_blk block) {
+  const pm_block *b = &g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n; k++)
+    if (has_products(g, b->ops.at[k])) return true;
+  return false;
+}
+
 static bool has_products(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
-  for (uint32_t r = 0; r < o->n_regions; r++) {
-    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
-    for (uint32_t k = 0; k < b->ops.n; k++)
-      if (has_products(g, b->ops.at[k])) return true;
-  }
+  for (uint32_t r = 0; r < o->n_regions; r++)
+    if (block_has_products(g, pm_region(g, op, r))) return true;
   return pm_ops[o->code].completion == PM_COMPLETES_COMMIT || pm_is_source(g, op);
+}
+
+static pending look_back(const pm_graph *g, pm_blk block, uint32_t until, int64_t *left);
+
+/* The same before an op with regions. A loop must end every iteration with a wait. */
+static pending look_into(const pm_graph *g, pm_opid op, int64_t *left) {
+  const pm_op *o = pm_get(g, op);
+  const bool loop = pm_is_loop(o->code);
+  int64_t least = *left;
+  if (scope_of(g, op)) {
+    return look_back(g, scope_of(g, op), g->blocks.at[scope_of(g, op)].ops.n, left);
+  }
+  if (!loop && !pm_is_branch(o->code)) return has_products(g, op) ? PENDING : UNKNOWN;
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_blk region = pm_region(g, op, r);
+    int64_t rest = *left;
+    if (!block_has_products(g, region)) continue;
+    const pending found = look_back(g, region, g->blocks.at[region].ops.n, &rest);
+    if (found == PENDING || (loop && found == UNKNOWN)) return PENDING;
+    if (found == UNKNOWN) least = pm_min(least, rest);
+  }
+  *left = least;
+  return UNKNOWN;
 }
 
 static pending look_back(const pm_graph *g, pm_blk block, uint32_t until, int64_t *left) {
   for (uint32_t k = until; k-- > 0;) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
-    const pm_blk inside = scope_of(g, op);
     int64_t n;
     if (pm_awaits_products(g, op, &n) && n >= 0 && n <= *left) return AWAITED;
-    if (inside) {
-      const pending found = look_back(g, inside, g->blocks.at[inside].ops.n, left);
+    if (pm_get(g, op)->n_regions) {
+      const pending found = look_into(g, op, left);
       if (found != UNKNOWN) return found;
-    } else if (has_products(g, op)) {
-      if (pm_get(g, op)->n_regions || pm_is_source(g, op) || (*left)-- == 0) return PENDING;
+    } else if (has_products(g, op) && (pm_is_source(g, op) || (*left)-- == 0)) {
+      return PENDING;
     }
   }
   return UNKNOWN;
 }
 
-/* Has a wait before this op awaited all but n groups of products? */
+/* Has a wait before this op awaited all but n groups of products, if there are any? */
 static bool is_awaited(const pm_graph *g, pm_opid op, int64_t n) {
-  pending found = UNKNOWN;
-  while (op && found == UNKNOWN && !pm_is_loop(pm_get(g, op)->code)) {
+  for (;;) {
     const pm_blk block = pm_get(g, op)->parent;
-    found = look_back(g, block, pm_position(g, op), &n);
+    const pending found = look_back(g, block, pm_position(g, op), &n);
     op = g->blocks.at[block].parent;
+    if (found != UNKNOWN || !op) return found != PENDING;
+    if (pm_is_loop(pm_get(g, op)->code)) return false;
   }
-  return found == AWAITED;
 }
 
 pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {

@@ -271,8 +271,8 @@ static pm_code too_large(plan *p, int64_t limit) {
   pm_fail(
       p->err, PM_E_VALUE,
       "the kernel needs %lld bytes of SMEM, which exceeds available shared memory of %lld bytes a "
-      "block. At the deepest point these are live, each rounded up to %d bytes:%s",
-      (long long)g->smem_bytes, (long long)limit, SMEM_ALIGN, t.at);
+      "block on %s. At the deepest point these are live, each rounded up to %d bytes:%s",
+      (long long)g->smem_bytes, (long long)limit, g->target->text, SMEM_ALIGN, t.at);
   if (n) pm_err_op(p->err, g, p->live_at_deepest.at[n - 1]);
   return PM_E_VALUE;
 }

@@ -794,6 +794,24 @@ def awaited_in_a_loop(acc, a, b):
     return total / 3
 
 
+def awaited_in_each_iteration(acc, a, b):
+    def step(k, _):
+        plgpu.wgmma(acc, a, b)
+        plgpu.wgmma_wait(0)
+
+    lax.fori_loop(0, 4, step, None)
+    return acc[...] / 4
+
+
+def multiplied_in_branches(acc, a, b):
+    def awaited():
+        plgpu.wgmma(acc, a, b)
+        plgpu.wgmma_wait(0)
+
+    lax.cond(jnp.max(b[...]) > 100, awaited, lambda: plgpu.wgmma(acc, a, b))
+    return acc[...]
+
+
 def read_twice(acc, a, b):
     plgpu.wgmma(acc, a, b)
     return (acc[...] + acc[...]) / 2
@@ -806,6 +824,8 @@ def read_twice(acc, a, b):
         (awaited_in_a_branch, 2),
         (awaited_before, 2),
         (awaited_in_a_loop, 3),
+        (awaited_in_each_iteration, 1),
+        (multiplied_in_branches, 2),
         (read_twice, 1),
     ],
 )
