@@ -274,13 +274,12 @@ static bool begins_other(const words *t, const word *w) {
   return false;
 }
 
-/* Reserved, of another number, of a value without a name, or perhaps a macro of the compiler. */
+/* Reserved, of a value without a name, or perhaps a macro of the compiler. */
 static bool keeps_number(const word *w) {
-  const char last = w->at[w->stem - 1];
   const bool unnamed = w->stem == 1 && *w->at == 'v';
   bool small = w->stem == 1;
   for (uint32_t k = 0; k < w->stem; k++) small |= w->at[k] >= 'a' && w->at[k] <= 'z';
-  return *w->at == '_' || (last >= '0' && last <= '9') || unnamed || !small;
+  return *w->at == '_' || unnamed || !small;
 }
 
 /* `next` of a word becomes the word before it that has the same stem. */
@@ -303,7 +302,7 @@ static void drop_numbers(words *t) {
     const word *w = &t->all.at[k];
     if (!w->issued || !w->used) continue;
     const word *same = find_word(t, w->at, w->stem);
-    const bool taken = same && !(w->local && same->local && same->used);
+    const bool taken = same && (same->issued || !(w->local && same->local && same->used));
     keeps[k] |= keeps_number(w) || taken || (w->longer && begins_other(t, w));
     for (uint32_t i = w->next; i && !keeps_number(w); i = t->all.at[i - 1].next) {
       if (!meet(w, &t->all.at[i - 1])) continue;

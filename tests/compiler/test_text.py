@@ -3,6 +3,7 @@
 import functools
 import random
 import re
+import runpy
 import typing
 
 import ml_dtypes
@@ -321,6 +322,35 @@ def test_names_have_no_number_where_one_would_do():
     assert re.search(r"f32 first\[1\];", text)
     numbers = set(re.findall(r"f32 acc_(\d+)\[1\];", text))
     assert len(numbers) == 2 and numbers == set(re.findall(r"%acc_(\d+) =", graph))
+    assert low.resources()["registers"] > 0  # it compiles
+
+
+def test_names_that_end_in_digits(tmp_path):
+    """They keep no number of their own either, unless another name with its number is the same."""
+
+    def body(*refs):
+        x_ref, *_, o_ref = refs
+        i = lax.axis_index("i")
+        x1 = x_ref[i]
+        o_ref[i] = x1 * x1
+
+    x = np.zeros((4, 128), np.float32)
+    options = dict(grid=(4,), grid_names=("i",))
+    text = plgpu.kernel(body, out_type=x, **options).lower(x, x).as_text("cuda")
+    assert re.search(r"f32 x1\[1\];", text) and re.search(r"\brefs_[02] /\*", text)
+
+    names = [f"y_{k}" for k in range(1, 40)]
+    lines = "\n".join(f"    {name} = y * y_ref[i + {k}]" for k, name in enumerate(names))
+    source = (
+        "from pallas_mgpu import lax\n\n\ndef many(y_ref, o_ref):\n    i = lax.axis_index('i')\n"
+        f"    y = y_ref[i]\n{lines}\n    o_ref[i] = {' + '.join(names)}\n"
+    )
+    (tmp_path / "many.py").write_text(source)
+    of = runpy.run_path(str(tmp_path / "many.py"))
+    y = np.zeros((64, 128), np.float32)
+    low = plgpu.kernel(of["many"], out_type=y, **options).lower(y)
+    found = re.findall(r"f32 (y\w*)\[1\];", low.as_text("cuda"))
+    assert len(set(found)) == len(found) > 30 and any(x.count("_") == 2 for x in found)
     assert low.resources()["registers"] > 0  # it compiles
 
 
