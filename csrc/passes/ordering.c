@@ -7,7 +7,9 @@
  * fenced or waited in its place. A wait for some copies or products counts as one for all. What is
  * pending after branches was so in each of them; of a loop, only the first iteration is looked at.
  * Two accesses meet for sure if one is of the whole allocation, both are of the same view, or both
- * are of dense parts that are known and overlap.
+ * are of dense parts that are known and overlap; if each is of the whole of an allocation, also
+ * where the allocations share bytes. Of arrays of indices it is not known which elements they name,
+ * but that there are some.
  *
  * The graph is synchronised: fences that passes/sync.c placed are there. */
 #include "passes.h"
@@ -28,6 +30,7 @@ typedef struct pending {
   pending_kind kind;
   pm_access a;
   int64_t from, to; /* bytes of a dense part; to < 0: not dense; 0: not asked yet */
+  bool some;        /* not all elements of the view, but some */
 } pending;
 
 enum { MOST = 64 }; /* beyond it nothing new is kept */
@@ -59,9 +62,26 @@ static bool is_dense(const pm_graph *g, pending *p) {
   return p->to > 0;
 }
 
+/* Are both of whole allocations of SMEM that overlap? */
+static bool share_bytes(const pm_graph *g, pm_val a, pm_val b) {
+  const pm_val views[] = {a, b};
+  int64_t from[2], to[2], apart[2];
+  for (int k = 0; k < 2; k++) {
+    const pm_opid def = pm_value_of(g, pm_view_base(g, views[k]))->def;
+    const pm_type *t = pm_typeof(g, views[k]);
+    if (!def || !pm_allocates(g, def, PM_SMEM) || !is_whole(g, views[k])) return false;
+    from[k] = *pm_attr(g, def, PM_ATTR_OFFSET);
+    to[k] = from[k] + pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+    apart[k] = *pm_attr(g, def, PM_ATTR_APART);
+  }
+  return apart[0] == apart[1] && from[0] < to[1] && from[1] < to[0];
+}
+
 static bool meet(const pm_graph *g, pending *x, pending *y) {
   const pm_val a = x->a.view, b = y->a.view;
-  if (pm_memory_of(g, a) != pm_memory_of(g, b)) return false;
+  if (x->some && y->some) return false;
+  if (pm_memory_of(g, a) != pm_memory_of(g, b)) return !x->some && !y->some && share_bytes(g, a, b);
+  if (x->some || y->some) return is_whole(g, x->some ? b : a);
   if (a == b || is_whole(g, a) || is_whole(g, b)) return true;
   return is_dense(g, x) && is_dense(g, y) && x->from < y->to && y->from < x->to;
 }
@@ -132,26 +152,39 @@ static pending_kind kind_of(const pm_access *a) {
   }
 }
 
-/* Does the access go wrong while that is pending? */
-static bool conflicts(const pm_access *a, pending_kind kind) {
+/* Does the access go wrong while that is pending? Copies may add to one place. */
+static bool conflicts(const pm_access *a, const pending *p) {
   const bool engine = a->proxy == PM_ASYNC;
-  switch (kind) {
+  switch (p->kind) {
     case STORED: return engine && a->reads;
     case LOADING:
     case FETCHING: return true;
-    case STORING: return !engine; /* copies may add to one place */
+    case STORING: return !engine || (a->writes && !(a->reads && p->a.reads));
     default: return a->writes;
   }
 }
 
+/* Is it certain that elements are accessed, *some: named by arrays of indices? A mask may be true
+ * everywhere. */
+static bool is_certain(const pm_graph *g, const pm_access *a, bool *some) {
+  const pm_op *o = pm_get(g, a->op);
+  *some = false;
+  if (a->certainty != PM_MAY || !pm_is_masked(o->code)) return a->certainty == PM_MUST;
+  const bool loads = o->code == PM_OP_MASKED_LOAD;
+  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, a->op, PM_ATTR_ATOMIC) : 0;
+  const pm_opid mask = pm_value_of(g, pm_in(g, a->op, loads ? 1 : 2))->def;
+  *some = o->n_in > (o->code == PM_OP_ATOMIC ? pm_n_beside(kind) : 3);
+  return mask && pm_get(g, mask)->code == PM_OP_CONST && *pm_attr(g, mask, PM_ATTR_VALUE);
+}
+
 static void look(checker *c, const pm_access *a, state *s) {
-  if (a->certainty != PM_MUST || !(a->where & PM_IN_MEMORY) || a->scope == PM_CLUSTER ||
-      a->proxy == PM_UNKNOWN) {
+  pending now = {.kind = kind_of(a), .a = *a};
+  if (!(a->where & PM_IN_MEMORY) || a->scope == PM_CLUSTER || a->proxy == PM_UNKNOWN ||
+      !is_certain(c->g, a, &now.some)) {
     return;
   }
-  pending now = {.kind = kind_of(a), .a = *a};
   for (uint32_t k = 0; k < s->n; k++) {
-    if (s->at[k].a.op == a->op || !conflicts(a, s->at[k].kind)) continue;
+    if (s->at[k].a.op == a->op || !conflicts(a, &s->at[k])) continue;
     if (meet(c->g, &now, &s->at[k])) {
       warn(c, a, &s->at[k]);
       break;
@@ -172,8 +205,7 @@ static bool learns(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const uint8_t effects = pm_ops[o->code].effects;
   if ((effects & E_MEET && effects & E_RELEASE) || effects & E_COUNT) return true;
-  if (o->code == PM_OP_INLINE || o->code == PM_OP_WARP_MAP || o->code == PM_OP_SHUFFLE_TILE)
-    return true;
+  if (o->code == PM_OP_INLINE || o->code == PM_OP_SHUFFLE_TILE) return true;
   if (o->code == PM_OP_SCOPE) return *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1;
   pm_access a = pm_accesses(op);
   while (pm_next_access(g, &a)) {
@@ -185,13 +217,21 @@ static bool learns(const pm_graph *g, pm_opid op) {
 
 /* ---- the walk ------------------------------------------------------------------------------ */
 
-static void keep_common(state *s, const state *other) {
+/* Of the same bytes, for the same reason. */
+static bool is_alike(const pm_graph *g, pending *x, pending *y) {
+  const pm_val a = x->a.view, b = y->a.view;
+  if (x->kind != y->kind || x->some || y->some) return x->kind == y->kind && x->a.op == y->a.op;
+  if (pm_memory_of(g, a) != pm_memory_of(g, b)) return false;
+  if (a == b || (is_whole(g, a) && is_whole(g, b))) return true;
+  return is_dense(g, x) && is_dense(g, y) && x->from == y->from && x->to == y->to;
+}
+
+static void keep_common(const pm_graph *g, state *s, state *other) {
   uint32_t n = 0;
   for (uint32_t k = 0; k < s->n; k++)
     for (uint32_t i = 0; i < other->n; i++) {
-      const pending *x = &s->at[k], *y = &other->at[i];
-      if (x->kind != y->kind || x->a.op != y->a.op || x->a.view != y->a.view) continue;
-      s->at[n++] = *x;
+      if (!is_alike(g, &s->at[k], &other->at[i])) continue;
+      s->at[n++] = s->at[k];
       break;
     }
   s->n = n;
@@ -215,7 +255,7 @@ static void walk_regions(checker *c, pm_opid op, state *s) {
     copy(&inside, &before);
     walk(c, pm_region(c->g, op, r), &inside);
     if (!r && !loops) copy(s, &inside);
-    else keep_common(s, &inside);
+    else keep_common(c->g, s, &inside);
   }
 }
 

@@ -99,15 +99,77 @@ def in_a_loop(x, o, tile, bar):
 
 def in_both_branches(x, o, tile, bar):
     def store(value):
-        tile[...] = jnp.full((N,), value, F32)
+        tile[...] = jnp.full((N,), value, F32)  #: in_both_branches first
 
     lax.cond(x[0] > 1, lambda: store(1.0), lambda: store(2.0))
-    tile[3] = 4.0  #: in_both_branches first
     s2g(tile, o)  #: in_both_branches
     stored(0)
 
 
+def by_index(x, o, tile, bar):
+    tile[N - 1 - lax.broadcasted_iota(jnp.int32, (N,), 0)] = x[...]  #: by_index first
+    s2g(tile, o)  #: by_index
+    stored(0)
+
+
+def added(x, o, tile, bar):
+    tile[...] = x[...]
+    commit()
+    pl.atomic_add(tile, (3,), 1.0)  #: added first
+    s2g(tile, o)  #: added
+    stored(0)
+
+
+def by_warps(x, o, tile, bar):
+    @plgpu.warp_map
+    def _(warp):
+        tile[warp] = x[warp]  #: by_warps first
+
+    s2g(tile, o)  #: by_warps
+    stored(0)
+
+
+def memory_of_a_scope(x, o, tile, bar):
+    def first(a):
+        a[...] = x[...]
+        commit()
+        s2g(a, o)  #: memory_of_a_scope first
+
+    def second(b):
+        b[...] = x[...]  #: memory_of_a_scope
+        stored(0)
+        o[...] = b[...]
+
+    pl.run_scoped(first, TILE)
+    pl.run_scoped(second, TILE)
+
+
+def memory_of_a_union(x, o, tile, bar):
+    def scope(union):
+        a, b = union
+        g2s(x, a, bar)  #: memory_of_a_union first
+        b[...] = x[...]  #: memory_of_a_union
+        wait(bar)
+        o[...] = a[...] + b[...]
+
+    pl.run_scoped(scope, plgpu.RefUnion(TILE, TILE))
+
+
+def stored_twice(x, o, tile, bar):
+    tile[...] = x[...]
+    commit()
+    s2g(tile, o)  #: stored_twice first
+    s2g(tile, o)  #: stored_twice
+    stored(0)
+
+
 WRONG = {  # what the warning says
+    by_index: r"plgpu.commit_smem\(\) between",
+    added: r"plgpu.commit_smem\(\) between",
+    by_warps: r"plgpu.commit_smem\(\) between",
+    memory_of_a_scope: r"store writes 'b', which may still be read by the copy_smem_to_gmem",
+    memory_of_a_union: r"may still be written by the copy_gmem_to_smem",
+    stored_twice: r"copy_smem_to_gmem writes 'o', which may still be written by the copy_smem_to",
     no_commit: r"copy_smem_to_gmem reads 'tile', .* plgpu.commit_smem\(\) between",
     no_wait_for_load: r"load reads 'tile', which may still be written by .* plgpu.barrier_wait",
     two_loads: r"copy_gmem_to_smem writes 'tile', which may still be written by",
@@ -207,7 +269,25 @@ def by_another_thread(x, o, tile, there, back):
     lax.cond(lax.axis_index("t") == 0, first, second)
 
 
-@pytest.mark.parametrize("body", [in_one_branch, other_parts, traced_parts, right])
+def sums_and_warps(x, o, tile, bar):
+    """Combining copies to one place, stores where a mask is true, warps that commit or wait."""
+    pl.store(tile, (slice(None),), x[...], mask=x[...] > 5)
+    commit()
+    s2g(tile, o, reduction_op="add")
+    s2g(tile, o, reduction_op="add")
+    stored(0)
+    pl.atomic_add(tile, (x[0].astype(jnp.int32),), 1.0)
+
+    @plgpu.warp_map
+    def _(warp):
+        pl.when(warp == 1)(commit)
+        plgpu.barrier_arrive(bar)
+        plgpu.barrier_wait(bar)
+        pl.when(warp == 0)(lambda: s2g(tile, o, reduction_op="add"))
+        stored(0)
+
+
+@pytest.mark.parametrize("body", [in_one_branch, other_parts, traced_parts, right, sums_and_warps])
 def test_what_may_be_right_is_not_told(body):
     assert not found(body, X)
 
