@@ -170,10 +170,9 @@ static bool is_certain(const pm_graph *g, const pm_access *a, bool *some) {
   const pm_op *o = pm_get(g, a->op);
   *some = false;
   if (a->certainty != PM_MAY || !pm_is_masked(o->code)) return a->certainty == PM_MUST;
-  const bool loads = o->code == PM_OP_MASKED_LOAD;
-  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, a->op, PM_ATTR_ATOMIC) : 0;
-  const pm_opid mask = pm_value_of(g, pm_in(g, a->op, loads ? 1 : 2))->def;
-  *some = o->n_in > (o->code == PM_OP_ATOMIC ? pm_n_beside(kind) : 3);
+  const pm_opid mask = pm_value_of(g, pm_in(g, a->op, a->writes ? 2 : 1))->def;
+  const bool atomic = pm_has_attr(g, a->op, PM_ATTR_ATOMIC);
+  *some = o->n_in > (atomic ? pm_n_beside(*pm_attr(g, a->op, PM_ATTR_ATOMIC)) : 3);
   return mask && pm_get(g, mask)->code == PM_OP_CONST && *pm_attr(g, mask, PM_ATTR_VALUE);
 }
 

@@ -42,13 +42,13 @@ breaks(
     ordering_forgets_other_threads=("walk", "if (forgets) s->n = 0;", "(void)forgets;"),
     ordering_trusts_one_branch=(
         "walk_regions",
-        "else keep_common(s, &inside);",
+        "else keep_common(c->g, s, &inside);",
         "else copy(s, &inside);",
     ),
     ordering_takes_parts_for_wholes=(
         "meet",
-        "return is_dense(g, a",
-        "return true || is_dense(g, a",
+        "return is_dense(g, x) && is_dense(g, y) &&",
+        "return true || is_dense(g, y) &&",
     ),
     ordering_knows_no_fence=("walk", "effects & E_FENCE)", "effects & 0)"),
 )
