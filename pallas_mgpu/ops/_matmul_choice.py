@@ -190,7 +190,8 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
         rows, cols = (n, m) if tile.swapped else (m, n)
         if rows <= 64 * (tile.consumers - 1) or tile.tile_n >= max(2 * cols, 64):
             continue
-        for cluster, cluster_n, _ in _CLUSTERS[:3]:
+        pairs = ((1, 2), (2, 1)) if tile.swapped else ((2, 1), (1, 2))  # first that share weights
+        for cluster, cluster_n in (*pairs, (1, 1)):
             if cluster > 1 and rows <= 64 * tile.consumers:
                 continue
             if cluster_n > 1 and cols <= tile.tile_n:
