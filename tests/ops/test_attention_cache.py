@@ -145,6 +145,8 @@ WIDE = [
     ((1, 64, 128, 1, 1, 64), {"page": 64, "causal": True, "bottom_right": True}),
     ((2, 90, 90, 1, 1, 64), {"kv_lengths": [50, 90], "causal": True, "bottom_right": True}),
     ((1, 70, 1100, 1, 1, 64), {"kv_lengths": [1050], "page": 24}),
+    ((2, 520, 70, 8, 1, 64), {"kv_lengths": [40, 70], "page": 16, "causal": True,
+                              "bottom_right": True}),  # many queries: a kernel before
     ((2, 70, 200, 1, 1, 256), {"kv_lengths": [60, 200], "window": (50, 20), "bottom_right": True}),
 ]  # fmt: skip
 
