@@ -140,15 +140,15 @@ def _choose_narrow(queries, head_dim, causal, scores, kind):
     """Where 16-bit elements are made of 8-bit ones there is room for fewer keys."""
     consumers, narrow = min(2, pl.cdiv(queries, 64)), kind != "widened"
     if head_dim <= 64:
-        if kind == "narrow" and scores == PLAIN and not causal and _of_three(queries, causal, 1.07):
-            return AttentionConfig(3, 128, 2)
-        hold = not (causal or narrow)
-        return AttentionConfig(consumers, 128, 2, lazy=not causal, late=False, hold=hold)
+        if kind == "narrow" and scores == PLAIN and _of_three(queries, causal, 1.07):
+            return AttentionConfig(3, 128, 2, apart=not causal)
+        lazy = narrow or not causal
+        return AttentionConfig(consumers, 128, 2, lazy=lazy, late=False, hold=lazy and not narrow)
     block = {128: (96, 128), 256: (32, 64)}[128 if head_dim <= 128 else 256][narrow]
     if scores.adjusted or scores.dropout:
         return AttentionConfig(consumers, min(block, 64), 2)
     if narrow and head_dim in (96, 128) and consumers == 2:
-        return AttentionConfig(consumers, 192, 2)
+        return AttentionConfig(consumers, 192, 2, late=causal, hold=not causal)
     return AttentionConfig(consumers, block, 2, q_registers=head_dim <= 128)
 
 

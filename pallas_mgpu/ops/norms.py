@@ -64,7 +64,7 @@ class NormConfig(NamedTuple):
     ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``: the
     number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
     keeps weights in registers; fewer compile faster; 0: all. ``stream``: a weight or bias that
-    registers have no room for comes through SMEM, too.
+    registers have no room for comes through SMEM, too, as it does by default where there is room.
     """
 
     height: int = 1
@@ -720,6 +720,9 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
     ring = config.ring, config.consumers, config.programs or sms, config.unroll, config.stream
+    if default:  # where there is room
+        streams = *ring[:4], True
+        ring = ring if _norms_ring.KernelPlan(problem, streams).why_not() else streams
     why_not = _norms_ring.KernelPlan(problem, ring).why_not()
     if not in_place:
         why_not = f"the result must have the dtype of x, {x.dtype}"
