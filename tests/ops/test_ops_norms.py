@@ -122,7 +122,7 @@ RINGS = [
     ((3, 26632), F16, C(ring=8192, programs=2)),  # registers keep weights, not all of float32
     ((3, 14344), BF16, C(ring=1024, programs=2, unroll=1)),  # moved on from chunk to chunk
     ((5, 11000), F16, C(ring=1024, programs=2, unroll=2)),  # of the first 4 of 5 chunks
-    ((4, 25608), BF16, C(ring=2048, consumers=3, programs=2, stream=True)),  # the bias comes along
+    ((4, 25608), BF16, C(ring=2048, programs=2, stream=True)),  # the bias comes along
 ]
 
 
@@ -311,8 +311,8 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
     """Each array goes through one bulk copy a block (or a chunk of a ring; the last one of a row
-    stands after the loop, and a bias that comes along has one before all rows), registers and SMEM see words of 16 bytes, and at least two blocks have
-    room on an SM (or one with five threads)."""
+    stands after the loop, and a bias that comes along has one before all rows), registers and SMEM
+    see words of 16 bytes, and at least two blocks have room on an SM (or one with five threads)."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
     given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
     low = FUNCTIONS[name].kernel(*given).lower(*given)
