@@ -31,8 +31,8 @@ def pays(x):
         return False
     if x.queries * x.group < (_LEAST if x.kv_dtype else _LEAST_OF_PAGES):
         return False
-    bytes = x.batch * x.keys * x.kv_heads * (x.dim + x.value_dim) * x.dtype.itemsize
-    return not x.page or bytes <= _ROOM and all(_rows(x.page, d) for d in (x.dim, x.value_dim))
+    size = x.batch * x.keys * x.kv_heads * (x.dim + x.value_dim) * x.dtype.itemsize
+    return not x.page or size <= _ROOM and all(_rows(x.page, d) for d in (x.dim, x.value_dim))
 
 
 def _rows(page, dim):
@@ -102,22 +102,24 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
         end = jnp.int32(keys)
         if has_lengths:
             end = jnp.clip(given.pop(0)[b], 0, keys)
-        last = jnp.maximum(end - 1, 0)
-        found = []
-        for i in range(count):  # all loads before the stores
-            at = (tile * count + i) * rows
-            row = jnp.minimum(at, last)  # entries beyond it may be anything
-            number = jnp.clip(table[b, row // page], 0, x.shape[0] - 1)
-            source = x.at[number, pl.ds(pl.multiple_of(at % page, rows), rows), head]
-            found.append((at, plgpu.load(source, layout=layout)))
-        for at, value in found:
 
-            @pl.when(at < end)
-            def _(at=at, value=value):
-                for scale in given:
-                    factor = scale[head] if scale_dims == 1 else scale[b, head]
-                    value = value.astype(jnp.float32) * factor
-                out[b, pl.ds(pl.multiple_of(at, rows), rows), head] = value.astype(to)
+        def write(at, value):
+            for scale in given:
+                factor = scale[head] if scale_dims == 1 else scale[b, head]
+                value = value.astype(jnp.float32) * factor
+            out[b, pl.ds(pl.multiple_of(at, rows), rows), head] = value.astype(to)
+
+        @pl.when(tile * (count * rows) < end)
+        def _():
+            found = []
+            for i in range(count):  # all loads before the stores
+                at = (tile * count + i) * rows
+                row = jnp.minimum(at, end - 1)  # entries beyond it may be anything
+                number = jnp.clip(table[b, row // page], 0, x.shape[0] - 1)
+                source = x.at[number, pl.ds(pl.multiple_of(at % page, rows), rows), head]
+                found.append((at, plgpu.load(source, layout=layout)))
+            for at, value in found:
+                pl.when(at < end)(lambda at=at, value=value: write(at, value))
 
     return plgpu.kernel(
         body,

@@ -325,7 +325,7 @@ class _Block(WarpSpecialized):
             held = [self.keep(pair, j) for j in range(pl.cdiv(p.whole, p.pairs))]
         rotating, fixed = p.rotating(held)
         write = functools.partial(self.write_row, pair, fixed)
-        self.copy_vectors(jnp.int32(0), pair)
+        self.copy_vectors(jnp.int32(0), pair, pair)
         rows, _ = self.tiles.consume(write, (jnp.int32(0), rotating))
         self.await_vectors(jnp.clip(rows, 0, p.rows) * Segment(p, pair).mine, pair)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -412,10 +412,9 @@ class _Block(WarpSpecialized):
             for g in self.groups(p.chunk)
         ]
 
-    def copy_vectors(self, turn, k, pair=None):
+    def copy_vectors(self, turn, k, pair):
         """Copies chunk k of the vectors that do not stay in registers, in the pair's turn."""
         p = self.plan
-        pair = k if pair is None else pair
         at = pl.ds(jnp.minimum(k * p.chunk, p.n - p.chunk), p.chunk)
         for i in p.streamed:
             here = getattr(self, f"v{i}_smem").at[pair, turn % _COPIES].reshape((p.chunk,))

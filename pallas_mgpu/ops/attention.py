@@ -1224,12 +1224,15 @@ def _own_program(q, k, v, **options):
     return make
 
 
-def _of_wgmma(problem, config, widths, divides, block_mask, device, interpret, exact=False):
+def _of_wgmma(
+    problem, config, widths, divides, block_mask, device, interpret, exact=False, widens=True
+):
     """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
-    blocks share the keys? exact: it is that of the lengths of a batch."""
+    blocks share the keys? exact: it is that of the lengths of a batch. widens: may a kernel before
+    copy keys and values, which rounds them otherwise?"""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
     queries, scores = problem.queries, problem.scores
-    if config is None and pays(problem):
+    if config is None and widens and pays(problem):
         how = None, widths, divides, block_mask, device, interpret
         return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
     if config is None:
@@ -1325,7 +1328,8 @@ def _choose(x):
         if of_blackwell:
             return _of_tensor_memory(problem, config, target, x.interpret)
         widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
-        return _of_wgmma(problem, config, widths, divides, x.block_mask, q.device, x.interpret)
+        how = widths, divides, x.block_mask, q.device, x.interpret
+        return _of_wgmma(problem, config, *how, widens=not invariant)
 
     return _attention_rotary.with_angles(
         problem, kernel, angles, of_hopper and not mask, x.interpret
@@ -1405,8 +1409,9 @@ def attention(
     bfloat16 result, where probabilities are float8_e4m3fn too; or k and v int8 or float8_e4m3fn,
     whose elements are converted to q's dtype: exactly as they arrive or, for 1,024 queries to a
     head of keys or more, times their scales by a kernel before, which needs memory for both, of
-    pages 256 MiB at most; ``config`` keeps them from that. q_scale, k_scale, v_scale: float32
-    [heads of the array] or [batch, heads], what elements are multiplied with; None: 1.
+    pages 256 MiB at most; ``config`` and batch_invariant keep them from that. q_scale, k_scale,
+    v_scale: float32 [heads of the array] or [batch, heads], what elements are multiplied with;
+    None: 1.
 
     kv_lengths, q_lengths (Hopper): int32 [batch], how many keys and queries of each batch entry
     there are; what comes after them is ignored, and rows of the result after the last query are 0.

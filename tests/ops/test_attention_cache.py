@@ -1,6 +1,8 @@
 """ops.attention with 8-bit operands, pages and lengths that are read when the kernel runs: against
 float64, with garbage wherever nothing is to be read."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -178,6 +180,17 @@ def test_keys_of_8_bits(rng, interpret, shape, dtype, how):
 @pytest.mark.parametrize("shape,how,interpret", on_both(WIDE, 0))
 def test_lengths_and_pages(rng, interpret, shape, how):
     check(rng, interpret, shape, (np.float16,) * 2, **how)
+
+
+def test_many_queries_have_the_bits_of_few(rng):
+    """With batch_invariant, although keys and values would be widened for many queries."""
+    q = random(rng, (1, 130, 8, 64), bf16)
+    k, v = (random(rng, (1, 90, 1, 64), np.int8) for _ in "kv")
+    scale = np.full(1, 0.031, np.float32)
+    call = functools.partial(
+        attention, k=k, v=v, k_scale=scale, v_scale=scale, interpret=True, batch_invariant=True
+    )
+    np.testing.assert_array_equal(call(q)[:, :60], call(q[:, :60]))
 
 
 def test_lengths_are_read_when_the_kernel_runs(rng):
