@@ -1,7 +1,7 @@
 """Gradients and training kernels of ops beside torch (cuDNN, cuBLAS), torch.compile and JAX.
 
-    python benchmarks/bench_training.py [--only TEXT,TEXT] [--no-compile] [--seconds 500]
-        [--ways burst,sustained] [--rounds 5] [--json FILE]
+    python benchmarks/bench_training.py [--only TEXT,TEXT] [--no-compile] [--no-autotune]
+        [--seconds 500] [--ways burst,sustained] [--rounds 5] [--json FILE]
     python benchmarks/bench_training.py --device cpu        # tiny shapes, to try the script
 
 Each case is checked against float32 in the same process: results of ours are written over NaN where
@@ -73,7 +73,7 @@ class Bench:
             return found | {"compile": torch.compile(f, backend="eager", dynamic=False)}
         if self.a.compile:
             found["compile"] = torch.compile(f, dynamic=False)
-        if self.a.compile and self.left() > self.a.seconds / 2:
+        if self.a.compile and self.a.autotune and self.left() > self.a.seconds / 2:
             found["autotune"] = torch.compile(f, dynamic=False, mode="max-autotune-no-cudagraphs")
         return found
 
@@ -751,6 +751,7 @@ def main(argv=None, cases=cases, file=__file__, doc=__doc__, ways="burst,sustain
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--only", default="", help="texts of names, with commas")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--no-autotune", dest="autotune", action="store_false")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=500.0, help="no case begins later")
     parser.add_argument("--ways", default=ways, help="of plgpu.testing.do_bench, with commas")

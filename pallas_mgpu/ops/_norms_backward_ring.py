@@ -46,12 +46,15 @@ class NormBackwardConfig(typing.NamedTuple):
 
     ``members``: warpgroups that share a row, 1, 2 or 4. ``cluster``: blocks that share it, 1, 2, 4
     or 8. ``height``: rows of a tile. ``stages``: slots of each warpgroup, at least 2; 0: 2, or up
-    to 4 of softmax."""
+    to 4 of softmax. ``roles``: warpgroups of their own compute the statistics of rows, see
+    _norms_backward_roles.py; a tile is a row, ``members`` and ``height`` are left at 0."""
 
     members: int = 0
     cluster: int = 0
     height: int = 0
     stages: int = 0
+    roles: bool = False
+    hold: bool = False
 
 
 class Plan:
@@ -84,6 +87,7 @@ class Plan:
         if self.kept:
             room -= of_block * x.dtype_of("weight").itemsize
         most = room // (WARPGROUPS * self.height * self.width * size)
+        self.hold = cfg.hold
         self.stages = min(most, cfg.stages or (4 if x.name == "softmax" else 2))
 
     def fits(self):
@@ -122,6 +126,7 @@ class _Tile:
         """refs: operands, results and scratch by name."""
         self.plan, self.x, self.refs = plan, plan.x, refs
         self.parts, self.once, self.me = plan.parts, plan.once, lax.axis_index("wg")
+        self.hold = plan.hold
         self.team, self.member = self.me // plan.members, self.me % plan.members
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member
@@ -161,7 +166,7 @@ class _Tile:
         self.i, self.slot = i, i % self.plan.stages
         self.start = (self.first + i * self.step) * self.plan.height
         plgpu.barrier_wait(self.refs["full"].at[self.me, self.slot], phase=i // self.plan.stages)
-        self.exchange = 0  # exchanges in this tile
+        self.exchanged = 0  # times in this tile
         return self
 
     # ---- elements
@@ -233,19 +238,18 @@ class _Tile:
         found = self.sum_of_segment(part)
         return self._of_all(found) if self.plan.segments > 1 else found
 
-    def sum_of_segment(self, part):
-        """The same over the warpgroup's own segment."""
+    def sum_of_segment(self, part, rolled=False):
+        """The same over the warpgroup's own segment. rolled: by a loop, if the plan wants that."""
         found = part(0)
         for k in range(1, self.parts):
             found = [s + v for s, v in zip(found, part(k))]
         return [jnp.sum(v, axis=1, keepdims=True) for v in found]
 
-    def moments(self, total, grads, squares, dot):
+    def moments(self, all_of):
         """(mean of x, sum of g, sum of (x - mean)^2, sum of g * (x - mean)) of the row, from the
-        sums of the warpgroup's segment: of x and g, and of the last two about the segment's own
-        mean. What the means of segments differ is made up for."""
+        sums of each segment: of x and g, and of the last two about the segment's own mean. What the
+        means of segments differ is made up for."""
         p, n = self.plan, self.x.n
-        all_of = self._exchange([total, grads, squares, dot])
         total, grads, squares, dot = ([of_segment[v] for of_segment in all_of] for v in range(4))
         mean, all_squares, all_dots = sum(total) * _F32(1 / n), sum(squares), sum(dot)
         for s in range(p.segments):
@@ -266,15 +270,15 @@ class _Tile:
 
     def _of_all(self, mine):
         """Sums of the segments of a row."""
-        found = self._exchange(mine)
+        found = self.exchange(mine)
         return [sum(of_segment[v] for of_segment in found) for v in range(len(mine))]
 
-    def _exchange(self, mine):
+    def exchange(self, mine):
         """These numbers of each segment of a row."""
         p, refs = self.plan, self.refs
         exchanges = 2 if self.x.name == "layer_norm" and not p.once else 1
-        number = self.i * exchanges + self.exchange
-        self.exchange += 1
+        number = self.i * exchanges + self.exchanged
+        self.exchanged += 1
         buffer = refs["partial_smem"].at[self.team, number % 2]
         for j in range(p.cluster):
             to = plgpu.cluster_ref(buffer, {"c": j}) if p.cluster > 1 else buffer

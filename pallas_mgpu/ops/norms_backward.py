@@ -26,7 +26,7 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _norms_backward_ring
+from . import _norms_backward_ring, _norms_backward_roles
 from ._common import SeveralKernels, overlap_launches
 from ._norms_backward_ring import NormBackwardConfig
 
@@ -74,6 +74,7 @@ class _Tile:
     """A tile of `height` rows, in parts of `width` elements, while it is traced."""
 
     once = False  # statistics by one exchange, see _norms_backward_ring.py
+    hold = False
 
     def __init__(self, x, refs, height, width):
         self.x, self.refs, self.height, self.width = x, refs, height, width
@@ -142,36 +143,59 @@ class _Tile:
 class _Row:
     """The statistics of a tile, and from them the normalised values and the gradient of a part."""
 
-    def __init__(self, t):
-        self.t, x = t, t.x
-        self.held = {}
-        name, n = x.name, _F32(1 / x.n)
-        if name == "softmax":
+    def __init__(self, t, complete=True):
+        """complete: with statistics; else one of the next two methods comes next."""
+        self.t, self.held, self.mean = t, {}, None
+        if not complete:
+            return
+        if t.x.name == "softmax":
             (self.dot,) = t.sum(lambda k: (self.load("grad", k) * self.load("x", k),))
-            return
-        self.mean = None
-        if name == "rms_norm":
-            squares, dot = t.sum(lambda k: (jnp.square(self.load("x", k)), self.g(k) * self.y(k)))
-            self.factor = lax.rsqrt(squares * n + _F32(x.eps))
-            self.dot = dot * self.factor * n
-            return
-        if t.once:
-            squares, dot = self.of_segments(t, n)
+        elif t.x.name == "layer_norm" and t.once:
+            self.take_sums(t.exchange(self.sums_of_segment()))
         else:
-            total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
-            self.mean, self.grads = total * n, grads * n
-            squares, dot = t.sum(lambda k: (jnp.square(self.y(k)), self.g(k) * self.y(k)))
-        self.factor = lax.rsqrt(squares * n + _F32(x.eps))
+            if t.x.name == "layer_norm":
+                total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
+                self.mean, self.grads = total * _F32(1 / t.x.n), grads * _F32(1 / t.x.n)
+            self._read_again()
+            self._take_products(*t.sum(self.products))
+        self._read_again()
+
+    def sums_of_segment(self, meanwhile=lambda k: None):
+        """What the statistics of a norm are made of, of the warpgroup's segment of a row: sums of
+        x * x and g * x; or of x and g, and of the same two about the segment's mean. meanwhile:
+        called while part k is in registers for the first time."""
+
+        def first(k):
+            products = self.t.x.name == "rms_norm"
+            found = self.products(k) if products else (self.load("x", k), self.g(k))
+            meanwhile(k)
+            return found
+
+        sums = self.t.sum_of_segment(first)
+        if self.t.x.name == "rms_norm":
+            return sums
+        self.mean = self.t.mean_of_segment(sums[0])
+        self._read_again()
+        return [*sums, *self.t.sum_of_segment(self.products, rolled=True)]
+
+    def take_sums(self, of_segments):
+        """The statistics from these sums of all segments."""
+        if self.t.x.name == "rms_norm":
+            products = (sum(of_segment[v] for of_segment in of_segments) for v in range(2))
+        else:
+            self.mean, grads, *products = self.t.moments(of_segments)
+            self.grads = grads * _F32(1 / self.t.x.n)
+        self._take_products(*products)
+        return self
+
+    def _take_products(self, squares, dot):
+        n = _F32(1 / self.t.x.n)
+        self.factor = lax.rsqrt(squares * n + _F32(self.t.x.eps))
         self.dot = dot * self.factor * n
 
-    def of_segments(self, t, n):
-        """The means, and sums of squares and products, by one exchange."""
-        total, grads = t.sum_of_segment(lambda k: (self.load("x", k), self.g(k)))
-        self.mean = t.mean_of_segment(total)
-        squares, dot = t.sum_of_segment(lambda k: (jnp.square(self.y(k)), self.g(k) * self.y(k)))
-        self.mean, grads, squares, dot = t.moments(total, grads, squares, dot)
-        self.grads = grads * n
-        return squares, dot
+    def products(self, k):
+        self._read_again()
+        return jnp.square(self.y(k)), self.g(k) * self.y(k)
 
     def load(self, name, k):
         """Part k of an operand, float32: registers hold the only part."""
@@ -187,11 +211,17 @@ class _Row:
             self.exact(name, 0)
 
     def _held(self, name, k, make):
-        if self.t.parts > 1:
+        if self.t.parts > 1 and not self.t.hold:
             return make()
-        if name not in self.held:
-            self.held[name] = make()
-        return self.held[name]
+        key = name, k if isinstance(k, int) else None
+        if key not in self.held:
+            self.held[key] = make()
+        return self.held[key]
+
+    def _read_again(self):
+        """Parts of a row are read in each pass over it."""
+        if self.t.parts > 1:
+            self.held = {}
 
     def g(self, k):
         if self.t.x.dtypes[2] is None:
@@ -217,10 +247,18 @@ class _Row:
 
     def sums(self, k):
         """What part k adds to the gradients of the weight and the bias."""
-        grad, found = lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32), []
-        if self.t.x.dtypes[2] is not None:
-            found.append(grad * self.y(k) * self.factor)
-        return found + ([grad] if self.t.x.bias else [])
+        return self.sums_of_weight(k) + self.sums_of_bias(k)
+
+    def sums_of_weight(self, k):
+        if self.t.x.dtypes[2] is None:
+            return []
+        return [self._grad(k) * self.y(k) * self.factor]
+
+    def sums_of_bias(self, k):
+        return [self._grad(k)] if self.t.x.bias else []
+
+    def _grad(self, k):
+        return lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32)
 
 
 def _names(x):
@@ -449,7 +487,8 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
         )
     of = x.dtype if weight is None else weight.dtype
     if ring:
-        kernel = _norms_backward_ring.kernel(ring, _Row, interpret)
+        module = _norms_backward_roles if config is not None and config.roles else _norms_backward_ring
+        kernel = module.kernel(ring, _Row, interpret)
         if not problem.sums:
             return kernel
         shape = kernel.definition.outs[1].shape
@@ -490,7 +529,8 @@ def _ring(x, device, operands, sms, config=_CHOSEN):
         return None
     if not all(v.aligned and v.shape[-1] * v.dtype.itemsize % 16 == 0 for v in operands):
         return None
-    return _norms_backward_ring.plan(x, _names(x), sms, config)
+    module = _norms_backward_roles if config.roles else _norms_backward_ring
+    return module.plan(x, _names(x), sms, config)
 
 
 @plgpu.specialize
