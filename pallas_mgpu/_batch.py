@@ -6,10 +6,13 @@ Python function is mapped, its arguments are `Batched`; a kernel that is called 
 mapped."""
 
 import functools
+import math
 import threading
 
 from . import _core, tree
+from ._family import chosen
 from ._names import accepts, show
+from ._types import itemsize_bits
 
 
 class _PerLeaf(tuple):
@@ -117,6 +120,7 @@ class Batched:
     """An array as a function sees it under :func:`vmap`: without the mapped axis."""
 
     __slots__ = ("value", "axis", "level")
+    __hash__ = None  # no option of a function under `specialize`
 
     def __init__(self, value, axis, level):
         if not -len(value.shape) <= axis < len(value.shape):
@@ -153,6 +157,27 @@ def call_batched(definition, args, leaves, out, stream):
         kernel(*inner, out=into, stream=stream)
         return out
     return tree.map(lambda x: Batched(x, 0, level), kernel(*inner, stream=stream))
+
+
+def call_batched_family(family, args, kwargs):
+    """Call a function under `specialize` with arguments of which some are `Batched`."""
+    options = dict(kwargs)
+    stream = {"stream": s} if (s := options.pop("stream", None)) is not None else {}
+    if options.pop("out", None) is not None:
+        raise NotImplementedError(
+            f"{family.__name__}: out= under vmap; use the result, or vmap of a kernel"
+        )
+    kernel, arrays = chosen(family, args, options, _described)
+    return kernel(*arrays, **stream)
+
+
+def _described(x):
+    """As `chosen` takes it: an element of a batch may begin anywhere among the others."""
+    if isinstance(x, type) or not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return None
+    dtype, shape = _core.as_dtype(x.dtype), tuple(x.shape)
+    whole = math.prod(shape) * itemsize_bits(dtype) % 128 == 0
+    return shape, dtype, None, whole or not isinstance(x, Batched)
 
 
 def _outputs(definition, out, level):
@@ -219,16 +244,16 @@ def vmap(f, in_axes=0, out_axes=0):
     leading grid axis.
 
     ``f``: a kernel (of ``plgpu.kernel`` or ``pl.pallas_call``), possibly mapped already, a
-    function under ``specialize``, or a Python function that passes its arguments to kernels and
-    returns their results. ``in_axes``: the mapped axis of each argument, None for arguments that
-    all elements share; an int for all arguments, or a tuple. ``out_axes``: the position of the axis
-    in the results. TypeError for other ``f``; ValueError, when called, for axes that do not exist
-    or differ in size.
+    function under ``specialize``, such as those of ``ops``, or a Python function that passes its
+    arguments to these and returns their results. ``in_axes``: the mapped axis of each argument,
+    None for arguments that all elements share; an int for all arguments, or a tuple. ``out_axes``:
+    the position of the axis in the results. TypeError for other ``f``; ValueError, when called, for
+    axes that do not exist or differ in size.
     """
     if isinstance(f, _core.Kernel):
         return f.definition.mapped(in_axes, out_axes).make()
     if isinstance(f, _core.Family):
-        return _map_function(lambda *args: f.kernel(*args)(*args), in_axes, out_axes)
+        return _map_function(f, in_axes, out_axes)
     maker = f.func if isinstance(f, functools.partial) else f
     if str(getattr(maker, "__module__", "")).startswith(f"{__package__}._"):
         raise TypeError(

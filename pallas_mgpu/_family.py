@@ -111,6 +111,23 @@ class _Maker:
         self.threads.clear()
 
 
+def chosen(family, args, kwargs, described):
+    """(kernel, operands in their order) of a call with arrays that the extension cannot read.
+    described: (shape, dtype, device, aligned) of such an array, None of an option."""
+    found = [described(x) for x in (*args, *kwargs.values())]
+    arrays = [x for x, info in zip((*args, *kwargs.values()), found) if info]
+    by_name = dict(zip(kwargs, found[len(args) :]))
+    for k, info in enumerate(found[: len(args)]):
+        if not info:
+            raise TypeError(f"{family.__name__}: argument {k} is no array: {args[k]!r}")
+    target, order = family.maker(
+        found[: len(args)],
+        {name: info for name, info in by_name.items() if info},
+        {name: kwargs[name] for name, info in by_name.items() if not info},
+    )
+    return target, [arrays[i] for i in order]
+
+
 class _Making(threading.Thread):
     """Makes a kernel that is not needed: without one, ``found`` stays None. The process does not
     end before it is ``done``: compilers do not like to be left."""

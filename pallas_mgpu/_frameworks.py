@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from . import _core, tree
+from ._batch import Batched, call_batched_family
 from ._names import show
 
 
@@ -88,6 +89,8 @@ def special(leaves):
     for x in leaves:
         if type(x) is Placeholder:
             return x.record
+        if type(x) is Batched:
+            return call_batched_family
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     for x in leaves:
         if torch and isinstance(x, torch.Tensor):

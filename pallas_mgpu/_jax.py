@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from . import _core, tree
 from ._batch import _PerLeaf
+from ._family import chosen
 from ._names import show
 from ._types import InterpretParams, ShapeDtypeStruct, itemsize_bits
 
@@ -81,22 +82,12 @@ def _call_family(family, args, kwargs):
     what = family.__name__
     if kwargs.pop("out", None) is not None or kwargs.pop("stream", None) is not None:
         raise TypeError(f"{what}: out= and stream= are not for calls under jax.jit")
-    kernel = family.kernel(*map(_spec, args), **{k: _spec(v) for k, v in kwargs.items()})
-    arrays = [x for x in (*args, *kwargs.values()) if _is_array(x)]
-    _, order = family.maker(
-        [_described(x) for x in args],
-        {k: _described(v) for k, v in kwargs.items() if _is_array(v)},
-        {k: v for k, v in kwargs.items() if not _is_array(v)},
-    )
-    return kernel(*(arrays[i] for i in order))
+    kernel, arrays = chosen(family, args, kwargs, _described)
+    return kernel(*arrays)
 
 
 def _is_array(x):
     return is_traced(x) or isinstance(x, (jax.Array, np.ndarray))
-
-
-def _spec(x):
-    return ShapeDtypeStruct(_ints(x.shape), x.dtype) if _is_array(x) else x
 
 
 def _ints(shape):
@@ -109,7 +100,7 @@ def _ints(shape):
 
 
 def _described(x):
-    return tuple(x.shape), np.dtype(x.dtype), None, True
+    return (tuple(_ints(x.shape)), np.dtype(x.dtype), None, True) if _is_array(x) else None
 
 
 # ---- the primitive -------------------------------------------------------------------------------

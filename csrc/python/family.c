@@ -53,6 +53,7 @@ typedef struct request {
   PyObject *operand[PMPY_MAX_PARAMS];   /* borrowed; used where arrays are given by name */
   PyObject *value[2 * PMPY_MAX_PARAMS]; /* names and values of options, NULL for arrays */
   uint32_t n_operands, n_values;
+  uint32_t unhashable; /* the number of a value, which is never 0, or 0 */
   pmpy_new_signature signature;
 } request;
 
@@ -96,7 +97,8 @@ static int refuse_strided(const family *f, uint32_t i) {
   return -1;
 }
 
-/* The device, how many operands are by position, the arrays, and hashes of the options; 0 or -1. */
+/* The device, how many operands are by position, the arrays, and hashes of the options. 1: made,
+ * 0: an option has no hash, -1: exception. */
 static int make_signature(const family *f, request *r) {
   const pmpy_call *c = &r->c;
   int64_t *at = pmpy_signature_begin(&r->signature, 2 + pmpy_sign_most(c->n_in) + r->n_values);
@@ -116,19 +118,28 @@ static int make_signature(const family *f, request *r) {
   for (uint32_t i = 0; i < r->n_values; i++) {
     *at = -2; /* no hash is -1, and few are -2 */
     if (r->value[i] && (*at = PyObject_Hash(r->value[i])) == -1) {
-      if (PyErr_ExceptionMatches(PyExc_TypeError))
-        PyErr_Format(PyExc_TypeError, "%U: %U must be an array or hashable, got a %s", f->name,
-                     r->value[i - 1], Py_TYPE(r->value[i])->tp_name);
-      return -1;
+      if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+      PyErr_Clear();
+      r->unhashable = i;
+      return 0;
     }
     at++;
   }
   pmpy_signature_end(&r->signature, at);
-  return 0;
+  return 1;
 }
 
-/* 1: found all there is to know about the call, 0: operand n_in is no array, -1: exception. The
- * request must be ended in every case. */
+/* Raise for what `begin` found to be neither an array nor an option. */
+static void refuse(const family *f, const request *r) {
+  const uint32_t i = r->unhashable;
+  if (!i) pmpy_call_refuse(&r->c);
+  else
+    PyErr_Format(PyExc_TypeError, "%U: %U must be an array or hashable, got a %s", f->name,
+                 r->value[i - 1], Py_TYPE(r->value[i])->tp_name);
+}
+
+/* 1: found all there is to know about the call, 0: operand n_in is no array, or an option has no
+ * hash, -1: exception. The request must be ended in every case. */
 static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t n, PyObject *names,
                  bool specs) {
   r->args = args;
@@ -136,6 +147,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   r->n_kw = names ? PyTuple_GET_SIZE(names) : 0;
   r->names = names;
   r->signature.many = NULL;
+  r->unhashable = 0;
   r->c.n_in = r->c.n_out_given = 0;
   r->c.many = NULL;
   r->c.out_tuple = NULL;
@@ -145,7 +157,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
   if (code <= 0) return code;
   if (pmpy_call_stream(&r->c, r->stream) < 0 || pmpy_call_locate(&r->c) < 0) return -1;
-  return make_signature(f, r) < 0 ? -1 : 1;
+  return make_signature(f, r);
 }
 
 static void end(request *r) {
@@ -415,7 +427,7 @@ static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargs
     Py_CLEAR(result);
   }
   entry *e = code > 0 ? look(f, &r) : NULL;
-  if (!code) pmpy_call_refuse(&r.c);
+  if (!code) refuse(f, &r);
   r.c.in_place = f->in_place;
   if (e && e->direct) result = pmpy_call_run(&r.c, e->target);
   else if (e && pmpy_call_check_overlap(&r.c) == 0) result = call_target(&r, e);
@@ -431,7 +443,7 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
   request r;
   int code = begin(f, &r, args, n, names, true);
   entry *e = code > 0 ? look(f, &r) : NULL;
-  if (!code) pmpy_call_refuse(&r.c);
+  if (!code) refuse(f, &r);
   PyObject *result = e ? Py_NewRef(e->target) : NULL;
   drop(e);
   end(&r);

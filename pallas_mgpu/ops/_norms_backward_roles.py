@@ -137,9 +137,7 @@ class _Segment(_Tile):
         number = self.i % p.buffers
         plgpu.barrier_wait(refs["partial_full"].at[number], phase=self.i // p.buffers)
         box = refs["partial_smem"].at[number]
-        return [
-            [box[v, s].reshape((1, 1)) for v in range(p.numbers)] for s in range(p.segments)
-        ]
+        return [[box[v, s].reshape((1, 1)) for v in range(p.numbers)] for s in range(p.segments)]
 
     def write_sums(self, first, total):
         """Sums over rows, the first of that number."""

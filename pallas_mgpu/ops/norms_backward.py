@@ -487,7 +487,9 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
         )
     of = x.dtype if weight is None else weight.dtype
     if ring:
-        module = _norms_backward_roles if config is not None and config.roles else _norms_backward_ring
+        module = (
+            _norms_backward_roles if config is not None and config.roles else _norms_backward_ring
+        )
         kernel = module.kernel(ring, _Row, interpret)
         if not problem.sums:
             return kernel

@@ -459,6 +459,12 @@ def test_rotary_and_cross_entropy(rng):
     compare(lambda x: pj.cross_entropy(x, targets), losses, half(rng, 3, 41), tolerance=1e-3)
 
 
+def test_only_arrays_by_name_are_traced(rng):
+    x, w = half(rng, 9, 40), half(rng, 40)
+    got = jax.jit(lambda w: ops.rms_norm(x, weight=w))(w)
+    np.testing.assert_array_equal(got, ops.rms_norm(x, weight=w))
+
+
 def test_ops_without_derivatives(rng):
     """The functions of `ops` themselves, in jit."""
     a, b = half(rng, 20, 72), half(rng, 72, 40)

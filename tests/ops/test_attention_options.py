@@ -32,6 +32,8 @@ CASES = {  # batch, queries, heads, head_dim, keys, kv_heads; options; bias: whi
         {"cu": PACKED, "causal": True, "bottom_right": True, "window": (40, None)},
     ),
     "dropout": ((2, 130, 2, 64, 200, 1), {"dropout": 0.3}),
+    "dropout of one key": ((1, 70, 2, 64, 1, 1), {"dropout": 0.25}),
+    "dropout, causal": ((1, 70, 1, 128, 80, 1), {"dropout": 0.25, "causal": True}),
     "all": (
         (1, 130, 1, 128, 200, 1),
         {
@@ -81,8 +83,9 @@ def visible(queries, keys, cu, causal, window, bottom_right):
 
 
 def reference(grad, q, k, v, *, causal=False, window=None, bottom_right=False, softcap=None,
-              bias=None, cu=None, dropout=0.0, seed=None):  # fmt: skip
-    """(o, lse, [dq, dk, dv, dbias]) in float64."""
+              bias=None, cu=None, dropout=0.0, seed=None, given=None):  # fmt: skip
+    """(o, lse, [dq, dk, dv, dbias]) in float64. given: o as the gradients are given it, rounded:
+    rows that see one key have a gradient of q that is the difference of o and one value."""
     grad, q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (grad, q, k, v))
     (batch, heads, queries, dim), keys = q.shape, k.shape[2]
     group = heads // k.shape[1]
@@ -102,7 +105,8 @@ def reference(grad, q, k, v, *, causal=False, window=None, bottom_right=False, s
         p = np.where(total > 0, p / total, 0)
     keep = kept(batch, heads, queries, keys, dropout, seed)
     o = (p * keep) @ v
-    ds = p * (keep * (grad @ v.swapaxes(-1, -2)) - (grad * o).sum(-1, keepdims=True))
+    used = o if given is None else given.astype(np.float64).transpose(0, 2, 1, 3)
+    ds = p * (keep * (grad @ v.swapaxes(-1, -2)) - (grad * used).sum(-1, keepdims=True))
     db, ds = ds, ds * slope * dim**-0.5
     dk, dv = ds.swapaxes(-1, -2) @ q, (p * keep).swapaxes(-1, -2) @ grad
     dk, dv = (x.reshape(batch, -1, group, keys, dim).sum(2) for x in (dk, dv))
@@ -174,7 +178,7 @@ def test_gradients(rng, name, products, interpret=CHECKED):
             ops.attention_backward(grad, q, k, v, o, lse, **how, **call)
         return
     found = ops.attention_backward(grad, q, k, v, o, lse, **how, **call)
-    _, _, want = reference(grad, q, k, v, **options)
+    _, _, want = reference(grad, q, k, v, given=o, **options)
     assert len(found) == len(want)
     for got, expected in zip(found[:3], want):
         near(got, expected, q.dtype)

@@ -1,0 +1,112 @@
+"""Functions of ops under plgpu.vmap, with options and with some arguments shared: as one call for
+each element."""
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+BATCH = 3
+INT, F32 = np.int32, np.float32
+HEADS = {"q": (1, 17, 2, 64), "k": (1, 20, 1, 64), "v": (1, 20, 1, 64)}
+
+
+def call(name, **options):
+    return lambda *arrays: getattr(ops, name)(*arrays, interpret=True, **options)
+
+
+def by_name(name, given, **options):
+    """The last arrays by name."""
+
+    def f(*arrays):
+        first, last = arrays[: len(arrays) - len(given)], arrays[len(arrays) - len(given) :]
+        return getattr(ops, name)(*first, **dict(zip(given, last)), interpret=True, **options)
+
+    return f
+
+
+# The function, and the shape of each array, or a function of the random numbers that makes it.
+CASES = {
+    "attention": (call("attention", causal=True, return_lse=True), *HEADS.values()),
+    "attention, lengths": (
+        by_name("attention", ["kv_lengths"]),
+        *HEADS.values(),
+        lambda rng: rng.integers(1, 20, 1).astype(INT),
+    ),
+    "attention_backward": (
+        call("attention_backward"),
+        HEADS["q"],
+        *HEADS.values(),
+        HEADS["q"],
+        lambda rng: rng.standard_normal((1, 2, 17)).astype(F32),
+    ),
+    "matmul": (call("matmul", activation="silu"), (40, 64), (64, 48)),
+    "matmul, odd": (call("matmul"), (5, 7), (7, 9)),
+    "matmul, bias": (by_name("matmul", ["bias"]), (40, 64), (64, 48), (48,)),
+    "rms_norm": (by_name("rms_norm", ["weight"]), (9, 300), (300,)),
+    "layer_norm_backward": (call("layer_norm_backward", bias=True), (9, 512), (9, 512), (512,)),
+    "rms_norm_backward, odd": (call("rms_norm_backward"), (3, 513), (3, 513)),
+    "softmax": (call("softmax"), (9, 300)),
+    "gated_matmul": (call("gated_matmul", return_products=True), (40, 64), (64, 64)),
+    "activation_backward": (call("activation_backward", bias=True), (40, 64), (40, 64)),
+    "rotary": (call("rotary"), (1, 20, 2, 64), (20, 32), (20, 32)),
+    "cross_entropy": (
+        call("cross_entropy"),
+        (9, 300),
+        lambda rng: rng.integers(0, 300, 9).astype(INT),
+    ),
+    "quantize": (call("quantize", block=128), (9, 300)),
+    "ragged_dot": (
+        call("ragged_dot"),
+        (40, 64),
+        (3, 64, 48),
+        lambda rng: np.asarray([10, 20, 10], INT),
+    ),
+}
+
+
+def array(rng, of):
+    return of(rng) if callable(of) else rng.standard_normal(of).astype(np.float16)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shared", [False, True], ids=["all", "one shared"])
+def test_elements(rng, name, shared):
+    """shared: all but the last array, which some pass by name, or the last one if it is alone."""
+    f, *shapes = CASES[name]
+    mapped = [not shared or k == len(shapes) - 1 for k in range(len(shapes))]
+    axes = tuple(0 if m else None for m in mapped)
+    arrays = [
+        np.stack([array(rng, s) for _ in range(BATCH)]) if m else array(rng, s)
+        for s, m in zip(shapes, mapped)
+    ]
+    got = plgpu.vmap(f, in_axes=axes)(*arrays)
+    for b in range(BATCH):
+        want = f(*(x[b] if m else x for x, m in zip(arrays, mapped)))
+        for g, w in zip(got, want) if isinstance(got, tuple) else [(got, want)]:
+            assert g.dtype == w.dtype
+            np.testing.assert_allclose(
+                g[b].astype(F32), w.astype(F32), rtol=1e-2, atol=1e-2, equal_nan=True
+            )
+
+
+def test_options_and_levels(rng):
+    a, b = rng.standard_normal((2, 3, 2, 16, 16)).astype(np.float16)
+    found = plgpu.vmap(plgpu.vmap(call("matmul")))(a, b)
+    np.testing.assert_allclose(found, a @ b, atol=2e-2)
+    x = rng.standard_normal((4, 3, 40)).astype(F32)
+    found = plgpu.vmap(ops.softmax, in_axes=1)(x)
+    np.testing.assert_allclose(
+        found, np.stack([ops.softmax(y) for y in x.swapaxes(0, 1)]), atol=1e-6
+    )
+
+
+def test_refused(rng):
+    x = rng.standard_normal((3, 4, 40)).astype(F32)
+    with pytest.raises(NotImplementedError, match="rms_norm: out= under vmap"):
+        plgpu.vmap(lambda x: ops.rms_norm(x, out=x))(x)
+    with pytest.raises(TypeError, match="argument 1 is no array: 3"):
+        plgpu.vmap(lambda x: ops.rms_norm(x, 3))(x)
+    with pytest.raises(TypeError, match="weight must be an array or hashable, got a list"):
+        ops.rms_norm(x, weight=[1.0])
