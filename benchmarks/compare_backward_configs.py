@@ -140,8 +140,6 @@ def norm_configs(n):
         found |= {f"{m} members": C(members=m) for m in (2, 4)}
     for cluster in (2, 4, 8) if n > 16384 else ():
         found[f"cluster of {cluster}"] = C(cluster=cluster)
-    if n > 8192:
-        found["parts held"] = C(hold=True)
     if n >= 4096:
         found |= {"roles": C(roles=True), "roles, 2 stages": C(roles=True, stages=2)}
     for cluster in (2, 4, 8) if n >= 16384 else ():

@@ -54,7 +54,6 @@ class NormBackwardConfig(typing.NamedTuple):
     height: int = 0
     stages: int = 0
     roles: bool = False
-    hold: bool = False
 
 
 class Plan:
@@ -87,7 +86,6 @@ class Plan:
         if self.kept:
             room -= of_block * x.dtype_of("weight").itemsize
         most = room // (WARPGROUPS * self.height * self.width * size)
-        self.hold = cfg.hold
         self.stages = min(most, cfg.stages or (4 if x.name == "softmax" else 2))
 
     def fits(self):
@@ -126,7 +124,6 @@ class _Tile:
         """refs: operands, results and scratch by name."""
         self.plan, self.x, self.refs = plan, plan.x, refs
         self.parts, self.once, self.me = plan.parts, plan.once, lax.axis_index("wg")
-        self.hold = plan.hold
         self.team, self.member = self.me // plan.members, self.me % plan.members
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member

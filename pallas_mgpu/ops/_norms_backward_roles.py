@@ -89,7 +89,7 @@ class _Segment(_Tile):
 
     def __init__(self, plan, refs, pair):
         self.plan, self.x, self.refs = plan, plan.x, refs
-        self.parts, self.hold = plan.parts, True
+        self.parts = plan.parts
         self.me = self.member = pair
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * _PAIRS + pair

@@ -204,8 +204,8 @@ def attention_backward(
     also return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
     :class:`AttentionBackwardConfig`, on Blackwell a :class:`TensorMemoryBackwardConfig`.
     deterministic: results repeat bit for bit; otherwise dq may differ from call to call by its
-    rounding, with a head_dim up to 128. out: a tuple of results. What ``o`` lost when it was rounded
-    is an error of dq and dk, the largest one where a query sees one key and dropout scales it.
+    rounding, with a head_dim up to 128. out: a tuple of results. What ``o`` lost by rounding
+    is an error of dq and dk, largest where a query sees one key and dropout scales it.
 
     Returns (dq, dk, dv), or (dq, dk, dv, dbias). TypeError, ValueError for other dtypes and shapes,
     NotImplementedError for other head_dims.

@@ -74,7 +74,6 @@ class _Tile:
     """A tile of `height` rows, in parts of `width` elements, while it is traced."""
 
     once = False  # statistics by one exchange, see _norms_backward_ring.py
-    hold = False
 
     def __init__(self, x, refs, height, width):
         self.x, self.refs, self.height, self.width = x, refs, height, width
@@ -156,9 +155,7 @@ class _Row:
             if t.x.name == "layer_norm":
                 total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
                 self.mean, self.grads = total * _F32(1 / t.x.n), grads * _F32(1 / t.x.n)
-            self._read_again()
             self._take_products(*t.sum(self.products))
-        self._read_again()
 
     def sums_of_segment(self, meanwhile=lambda k: None):
         """What the statistics of a norm are made of, of the warpgroup's segment of a row: sums of
@@ -175,7 +172,6 @@ class _Row:
         if self.t.x.name == "rms_norm":
             return sums
         self.mean = self.t.mean_of_segment(sums[0])
-        self._read_again()
         return [*sums, *self.t.sum_of_segment(self.products, rolled=True)]
 
     def take_sums(self, of_segments):
@@ -194,7 +190,6 @@ class _Row:
         self.dot = dot * self.factor * n
 
     def products(self, k):
-        self._read_again()
         return jnp.square(self.y(k)), self.g(k) * self.y(k)
 
     def load(self, name, k):
@@ -211,17 +206,11 @@ class _Row:
             self.exact(name, 0)
 
     def _held(self, name, k, make):
-        if self.t.parts > 1 and not self.t.hold:
-            return make()
-        key = name, k if isinstance(k, int) else None
-        if key not in self.held:
-            self.held[key] = make()
-        return self.held[key]
-
-    def _read_again(self):
-        """Parts of a row are read in each pass over it."""
         if self.t.parts > 1:
-            self.held = {}
+            return make()
+        if name not in self.held:
+            self.held[name] = make()
+        return self.held[name]
 
     def g(self, k):
         if self.t.x.dtypes[2] is None:
