@@ -168,7 +168,7 @@ def kernel(p, row, interpret):
             of_row, found = row(segment.at(i), complete=False), []
 
             def add_bias(k):
-                found.append(add(total[k], of_row.sums_of_bias(k)))
+                found.append(add(total[k], of_row.sums(k, weight=False)))
 
             segment.send(of_row.sums_of_segment(add_bias))
             return found
@@ -187,7 +187,7 @@ def kernel(p, row, interpret):
             results, found = [], []
             for k in range(p.parts):
                 results.append(lax.optimization_barrier(of_row.result(k).astype(x.dtypes[1])))
-                found.append(add(total[k], of_row.sums_of_weight(k)))
+                found.append(add(total[k], of_row.sums(k, bias=False)))
             total = found
             segment.fetch_next()
             for k, result in enumerate(results):

@@ -155,7 +155,8 @@ class _Row:
             if t.x.name == "layer_norm":
                 total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
                 self.mean, self.grads = total * _F32(1 / t.x.n), grads * _F32(1 / t.x.n)
-            self._take_products(*t.sum(self.products))
+            squares, dot = t.sum(self.products)
+            self._take_products(squares, dot)
 
     def sums_of_segment(self, meanwhile=lambda k: None):
         """What the statistics of a norm are made of, of the warpgroup's segment of a row: sums of
@@ -177,11 +178,11 @@ class _Row:
     def take_sums(self, of_segments):
         """The statistics from these sums of all segments."""
         if self.t.x.name == "rms_norm":
-            products = (sum(of_segment[v] for of_segment in of_segments) for v in range(2))
+            squares, dot = (sum(of_segment[v] for of_segment in of_segments) for v in range(2))
         else:
-            self.mean, grads, *products = self.t.moments(of_segments)
+            self.mean, grads, squares, dot = self.t.moments(of_segments)
             self.grads = grads * _F32(1 / self.t.x.n)
-        self._take_products(*products)
+        self._take_products(squares, dot)
         return self
 
     def _take_products(self, squares, dot):
@@ -234,20 +235,12 @@ class _Row:
         out = out - self.y(k) * (self.factor * self.factor * self.dot)
         return out if self.t.x.dtypes[3] is None else out + self.load("add", k)
 
-    def sums(self, k):
-        """What part k adds to the gradients of the weight and the bias."""
-        return self.sums_of_weight(k) + self.sums_of_bias(k)
-
-    def sums_of_weight(self, k):
-        if self.t.x.dtypes[2] is None:
-            return []
-        return [self._grad(k) * self.y(k) * self.factor]
-
-    def sums_of_bias(self, k):
-        return [self._grad(k)] if self.t.x.bias else []
-
-    def _grad(self, k):
-        return lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32)
+    def sums(self, k, weight=True, bias=True):
+        """What part k adds to the gradients of the weight and the bias, if there are these."""
+        grad, found = lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32), []
+        if weight and self.t.x.dtypes[2] is not None:
+            found.append(grad * self.y(k) * self.factor)
+        return found + ([grad] if bias and self.t.x.bias else [])
 
 
 def _names(x):
