@@ -302,7 +302,8 @@ def call_special(target, args, kwargs):
     if operator is not None and not _state.dispatching:
         _state.dispatching = True
         try:
-            return operator(*args, **kwargs)
+            with _without_autocast():
+                return operator(*args, **kwargs)
         finally:
             _state.dispatching = False
     if _only_has_methods(x):
@@ -323,7 +324,8 @@ def call_recorded(target, args, kwargs):
     """A kernel or family is called with tensors that require grad, while autograd records."""
     operator = _operator_of(target)
     if operator is not None:
-        return operator(*args, **kwargs)
+        with _without_autocast():  # as without gradients
+            return operator(*args, **kwargs)
     out = kwargs.get("out")
     for x in tree.leaves(out) if out is not None else ():
         if isinstance(x, Tensor) and x.requires_grad:
@@ -517,6 +519,12 @@ def _mapped_backward(backward, axes):
     return mapped
 
 
+def _without_autocast():
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
 def _cast_rule(op, names, positions):
     """The implementation for autocast: the tensors at these positions, if they are floats of 32 or
     fewer bits, become autocast's dtype."""
@@ -524,15 +532,13 @@ def _cast_rule(op, names, positions):
     def rule(*args, **kwargs):
         device = next((x.device.type for x in args if isinstance(x, Tensor)), "cuda")
         dtype = torch.get_autocast_dtype(device)
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-        keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
         def cast(x):
             if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
                 return x.to(dtype)
             return x
 
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with _without_autocast():
             args = [cast(x) if i in positions else x for i, x in enumerate(args)]
             kwargs = {k: cast(x) if k in names else x for k, x in kwargs.items()}
             return op(*args, **kwargs)

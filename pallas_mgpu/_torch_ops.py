@@ -926,6 +926,12 @@ def _linear_entropy_setup(ctx, inputs, output):
 
 def _linear_entropy_backward(ctx, grad, *_):
     dx, dw, x, weight = ctx.saved_tensors
+    for name, found, needed in zip(("x", "weight"), (dx, dw), ctx.needs_input_grad):
+        if needed and found.ndim < 2:
+            raise NotImplementedError(
+                f"pallas_mgpu::linear_cross_entropy_gradients computed no gradient by {name}: pass"
+                f" of_{name}=True"
+            )
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # it is recorded, too
         found = linear_cross_entropy_backward(grad, x, weight, dx, dw)
         found = (g if n else None for g, n in zip(found, ctx.needs_input_grad))

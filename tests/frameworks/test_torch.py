@@ -888,7 +888,16 @@ def test_autocast():
         assert pt.rms_norm(x).dtype == torch.float32
         w = torch.randn(16, 8, requires_grad=True)
         pt.linear_cross_entropy(x, w, torch.arange(8)).backward()  # of bfloat16
+        for y in (x, x.clone().requires_grad_()):  # functions of ops compute with what they get
+            assert ops.matmul(y, x).dtype == torch.float32
     assert w.grad.dtype == torch.float32
+
+
+def test_gradients_that_were_not_asked_for():
+    x, w = half(8, 16).requires_grad_(), half(20, 16).requires_grad_()
+    f = torch.ops.pallas_mgpu.linear_cross_entropy_gradients
+    with pytest.raises(NotImplementedError, match="no gradient by x: pass of_x=True"):
+        f(x, w, torch.arange(8), of_x=False)[0].backward()
 
 
 def test_add_norms():
