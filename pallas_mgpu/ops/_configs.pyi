@@ -63,6 +63,7 @@ class NormBackwardConfig(NamedTuple):
     cluster: int = 0
     height: int = 0
     stages: int = 0
+    roles: bool = False
 
 class NormConfig(NamedTuple):
     height: int = 1

@@ -16,6 +16,7 @@ Gradients of the weight and of the bias are sums over rows: each block adds up t
 in registers, or in global memory where a row has parts, and further kernels add up the sums of the
 blocks, always in the same order."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -469,10 +470,7 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
         )
     of = x.dtype if weight is None else weight.dtype
     if ring:
-        module = (
-            _norms_backward_roles if config is not None and config.roles else _norms_backward_ring
-        )
-        kernel = module.kernel(ring, _Row, interpret)
+        kernel = ring(_Row, interpret)
         if not problem.sums:
             return kernel
         shape = kernel.definition.outs[1].shape
@@ -498,6 +496,11 @@ def _checked(name, config):
             f"{name}: a NormBackwardConfig has 1, 2 or 4 members and a cluster of 1, 2, 4 or 8;"
             f" got {config}"
         )
+    if c.roles and (c.members or c.height):
+        raise ValueError(
+            f"{name}: a NormBackwardConfig has, with roles, 0 members and a height of 0; got"
+            f" {config}"
+        )
     if c.height < 0 or c.stages < 0 or c.stages == 1:
         raise ValueError(
             f"{name}: a NormBackwardConfig has 2 stages or more and a height of 1 or more; got"
@@ -507,14 +510,15 @@ def _checked(name, config):
 
 
 def _ring(x, device, operands, sms, config=_CHOSEN):
-    """How rows pass through shared memory; None where they cannot: TMA takes aligned rows. Lanes
-    have too many statistics of short rows."""
+    """What makes the kernel whose rows pass through shared memory; None where they cannot: TMA takes
+    aligned rows. Lanes have too many statistics of short rows."""
     if x.n < _SHORT or not {"TMA", "CLUSTER"} <= set(_core.target(device)["features"]):
         return None
     if not all(v.aligned and v.shape[-1] * v.dtype.itemsize % 16 == 0 for v in operands):
         return None
     module = _norms_backward_roles if config.roles else _norms_backward_ring
-    return module.plan(x, _names(x), sms, config)
+    plan = module.plan(x, _names(x), sms, config)
+    return functools.partial(module.kernel, plan) if plan else None
 
 
 @plgpu.specialize
@@ -540,7 +544,7 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
         return _columns(x, interpret)
     ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device))
     if ring:
-        return _norms_backward_ring.kernel(ring, _Row, interpret)
+        return ring(_Row, interpret)
     return _rows(x, 0, interpret)
 
 

@@ -116,6 +116,8 @@ CONFIGS = [  # shape, config
     ((7, 5000), C(members=1, cluster=4, stages=3)),
     ((5, 12296), C(cluster=2)),
     ((2, 33000), C(stages=3)),
+    ((9, 5000), C(roles=True)),
+    ((80, 2056), C(roles=True, cluster=8, stages=2)),  # slots and buffers are used again
 ]
 
 
@@ -158,6 +160,7 @@ def test_configurations_on_a_gpu(rng, config):
         (C(members=3), ValueError, "1, 2 or 4 members"),
         (C(cluster=16), ValueError, "a cluster of 1, 2, 4 or 8"),
         (C(stages=1), ValueError, "2 stages or more"),
+        (C(roles=True, members=2), ValueError, "with roles, 0 members and a height of 0"),
         (C(height=2, members=2), ValueError, "rows of 1024 elements cannot pass"),
         (C(height=64), ValueError, "rows of 1024 elements cannot pass"),
     ],
@@ -175,8 +178,9 @@ def test_layer_norm_far_from_zero(rng):
     (x,) = normal(rng, (6, 4096), DTYPES[0], 1)
     x, (grad,) = x + np.float32(1000), normal(rng, x.shape, DTYPES[0], 1)
     want = gradients("layer_norm", grad, x, None, 1e-5)[0]
-    got = ops.layer_norm_backward(grad, x, interpret=True)
-    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+    for config in None, C(roles=True):
+        got = ops.layer_norm_backward(grad, x, config=config, interpret=True)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(3, 16384), (2, 40000)], ids=str)
