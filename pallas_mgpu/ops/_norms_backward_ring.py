@@ -38,6 +38,7 @@ WARPGROUPS = 4
 _SEGMENT = 2048  # elements of a row that a warpgroup keeps in registers
 _LONGEST = 4096  # of a segment, which is read from shared memory in parts
 _PART = 1024  # elements of such a part
+_FEW = 4  # elements of a row that its pivot is the mean of
 _SUMMED = 16  # columns of a block that adds up sums: with few registers it starts beside the others
 
 
@@ -54,6 +55,7 @@ class NormBackwardConfig(typing.NamedTuple):
     height: int = 0
     stages: int = 0
     roles: bool = False
+    pivot: bool = False
 
 
 class Plan:
@@ -75,7 +77,8 @@ class Plan:
         self.tiles = pl.cdiv(x.outer, self.height)
         most = int(clusters_at_once(sms, cluster))
         self.programs = max(1, min(most, pl.cdiv(self.tiles, self.teams)))
-        self.once = x.name == "layer_norm" and cluster > 1
+        self.pivot = cfg.pivot and x.name == "layer_norm" and height == 1
+        self.once = x.name == "layer_norm" and (cluster > 1 or self.pivot)
         self.of_tile = [n for n in names if n != "weight"]
         size = sum(x.dtype_of(n).itemsize for n in self.of_tile)
         # in registers, or in shared memory
@@ -124,6 +127,7 @@ class _Tile:
         """refs: operands, results and scratch by name."""
         self.plan, self.x, self.refs = plan, plan.x, refs
         self.parts, self.once, self.me = plan.parts, plan.once, lax.axis_index("wg")
+        self.pivot = plan.pivot
         self.team, self.member = self.me // plan.members, self.me % plan.members
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member
@@ -258,12 +262,29 @@ class _Tile:
             all_dots = all_dots + off * grads[s]
         return mean, sum(grads), all_squares, all_dots
 
-    def mean_of_segment(self, total):
-        """From the sum of the warpgroup's segment."""
+    def size_of_segment(self):
+        """How many elements of a row the warpgroup has, float32; at least 1."""
         p = self.plan
         if p.segments * p.width == self.x.n:
-            return total * _F32(1 / p.width)
-        return total / jnp.clip(self.x.n - self.offset, 1, p.width).astype(jnp.float32)
+            return _F32(p.width)
+        return jnp.clip(self.x.n - self.offset, 1, p.width).astype(jnp.float32)
+
+    def mean_of_segment(self, total):
+        """From the sum of the warpgroup's segment."""
+        size = self.size_of_segment()
+        return total * _F32(1 / size) if isinstance(size, _F32) else total / size
+
+    def pivot_of_segment(self):
+        """The mean of a few elements of the segment. Its distance from the mean of all n is at most
+        sqrt(n / few) deviations: sums about it lose that many roundings at worst, of rows whose
+        outliers are these elements."""
+        p = self.plan
+        last = self.x.n - (pl.cdiv(self.x.n, p.width) - 1) * p.width  # elements of the last segment
+        few = min(_FEW, last)
+        box = self.refs["x_smem"]
+        found = [box[self.me, self.slot, 0, j * (last // few)] for j in range(few)]
+        found = sum(v.astype(jnp.float32) for v in found) * _F32(1 / few)
+        return found.reshape((1, 1))
 
     def _of_all(self, mine):
         """Sums of the segments of a row."""
@@ -273,6 +294,8 @@ class _Tile:
     def exchange(self, mine):
         """These numbers of each segment of a row."""
         p, refs = self.plan, self.refs
+        if p.segments == 1:
+            return [mine]
         exchanges = 2 if self.x.name == "layer_norm" and not p.once else 1
         number = self.i * exchanges + self.exchanged
         self.exchanged += 1

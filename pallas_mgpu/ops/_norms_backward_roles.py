@@ -41,7 +41,7 @@ class Plan:
 
     height, members, teams = 1, _PAIRS, 1
 
-    def __init__(self, x, names, sms, cluster, stages):
+    def __init__(self, x, names, sms, cluster, cfg):
         self.x, self.names, self.cluster = x, names, cluster
         self.segments = cluster * _PAIRS
         grain = 2048 // min(d.itemsize for d in x.dtypes[:2])  # 16 bytes for each lane
@@ -57,7 +57,8 @@ class Plan:
         room = SMEM_BYTES - 2048
         if self.kept:
             room -= _PAIRS * self.width * x.dtype_of("weight").itemsize
-        self.stages = min(room // size, stages or 4)
+        self.stages = min(room // size, cfg.stages or 4)
+        self.pivot = cfg.pivot and x.name == "layer_norm"
         self.buffers = 2 * self.stages
         self.uneven = x.bias and self.width > _LONGEST // 2
         self.numbers = 2 if x.name == "rms_norm" else 4  # sums of a segment
@@ -89,7 +90,7 @@ class _Segment(_Tile):
 
     def __init__(self, plan, refs, pair):
         self.plan, self.x, self.refs = plan, plan.x, refs
-        self.parts = plan.parts
+        self.parts, self.pivot = plan.parts, plan.pivot
         self.me = self.member = pair
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * _PAIRS + pair
@@ -231,7 +232,7 @@ def plan(x, names, sms, cfg):
     """The smallest cluster that shared memory holds, or what the config says; None: there is
     none."""
     for cluster in (cfg.cluster,) if cfg.cluster else (1, 2, 4, 8):
-        p = Plan(x, names, sms, cluster, cfg.stages)
+        p = Plan(x, names, sms, cluster, cfg)
         if p.fits() and cluster <= sms:
             return p
     return None

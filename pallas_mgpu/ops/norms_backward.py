@@ -74,7 +74,7 @@ class Problem(NamedTuple):
 class _Tile:
     """A tile of `height` rows, in parts of `width` elements, while it is traced."""
 
-    once = False  # statistics by one exchange, see _norms_backward_ring.py
+    once = pivot = False  # statistics by one exchange, by one pass; see _norms_backward_ring.py
 
     def __init__(self, x, refs, height, width):
         self.x, self.refs, self.height, self.width = x, refs, height, width
@@ -163,18 +163,27 @@ class _Row:
         """What the statistics of a norm are made of, of the warpgroup's segment of a row: sums of
         x * x and g * x; or of x and g, and of the same two about the segment's mean. meanwhile:
         called while part k is in registers for the first time."""
+        t, of_rms = self.t, self.t.x.name == "rms_norm"
+        if t.pivot and not of_rms:
+            self.mean = pivot = t.pivot_of_segment()
 
         def first(k):
-            products = self.t.x.name == "rms_norm"
-            found = self.products(k) if products else (self.load("x", k), self.g(k))
+            found = () if of_rms else (self.y(k), self.g(k))
+            if of_rms or t.pivot:
+                found += self.products(k)
             meanwhile(k)
             return found
 
-        sums = self.t.sum_of_segment(first)
-        if self.t.x.name == "rms_norm":
+        sums = t.sum_of_segment(first)
+        if of_rms:
             return sums
-        self.mean = self.t.mean_of_segment(sums[0])
-        return [*sums, *self.t.sum_of_segment(self.products, rolled=True)]
+        if t.pivot:
+            total, grads, squares, dot = sums
+            mean = t.mean_of_segment(total)
+            squares = jnp.maximum(squares - total * mean, 0.0)
+            return [total + pivot * t.size_of_segment(), grads, squares, dot - grads * mean]
+        self.mean = t.mean_of_segment(sums[0])
+        return [*sums, *t.sum_of_segment(self.products, rolled=True)]
 
     def take_sums(self, of_segments):
         """The statistics from these sums of all segments."""
@@ -510,8 +519,8 @@ def _checked(name, config):
 
 
 def _ring(x, device, operands, sms, config=_CHOSEN):
-    """What makes the kernel whose rows pass through shared memory; None where they cannot: TMA takes
-    aligned rows. Lanes have too many statistics of short rows."""
+    """What makes the kernel whose rows pass through shared memory; None where they cannot be: TMA
+    takes aligned rows. Lanes have too many statistics of short rows."""
     if x.n < _SHORT or not {"TMA", "CLUSTER"} <= set(_core.target(device)["features"]):
         return None
     if not all(v.aligned and v.shape[-1] * v.dtype.itemsize % 16 == 0 for v in operands):
