@@ -141,10 +141,11 @@ def norm_configs(n):
     for cluster in (2, 4, 8) if n > 16384 else ():
         found[f"cluster of {cluster}"] = C(cluster=cluster)
     if n >= 4096:
-        found |= {"roles": C(roles=True), "roles, 2 stages": C(roles=True, stages=2)}
-    for cluster in (2, 4, 8) if n >= 16384 else ():
-        if cluster * 8192 <= n <= cluster * 32768:
-            found[f"roles, cluster of {cluster}"] = C(roles=True, cluster=cluster)
+        found |= {f"roles, {k} stages": C(roles=True, stages=k) for k in (2, 3)}
+    if n >= 2048:
+        found["pivot"] = C(pivot=True)
+    if n >= 4096:
+        found |= {f"roles, pivot, {k} stages": C(roles=True, pivot=True, stages=k) for k in (2, 3)}
     return {f"ours, {name}": config for name, config in found.items()}
 
 

@@ -77,6 +77,7 @@ class Plan:
         self.tiles = pl.cdiv(x.outer, self.height)
         most = int(clusters_at_once(sms, cluster))
         self.programs = max(1, min(most, pl.cdiv(self.tiles, self.teams)))
+        self.early = cfg.pivot
         self.pivot = cfg.pivot and x.name == "layer_norm" and height == 1
         self.once = x.name == "layer_norm" and (cluster > 1 or self.pivot)
         self.of_tile = [n for n in names if n != "weight"]
@@ -136,11 +137,14 @@ class _Tile:
         self.step = plan.programs * plan.teams
         self.count = (plan.tiles - self.first + (self.step - 1)) // self.step  # tiles of the team
         self.count = jnp.maximum(self.count, 0)
-        if "weight" in refs:
+
+    def load_weights(self):
+        p = self.plan
+        if "weight" in self.refs:
             self.weights = [self._weight(k) for k in range(self.parts)]
-        if plan.kept:
+        if p.kept:
             for k, w in enumerate(self.weights):
-                refs["weight_smem"][self.member, pl.ds(k * plan.part, plan.part)] = w
+                self.refs["weight_smem"][self.member, pl.ds(k * p.part, p.part)] = w
 
     # ---- the ring
 
@@ -350,7 +354,8 @@ def kernel(p, row, interpret):
         for name in (*p.of_tile, "out"):
             given[name] = given[name].reshape(flat)
         tile = _Tile(p, given)
-        tile.fetch_first()
+        for step in (tile.fetch_first, tile.load_weights)[:: 1 if p.early else -1]:
+            step()
 
         def finish(of_row, total):
             """The result, and the sums with those of this tile; of all parts."""
