@@ -481,6 +481,24 @@ def append_pages(c):
     return [*caches, *new, table.astype(np.int32), lengths.astype(np.int32)], tuple(want)
 
 
+def _mixed(x):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+def kept(batch, heads, queries, keys, dropout, seed):
+    """What probabilities are multiplied with."""
+    if not dropout:
+        return 1.0
+    u32 = np.uint32
+    with np.errstate(over="ignore"):
+        head = np.arange(batch * heads, dtype=u32).reshape(batch, heads, 1, 1)
+        key = _mixed(_mixed(np.asarray(seed, u32)) ^ (head * u32(0x9E3779B9)))
+        pair = np.arange(queries * keys, dtype=u32).reshape(queries, keys)
+        return (_mixed(pair ^ key) >= u32(round(dropout * 2**32))) / (1 - dropout)
+
+
 def attention_backward(c):
     batch, kv_heads, share, dtype = _heads(c, 3)
     queries, keys, dim = c.extent(200), c.extent(200), c.pick(64, 64, 128, 256)
@@ -490,6 +508,8 @@ def attention_backward(c):
     k, v = (normal(c, (batch, keys, kv_heads, dim), dtype) for _ in range(2))
     causal, five = c.chance(0.5), dim != 256 and c.chance(0.5)
     c.options |= {"causal": True} if causal else {}
+    dropout, seed = c.pick(0, 0, 0.25), np.asarray([c.rng.randint(-9, 9)], np.int32)
+    five &= dim == 64 or not dropout
     if five:
         c.options["config"] = c.configs.AttentionBackwardConfig(5, c.rng.randint(0, 3))
     k2, v2 = _shares(k, share), _shares(v, share)
@@ -499,16 +519,20 @@ def attention_backward(c):
     p = np.exp(s - top)
     total = p.sum(-1, keepdims=True)
     p = p / total
-    o, d = np.einsum("bhqk,bkhd->bqhd", p, v2), wide(grad)
-    dp = np.einsum("bqhd,bkhd->bhqk", d, v2)
-    ds = p * (dp - (d * o).sum(-1).transpose(0, 2, 1)[..., None]) * dim**-0.5
+    keep = kept(batch, heads, queries, keys, dropout, seed)
+    o, d = np.einsum("bhqk,bkhd->bqhd", p * keep, v2).astype(dtype), wide(grad)
+    dp = np.einsum("bqhd,bkhd->bhqk", d, v2) * keep
+    ds = p * (dp - (d * wide(o)).sum(-1).transpose(0, 2, 1)[..., None]) * dim**-0.5
     dq = np.einsum("bhqk,bkhd->bqhd", ds, k2)
-    dk, dv = np.einsum("bhqk,bqhd->bkhd", ds, wide(q)), np.einsum("bhqk,bqhd->bkhd", p, d)
+    dk, dv = np.einsum("bhqk,bqhd->bkhd", ds, wide(q)), np.einsum("bhqk,bqhd->bkhd", p * keep, d)
     dk, dv = (x.reshape(batch, keys, kv_heads, share, dim).sum(3) for x in (dk, dv))
     unit = 3e-3 if dtype == F16 else 2e-2
     c.close = [(unit, 2 * unit * max(np.abs(x).max(), 0.3)) for x in (dq, dk, dv)]
     lse = (top + np.log(total))[..., 0].astype(F32)
-    arrays = [grad, q, k, v, o.astype(dtype), lse]
+    arrays = [grad, q, k, v, o, lse]
+    if dropout:
+        c.options["dropout"], c.names = dropout, ("seed",)
+        arrays.append(seed)
     return arrays, tuple(x.astype(dtype) for x in (dq, dk, dv))
 
 

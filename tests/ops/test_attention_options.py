@@ -5,6 +5,7 @@ checker: no unordered accesses."""
 import ml_dtypes
 import numpy as np
 import pytest
+from fuzz.ops_training import kept
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
@@ -48,24 +49,6 @@ CASES = {  # batch, queries, heads, head_dim, keys, kv_heads; options; bias: whi
     "256, causal": ((1, 200, 1, 256, 150, 1), {"causal": True}),
     "256, more": ((1, 130, 1, 256, 100, 1), {"softcap": 2.0, "bias": (0, 1, 1, 1)}),
 }
-
-
-def mixed(x):
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    return x ^ (x >> np.uint32(16))
-
-
-def kept(batch, heads, queries, keys, dropout, seed):
-    """What probabilities are multiplied with."""
-    if not dropout:
-        return 1.0
-    u32 = np.uint32
-    with np.errstate(over="ignore"):
-        head = np.arange(batch * heads, dtype=u32).reshape(batch, heads, 1, 1)
-        key = mixed(mixed(np.asarray(seed, u32)) ^ (head * u32(0x9E3779B9)))
-        pair = np.arange(queries * keys, dtype=u32).reshape(queries, keys)
-        return (mixed(pair ^ key) >= u32(round(dropout * 2**32))) / (1 - dropout)
 
 
 def visible(queries, keys, cu, causal, window, bottom_right):
