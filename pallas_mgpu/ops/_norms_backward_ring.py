@@ -38,7 +38,6 @@ WARPGROUPS = 4
 _SEGMENT = 2048  # elements of a row that a warpgroup keeps in registers
 _LONGEST = 4096  # of a segment, which is read from shared memory in parts
 _PART = 1024  # elements of such a part
-_FEW = 4  # elements of a row that its pivot is the mean of
 _SUMMED = 16  # columns of a block that adds up sums: with few registers it starts beside the others
 
 
@@ -47,8 +46,9 @@ class NormBackwardConfig(typing.NamedTuple):
 
     ``members``: warpgroups that share a row, 1, 2 or 4. ``cluster``: blocks that share it, 1, 2, 4
     or 8. ``height``: rows of a tile. ``stages``: slots of each warpgroup, at least 2; 0: 2, or up
-    to 4 of softmax. ``roles``: warpgroups of their own compute the statistics of rows, see
-    _norms_backward_roles.py; a tile is a row, ``members`` and ``height`` are left at 0."""
+    to 4 of softmax. ``roles``: warpgroups of their own compute the statistics of rows
+    (_norms_backward_roles.py); a tile is a row, ``members`` and ``height`` are 0. ``pivot``, with
+    roles: layer_norm's statistics by one pass about a pivot, the mean of a few elements."""
 
     members: int = 0
     cluster: int = 0
@@ -61,6 +61,8 @@ class NormBackwardConfig(typing.NamedTuple):
 class Plan:
     """Numbers that follow from the shape, the rows of a tile, the blocks of a cluster, the
     warpgroups of a team, and the rest of a config."""
+
+    pivot = False
 
     def __init__(self, x, names, sms, height, cluster, members, cfg):
         self.x, self.names, self.height, self.cluster = x, names, height, cluster
@@ -77,9 +79,7 @@ class Plan:
         self.tiles = pl.cdiv(x.outer, self.height)
         most = int(clusters_at_once(sms, cluster))
         self.programs = max(1, min(most, pl.cdiv(self.tiles, self.teams)))
-        self.early = cfg.pivot
-        self.pivot = cfg.pivot and x.name == "layer_norm" and height == 1
-        self.once = x.name == "layer_norm" and (cluster > 1 or self.pivot)
+        self.once = x.name == "layer_norm" and cluster > 1
         self.of_tile = [n for n in names if n != "weight"]
         size = sum(x.dtype_of(n).itemsize for n in self.of_tile)
         # in registers, or in shared memory
@@ -128,7 +128,6 @@ class _Tile:
         """refs: operands, results and scratch by name."""
         self.plan, self.x, self.refs = plan, plan.x, refs
         self.parts, self.once, self.me = plan.parts, plan.once, lax.axis_index("wg")
-        self.pivot = plan.pivot
         self.team, self.member = self.me // plan.members, self.me % plan.members
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * plan.members + self.member
@@ -137,14 +136,11 @@ class _Tile:
         self.step = plan.programs * plan.teams
         self.count = (plan.tiles - self.first + (self.step - 1)) // self.step  # tiles of the team
         self.count = jnp.maximum(self.count, 0)
-
-    def load_weights(self):
-        p = self.plan
-        if "weight" in self.refs:
+        if "weight" in refs:
             self.weights = [self._weight(k) for k in range(self.parts)]
-        if p.kept:
+        if plan.kept:
             for k, w in enumerate(self.weights):
-                self.refs["weight_smem"][self.member, pl.ds(k * p.part, p.part)] = w
+                refs["weight_smem"][self.member, pl.ds(k * plan.part, plan.part)] = w
 
     # ---- the ring
 
@@ -278,18 +274,6 @@ class _Tile:
         size = self.size_of_segment()
         return total * _F32(1 / size) if isinstance(size, _F32) else total / size
 
-    def pivot_of_segment(self):
-        """The mean of a few elements of the segment. Its distance from the mean of all n is at most
-        sqrt(n / few) deviations: sums about it lose that many roundings at worst, of rows whose
-        outliers are these elements."""
-        p = self.plan
-        last = self.x.n - (pl.cdiv(self.x.n, p.width) - 1) * p.width  # elements of the last segment
-        few = min(_FEW, last)
-        box = self.refs["x_smem"]
-        found = [box[self.me, self.slot, 0, j * (last // few)] for j in range(few)]
-        found = sum(v.astype(jnp.float32) for v in found) * _F32(1 / few)
-        return found.reshape((1, 1))
-
     def _of_all(self, mine):
         """Sums of the segments of a row."""
         found = self.exchange(mine)
@@ -298,8 +282,6 @@ class _Tile:
     def exchange(self, mine):
         """These numbers of each segment of a row."""
         p, refs = self.plan, self.refs
-        if p.segments == 1:
-            return [mine]
         exchanges = 2 if self.x.name == "layer_norm" and not p.once else 1
         number = self.i * exchanges + self.exchanged
         self.exchanged += 1
@@ -354,8 +336,7 @@ def kernel(p, row, interpret):
         for name in (*p.of_tile, "out"):
             given[name] = given[name].reshape(flat)
         tile = _Tile(p, given)
-        for step in (tile.fetch_first, tile.load_weights)[:: 1 if p.early else -1]:
-            step()
+        tile.fetch_first()
 
         def finish(of_row, total):
             """The result, and the sums with those of this tile; of all parts."""

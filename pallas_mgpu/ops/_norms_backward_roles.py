@@ -33,6 +33,7 @@ _F32 = np.float32
 _PAIRS = 2  # warpgroups of each role
 _LONGEST = 8192  # elements of a segment
 _PART = 1024  # elements that are read at once
+_FEW = 4  # elements of a segment that its pivot is the mean of
 _REGISTERS = 112, 144  # of a lane, where segments are long: statistics, gradients
 
 
@@ -90,7 +91,7 @@ class _Segment(_Tile):
 
     def __init__(self, plan, refs, pair):
         self.plan, self.x, self.refs = plan, plan.x, refs
-        self.parts, self.pivot = plan.parts, plan.pivot
+        self.parts = plan.parts
         self.me = self.member = pair
         self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.segment = self.rank * _PAIRS + pair
@@ -139,6 +140,18 @@ class _Segment(_Tile):
         plgpu.barrier_wait(refs["partial_full"].at[number], phase=self.i // p.buffers)
         box = refs["partial_smem"].at[number]
         return [[box[v, s].reshape((1, 1)) for v in range(p.numbers)] for s in range(p.segments)]
+
+    def pivot_of_segment(self):
+        """The mean of a few elements of the segment. Its distance from the mean of all n is at most
+        sqrt(n / few) deviations: sums about it lose that many roundings at worst, of rows whose
+        outliers are these elements."""
+        p = self.plan
+        last = self.x.n - (pl.cdiv(self.x.n, p.width) - 1) * p.width  # elements of the last segment
+        few = min(_FEW, last)
+        box = self.refs["x_smem"]
+        found = [box[self.me, self.slot, 0, j * (last // few)] for j in range(few)]
+        found = sum(v.astype(jnp.float32) for v in found) * _F32(1 / few)
+        return found.reshape((1, 1))
 
     def write_sums(self, first, total):
         """Sums over rows, the first of that number."""
