@@ -30,6 +30,9 @@ NORMS = [  # rows, columns
     (32768, 1024),
     (1024, 32768),
     (512, 65536),
+    (8192, 16384),
+    (4096, 32768),
+    (2048, 65536),
     (2048, 5120),
     (128, 8192),
     (128, 65536),
@@ -141,10 +144,8 @@ def norm_configs(n):
     for cluster in (2, 4, 8) if n > 16384 else ():
         found[f"cluster of {cluster}"] = C(cluster=cluster)
     if n >= 4096:
+        found["alike"] = C()
         found |= {f"roles, {k} stages": C(roles=True, stages=k) for k in (2, 3)}
-    if n >= 2048:
-        found["pivot"] = C(pivot=True)
-    if n >= 4096:
         found |= {f"roles, pivot, {k} stages": C(roles=True, pivot=True, stages=k) for k in (2, 3)}
     return {f"ours, {name}": config for name, config in found.items()}
 
