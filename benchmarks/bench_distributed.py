@@ -379,7 +379,7 @@ def components(w):
     """Launches, signals and copies by some SMs."""
     yield partial(component, w, empty, 1, 0)
     for blocks in [1] if w.dry else [1, 16]:
-        for body in (told, met, met_twice):
+        for body in (signalled, met, met_twice):
             yield partial(component, w, body, blocks, 0)
     for size in [1 << 20] if w.dry else [1 << 20, 64 << 20]:
         for body, blocks in [
@@ -404,9 +404,9 @@ def empty(w, x):
     """empty kernel"""
 
 
-def told(w, x):
+def signalled(w, x):
     """signal to the others, no wait"""
-    w.tell(distributed.ENTRY)
+    w.signal(distributed.ENTRY)
 
 
 def met(w, x):
