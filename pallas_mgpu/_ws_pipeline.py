@@ -13,7 +13,7 @@ from . import _core, _ops, tree
 from ._control import cond, fori_loop, scoped, when
 from ._pipeline import Operand, _grid_size, check_slots, rings_of, slots_of
 from ._schedule import unravel
-from ._trace import Array, env
+from ._trace import Array, env, parameter_names
 from ._types import Barrier, ClusterBarrier, GenericBlockSpec
 
 _NAME = "emit_pipeline_warp_specialized"
@@ -188,7 +188,24 @@ class _Pipeline:
             return
         types = self.get_allocations(*gmem_refs)
         late = self.delay if self._axes() else 0
-        scoped(lambda a: self._run(operands, a, late), [types], {}, (), self.wg_axis)
+        kinds = [k for k in sorted(types) for _ in types[k]]
+
+        def run(*refs):
+            a = {k: [r for kind, r in zip(kinds, refs) if kind == k] for k in types}
+            self._run(operands, a, late)
+
+        flat = [t for k in sorted(types) for t in types[k]]
+        scoped(run, flat, {}, self._names(kinds), self.wg_axis)
+
+    def _names(self, kinds):
+        """Of allocations: buffers have those of the body's parameters."""
+        tops = {"ins": self.ins.top, "outs": self.outs.top}
+        params = iter([*parameter_names(self.body)[1:], *[None] * len(kinds)])
+        own = {
+            what: iter([name for t, name in zip(top, params) for _ in tree.leaves(t, _is_spec)])
+            for what, top in tops.items()
+        }
+        return [next(own[kind]) if kind in own else kind for kind in kinds]
 
     def _run(self, operands, a, late):
         """``late``: how many of the last steps, whose release was delayed, are released at the end.

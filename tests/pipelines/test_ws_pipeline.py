@@ -807,3 +807,47 @@ def test_outputs_of_several_threads_are_refused():
     kernel = plgpu.kernel(body, out_type=shaped(4, 256), num_threads=3, thread_name="wg")
     with pytest.raises(NotImplementedError, match="num_compute_wgs=1"):
         kernel.lower(np.zeros((4, 256), f32))
+
+
+def test_names_of_slots(rng):
+    """Messages and programs name slots as the body does."""
+
+    def body(a, b, o):
+        def step(_, left, pair, *rest):
+            *_, acc = rest
+            plgpu.wgmma(acc, left, pair[0])
+            plgpu.wgmma_wait(0)
+            return acc
+
+        def context(pipeline):
+            def run(acc):
+                o[...] = pipeline(acc)[...]
+
+            pl.run_scoped(run, plgpu.ACC((64, 64)))
+
+        plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(4,),
+            memory_registers=40,
+            wg_axis="t",
+            num_compute_wgs=1,
+            max_concurrent_steps=2,
+            compute_context=context,
+            in_specs=[
+                plgpu.BlockSpec((64, 64), lambda k: (0, k)),
+                [plgpu.BlockSpec((64, 64), lambda k: (k, 0))],
+            ],
+        )(a, [b])
+
+    a, b = (rng.integers(-2, 3, (s)).astype(np.float16) for s in ((64, 256), (256, 64)))
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((64, 64), np.float32),
+        num_threads=2,
+        thread_name="t",
+        interpret=True,
+    )
+    np.testing.assert_array_equal(kernel(a, b), a.astype(np.float32) @ b.astype(np.float32))
+    text = kernel.lower(a, b).as_text("cuda")
+    for name in ("left", "pair", "ready", "consumed"):
+        assert f"const u32 {name} = smem + " in text, name
