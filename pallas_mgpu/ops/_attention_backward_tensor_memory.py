@@ -78,6 +78,12 @@ def orders(n=1, **more):
     return plgpu.Barrier(num_arrivals=n, orders_tensor_core=True, **more)
 
 
+def _along(statistic, shape):
+    """A vector with the axis of the scores along which it runs: as an array of their shape."""
+    vector, axis = statistic
+    return lax.broadcast_in_dim(vector, shape, [axis])
+
+
 class GradientBlock(WarpSpecialized):
     """A block whose first threads compute gradients of scores, each of half of the columns. Of the
     last thread one warp issues the products, another one fetches; a thread between them reduces.
@@ -130,12 +136,12 @@ class GradientBlock(WarpSpecialized):
         it have hidden pairs? keep(): which are not."""
         dtype, (needs_p, needs_ds) = self.x.dtype, self.plan.needs
         s, slope = tile.adjust(plgpu.async_load_tmem(s, layout=self.layout))
-        p = jnp.exp2(s * self.plan.c - lse)
+        p = jnp.exp2(s * self.plan.c - _along(lse, s.shape))
         p = lax.cond(hides, lambda v: jnp.where(keep(), v, _F32(0)), lambda v: v, p)
         found = []
         if needs_ds:
             dp = tile.drop(plgpu.async_load_tmem(dp, layout=self.layout))
-            ds = p * (dp - delta)
+            ds = p * (dp - _along(delta, s.shape))
             found = [(ds if slope is None else ds * slope).astype(dtype)]
         if needs_p:  # after dP is loaded: what is dropped is computed once
             found.insert(0, tile.drop(p).astype(dtype))
@@ -202,8 +208,9 @@ class _Block(GradientBlock):
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        # rows that are padded on the chip take registers of those that fetch and reduce
-        self.registers = (176, 80) if plan.width > plan.x.dim else (184, 72)
+        # rows that are padded on the chip: what ptxas has registers for was tried
+        padded = (192, 64) if plan.x.scores.dropout else (176, 80)
+        self.registers = padded if plan.width > plan.x.dim else (184, 72)
         (self.s_acc,), (self.dq_acc,) = self.s_dq
         of_queries = refs.get("low_q"), refs.get("high_q")
         self.ranges = Ranges(plan.x, False, *of_queries, layout=self.layout)
@@ -320,9 +327,8 @@ class _Block(GradientBlock):
         place = self.b, head, query, key
         tile = Tile(self.x, self.refs, *place, shape, by_keys=False, layout=self.layout)
         s, dp = (ref.at[:, column : column + shape[1]] for ref in (self.s_acc, self.dp_acc))
-        lse, delta = (lax.broadcast_in_dim(v, shape, [0]) for v in (lse, delta))
         keep = functools.partial(self.ranges.keep, query, key, shape)
-        return self.probabilities(s, dp, tile, lse, delta, hides, keep)
+        return self.probabilities(s, dp, tile, (lse, 0), (delta, 0), hides, keep)
 
     # ---- dQ
 

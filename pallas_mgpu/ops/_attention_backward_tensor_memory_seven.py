@@ -245,9 +245,8 @@ class _Block(GradientBlock):
         tile = Tile(self.x, self.refs, *place, shape, by_keys=by_keys, layout=layout)
         at = slice(None), slice(column, column + shape[1])
         s, dp = (ref.at[buffer, *at] for ref in (self.s_acc, self.dp_acc))
-        lse, delta = (lax.broadcast_in_dim(v, shape, [axis]) for v, axis in statistics)
         keep = functools.partial(self.ranges.keep, self.row, passing, shape)
-        return self.probabilities(s, dp, tile, lse, delta, hides, keep)
+        return self.probabilities(s, dp, tile, *statistics, hides, keep)
 
     def store_sum(self, name):
         buffer = self.own_smem.at[int(name == "dv")]
