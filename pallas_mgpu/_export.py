@@ -56,7 +56,7 @@ def export(lowered, directory, *, name=None):
     if not isinstance(directory, (str, Path)):
         raise TypeError(f"export: directory must be a str or a Path, got {show(directory)}")
     text, info = _program(lowered.graph)
-    _check(info, lowered.as_text("cuda") != text)
+    _check(info, lowered.program != text)
     name = _name_of(name, info["entry"])
     graph, cubin = lowered.graph.text(), lowered.cubin()
     header, source = launcher(name, info, lowered.n_results)

@@ -210,7 +210,7 @@ def _lower(ctx, *operands, kernel, structure, platform):
         "hash": _core.digest((graph + cubin).encode()),
         "graph": graph,
         "cubin": cubin,
-        "program": _core.digest(lowered.as_text("cuda").encode()) if cubin else "",
+        "program": _core.digest(lowered.program.encode()) if cubin else "",
     }
     n = len(ctx.avals_out)
     scratch = [jax.core.ShapedArray(shape, dtype) for shape, dtype in outs[n:]]

@@ -847,6 +847,19 @@ static PyObject *get_n_results(PyObject *self, void *unused) {
   return PyLong_FromUnsignedLong(((pmpy_plan *)self)->n_out);
 }
 
+/* New: as NVRTC compiles it, whose lines may be longer than those that are shown. */
+static PyObject *get_program(PyObject *self, void *unused) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  (void)unused;
+  if (need_program(p) < 0) return NULL;
+  char *text = PyMem_Malloc(p->program.size + 1);
+  if (!text) return PyErr_NoMemory();
+  const size_t n = pm_without_lines(p->program.text, p->program.size, text);
+  PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
+  PyMem_Free(text);
+  return result;
+}
+
 static PyGetSetDef getset[] = {
     {"graph", get_graph, NULL, "the lowered graph", NULL},
     {"outputs", get_outputs, NULL,
@@ -854,6 +867,7 @@ static PyGetSetDef getset[] = {
      "call needs besides",
      NULL},
     {"n_results", get_n_results, NULL, "how many of them a call returns", NULL},
+    {"program", get_program, NULL, "the CUDA C++ that is compiled, without #line directives", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

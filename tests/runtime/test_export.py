@@ -199,6 +199,14 @@ def test_what_export_refuses(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_kernels_with_long_lines_are_exported(tmp_path):
+    """The program that is shown has shorter ones than the one that is compiled."""
+    args = spec(256, 128, dtype=f16), spec(128, 256, dtype=f16)
+    kernel = plgpu.ops.matmul.kernel(*args).lower(*args, target="sm_90a")
+    assert max(map(len, kernel.program.splitlines())) > 100
+    assert "json" in {path.suffix[1:] for path in kernel.export(tmp_path)}
+
+
 def test_a_kernel_with_checks_is_not_exported(tmp_path, monkeypatch):
     """Its program takes a record that the launcher has not."""
     monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
