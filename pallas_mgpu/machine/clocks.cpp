@@ -147,14 +147,3 @@ void Clock::adopt(const Clock &o) {
   carried = o.carried;
   launched = o.launched;
 }
-
-/* By the thread that runs. A fence of its own block's memory covers what threads of others stored
- * there, not what those of its block stored in others'. */
-void Clock::fence(ProxyFence kind) {
-  fenced[kind == HOST_FENCE_GLOBAL].raise(seen);
-  if (kind == HOST_FENCE_CLUSTER) fenced[FAR].raise(seen);
-  if (kind != HOST_FENCE_SHARED || !m.far_stores) return;
-  const u32 first = m.self->rank - m.self->rank % m.block_threads;
-  for (u32 k = 0; k < m.first_engine; k++)
-    if (k < first || k >= first + m.block_threads) fenced[FAR].raise_to(k, seen[k]);
-}

@@ -289,9 +289,20 @@ static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
 
 /* ---- proxies ------------------------------------------------------------------------------- */
 
+/* By the thread that runs. A fence of its own block's memory covers what threads of others stored
+ * there, not what those of its block stored in others'. */
+static void fence_proxy(Clock &clock, ProxyFence kind) {
+  clock.fenced[kind == HOST_FENCE_GLOBAL].raise(clock.seen);
+  if (kind == HOST_FENCE_CLUSTER) clock.fenced[FAR].raise(clock.seen);
+  if (kind != HOST_FENCE_SHARED || !m.far_stores) return;
+  const u32 first = m.self->rank - m.self->rank % m.block_threads;
+  for (u32 k = 0; k < m.first_engine; k++)
+    if (k < first || k >= first + m.block_threads) clock.fenced[FAR].raise_to(k, clock.seen[k]);
+}
+
 extern "C" void host_proxy_fence(ProxyFence kind, int line) {
   m.self->line = line;
-  m.self->clock.fence(kind);
+  fence_proxy(m.self->clock, kind);
 }
 
 /* ---- other devices ------------------------------------------------------------------------- */
@@ -527,7 +538,7 @@ extern "C" void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line) {
   w->line = t->line = line;
   w->block = &to;
   w->clock = t->clock;
-  w->clock.fence(HOST_FENCE_CLUSTER);
+  fence_proxy(w->clock, HOST_FENCE_CLUSTER);
   host_release(t);
   host_issue(w);
   host_yield();
@@ -556,7 +567,7 @@ static void send(u32 a, const void *s, u32 bytes, u32 b, HostCombine how, HostTy
   w->line = t->line = line;
   w->block = &to;
   w->clock = t->clock;
-  w->clock.fence(HOST_FENCE_CLUSTER);
+  fence_proxy(w->clock, HOST_FENCE_CLUSTER);
   host_release(t);
   host_issue(w);
   host_yield();

@@ -69,7 +69,6 @@ struct Clock {
   void meet(const Clock &other); /* what both know */
   void settle();                 /* as those of Times */
   void adopt(const Clock &other);
-  void fence(ProxyFence kind);
 };
 
 /* ---- memory -------------------------------------------------------------------------------- */

@@ -176,7 +176,7 @@ INSTRUCTIONS = {
     "setmaxnreg_dec<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],
     "out[0] = thread_again();": ["mov.u32 a, %tid.x"],
     "u32 w, t, p, l; read_again(w, t, p, l); out[0] = w + t + p + l;": [
-        "mov.u32 a, %tid.x", "mov.u32 a, %laneid",
+        "mov.u32 a, %tid.x", "mov.u32 b, %laneid",
     ],
     "warpgroup_sync(2);": ["bar.sync 3, 128"],
     "section_enter(5);": ["bar.sync 5, 256"],
