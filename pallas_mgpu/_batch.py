@@ -120,7 +120,7 @@ class Batched:
     """An array as a function sees it under :func:`vmap`: without the mapped axis."""
 
     __slots__ = ("value", "axis", "level")
-    __hash__ = None  # no option of a function under `specialize`
+    __hash__ = None  # type: ignore[assignment]  # no option of a function under `specialize`
 
     def __init__(self, value, axis, level):
         if not -len(value.shape) <= axis < len(value.shape):

@@ -103,6 +103,7 @@ class Names:
                 self.places.append(place)
         self.text = "\n".join(self.lines[1:]) + "\n"
         self.allocations = list(self._allocations(graph_text))
+        self.in_tensor_memory = set(re.findall(r"%(\S+)_\d+ = alloc_tmem", graph_text))
         self.in_warps = set(self._warp_lines())
 
     def _allocations(self, graph_text):
@@ -201,7 +202,9 @@ class Names:
         if not best:
             return "tensor memory", f" (lane {lane}, column {column})"
         _, found, shape, packing, at = best
-        name = re.sub(r"_\d+$", "", found[1])
+        name = found[1]
+        if name not in self.in_tensor_memory:
+            name = re.sub(r"_\d+$", "", name)
         if found[5] != "default" or shape[-2] != 128:
             return name, f" (lane {lane}, column {at})"
         wide = shape[-1] // packing

@@ -105,7 +105,7 @@ class GradientBlock(WarpSpecialized):
         for worker in range(WORKERS):  # slices of tiled memory are known
 
             @pl.when(me == worker)
-            def _(worker=worker):
+            def computes(worker=worker):
                 plgpu.set_max_registers(self.registers[0], action="increase")
                 self.locate()
                 self.gradients(worker)
@@ -114,7 +114,7 @@ class GradientBlock(WarpSpecialized):
         if last > WORKERS:
 
             @pl.when(me == WORKERS)
-            def _():
+            def reduces():
                 plgpu.set_max_registers(self.registers[1], action="decrease")
                 self.locate()
                 self.reduce()

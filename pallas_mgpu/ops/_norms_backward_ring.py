@@ -272,7 +272,7 @@ class _Tile:
     def mean_of_segment(self, total):
         """From the sum of the warpgroup's segment."""
         size = self.size_of_segment()
-        return total * _F32(1 / size) if isinstance(size, _F32) else total / size
+        return total * _F32(1 / size) if isinstance(size, np.float32) else total / size
 
     def _of_all(self, mine):
         """Sums of the segments of a row."""

@@ -311,7 +311,7 @@ def test_strided_slices_outside():
         (lambda r: r.bitcast(jnp.int16), NotImplementedError, "float32 as int16.*RefUnion"),
         (lambda r: r.bitcast(bool), NotImplementedError, "must have the same width"),
         (lambda r: r[np.array([1, 2])], ValueError, "pass the indices as an operand"),
-        (lambda r: r[jnp.arange(2) * 1.0], IndexError, "must be integers, got float32"),
+        (lambda r: r[jnp.arange(2) * 1.0], ValueError, "must be integers, got float32"),
         (lambda r: r.reshape(4, 2)[jnp.arange(2), jnp.arange(3)], ValueError, "do not broadcast"),
         (lambda r: r[r], TypeError, "load it first"),
         (lambda r: r[r[...] > 0], IndexError, "known only at run time"),
