@@ -323,6 +323,28 @@ def _write_sums(tile, total):
                 refs["sums"][s, lax.axis_index("program"), at] = v
 
 
+def with_sums(p, body, threads, interpret):
+    """The kernel of a plan, by programs: the gradient of x, and the sums of each program."""
+    x = p.x
+    outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
+    if x.sums:
+        shape = x.sums, p.programs, p.segments * p.width
+        outs.append(plgpu.ShapeDtypeStruct(shape, _F32))
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outs) if x.sums else outs[0],
+        scratch_types=p.scratch(),
+        grid=(p.programs,),
+        grid_names=("program",),
+        cluster=(p.cluster,) if p.cluster > 1 else (),
+        cluster_names=("c",) if p.cluster > 1 else (),
+        num_threads=threads,
+        thread_name="wg",
+        interpret=interpret,
+        kernel_name=f"{x.name}_backward",
+    )
+
+
 @cached
 def kernel(p, row, interpret):
     """The gradient of x, and sums (sum, program, column) of each block. p: a Plan; row: what
@@ -372,23 +394,7 @@ def kernel(p, row, interpret):
         if x.sums:
             _write_sums(tile, total)
 
-    outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
-    if x.sums:
-        shape = x.sums, p.programs, p.segments * p.width
-        outs.append(plgpu.ShapeDtypeStruct(shape, _F32))
-    return plgpu.kernel(
-        body,
-        out_type=tuple(outs) if x.sums else outs[0],
-        scratch_types=p.scratch(),
-        grid=(p.programs,),
-        grid_names=("program",),
-        cluster=(p.cluster,) if p.cluster > 1 else (),
-        cluster_names=("c",) if p.cluster > 1 else (),
-        num_threads=WARPGROUPS,
-        thread_name="wg",
-        interpret=interpret,
-        kernel_name=f"{x.name}_backward",
-    )
+    return with_sums(p, body, WARPGROUPS, interpret)
 
 
 @cached

@@ -27,7 +27,7 @@ from pallas_mgpu._caches import cached
 
 from ._common import SMEM_BYTES, overlap_launches
 from ._matmul_choice import clusters_at_once
-from ._norms_backward_ring import _Tile
+from ._norms_backward_ring import _Tile, with_sums
 
 _F32 = np.float32
 _PAIRS = 2  # warpgroups of each role
@@ -221,23 +221,7 @@ def kernel(p, row, interpret):
         pl.when(me < _PAIRS)(lambda: statistics(segment))
         pl.when(me >= _PAIRS)(lambda: gradients(segment))
 
-    outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
-    if x.sums:
-        shape = x.sums, p.programs, p.segments * p.width
-        outs.append(plgpu.ShapeDtypeStruct(shape, _F32))
-    return plgpu.kernel(
-        body,
-        out_type=tuple(outs) if x.sums else outs[0],
-        scratch_types=p.scratch(),
-        grid=(p.programs,),
-        grid_names=("program",),
-        cluster=(p.cluster,) if p.cluster > 1 else (),
-        cluster_names=("c",) if p.cluster > 1 else (),
-        num_threads=2 * _PAIRS,
-        thread_name="wg",
-        interpret=interpret,
-        kernel_name=f"{x.name}_backward",
-    )
+    return with_sums(p, body, 2 * _PAIRS, interpret)
 
 
 @cached
