@@ -103,11 +103,12 @@ static int plan_around(const pmpy_call *c, int device, void *stream, PyObject *c
   a->to_default =
       c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
   a->home = false;
-  if (!c->has_stream) return 0;
-  if (pm_stream_is_capturing(device, stream)) {
+  if (!c->has_stream && !c->mixed) return 0;
+  if (pm_stream_is_capturing(device, stream)) { /* other streams are not part of the capture */
     *a = (around){0};
-    return check_captured_stream(c);
+    return c->has_stream ? check_captured_stream(c) : 0;
   }
+  if (!c->has_stream) return 0;
   a->order = a->hold = c->cuda;
   a->home = c->cuda && (!c->out_arg || c->mixed);
   return 0;

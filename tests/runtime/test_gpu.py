@@ -149,6 +149,23 @@ def test_cuda_graph_capture():
     assert torch.equal(out, a + b)
 
 
+def test_captures_take_arrays_of_other_libraries():
+    """The stream of a DeviceArray is no part of a capture of PyTorch's, and does not end it."""
+    torch = pytest.importorskip("torch")
+    k = kernel()
+    a, b = torch.randn(1000, device="cuda"), plgpu.device_put(np.ones(1000, np.float32))
+    out = torch.empty_like(a)
+    k(a, b, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        k(a, b, out=out)
+    a.fill_(3)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, a + 1)
+
+
 def test_matmul_is_right_at_size(rng):
     torch = pytest.importorskip("torch")
     for dtype, bound in ((torch.float16, 4e-4), (torch.bfloat16, 3e-3)):
