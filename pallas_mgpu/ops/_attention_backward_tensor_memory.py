@@ -8,10 +8,10 @@ ring.
 
 For each block of queries the multiplier computes S = Q K^T and dP = dO V^T, in tensor memory, where
 a lane has a query. A gradient thread has half of the keys: it loads both in parts, and stores P and
-dS in shared memory. With these the multiplier computes dQ = dS K and adds P^T dO to dV and dS^T Q
-to dK, which stay in tensor memory. dQ takes the place of S; the reduction thread takes it to shared
-memory, from where TMA adds it to float32 sums in global memory. Meanwhile the products for dV and
-dK run.
+dS of a few parts at a time in shared memory. With these the multiplier computes dQ = dS K and adds
+P^T dO to dV and dS^T Q to dK, which stay in tensor memory. dQ takes the place of S; the reduction
+thread takes it to shared memory, from where TMA adds it to float32 sums in global memory. Meanwhile
+the products for dV and dK run.
 
 Gradient threads wait for the statistics themselves, and release their slot as the products do: a
 commit tells of products, not of what its issuer has seen.
@@ -43,6 +43,7 @@ _F32 = np.float32
 ROWS = 128  # keys of a block, and queries that are worked on together
 WORKERS = 2  # gradient threads
 _HALF = ROWS // WORKERS  # keys of each
+_STORED = 32  # of these, how many have their P and dS stored at once; more take more registers
 MOST = 128  # the largest head_dim of this kernel
 
 
@@ -206,11 +207,10 @@ class _Plan(GradientPlan):
 class _Block(GradientBlock):
     """One block of the kernel, while it is traced."""
 
+    registers = 176, 80
+
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
-        # rows that are padded on the chip: what ptxas has registers for was tried
-        padded = (192, 64) if plan.x.scores.dropout else (176, 80)
-        self.registers = padded if plan.width > plan.x.dim else (184, 72)
         (self.s_acc,), (self.dq_acc,) = self.s_dq
         of_queries = refs.get("low_q"), refs.get("high_q")
         self.ranges = Ranges(plan.x, False, *of_queries, layout=self.layout)
@@ -303,14 +303,14 @@ class _Block(GradientBlock):
             low, high = self.ranges.of_all(query, ROWS)
             key = self.row + column
             hides = (key < low) | (key + _HALF > high)
-            parts = [
-                self.part(column + c, head, query, key + c, lse, delta, hides)
-                for c in range(0, _HALF, self.plan.part)
-            ]
+            for c in range(column, column + _HALF, _STORED):
+                parts = [
+                    self.part(at, head, query, self.row + at, lse, delta, hides)
+                    for at in range(c, c + _STORED, self.plan.part)
+                ]
+                for buffer, values in zip((self.p_smem, self.ds_smem), zip(*parts)):
+                    self.store_columns(buffer, c, jnp.concatenate(values, axis=1))
             plgpu.wait_load_tmem()
-            at = slice(column, column + _HALF)
-            for buffer, values in zip((self.p_smem, self.ds_smem), zip(*parts)):
-                buffer[:, at] = plgpu.layout_cast(jnp.concatenate(values, axis=1), self.layout)
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.p_ready)
 
@@ -320,6 +320,13 @@ class _Block(GradientBlock):
             self.store_sums(self.dv_acc, self.v_smem, self.dv, 1)
         else:
             self.store_sums(self.dk_acc, self.k_smem, self.dk, self.x.scale)
+
+    def store_columns(self, buffer, column, values):
+        """Fewer columns than a tile of the buffer has, which slices would not allow."""
+        tiles = buffer.reshape((ROWS, ROWS // _HALF, _HALF // _STORED, _STORED))
+        tiles[:, column // _HALF, column % _HALF // _STORED] = plgpu.layout_cast(
+            values, self.layout
+        )
 
     def part(self, column, head, query, key, lse, delta, hides):
         """P and dS of some keys, from this column of tensor memory on."""
