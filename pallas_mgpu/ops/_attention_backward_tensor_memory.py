@@ -36,7 +36,7 @@ from pallas_mgpu._caches import cached
 
 from ._attention_backward_fused import add_to_operand, sums_of
 from ._attention_scores import Ranges, Tile
-from ._common import Ring, WarpSpecialized, overlap_launches, store, swizzled, warp_specialized
+from ._common import IssuedByWarps, Ring, overlap_launches, store, swizzled, warp_specialized
 from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
@@ -85,12 +85,11 @@ def _along(statistic, shape):
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
-class GradientBlock(WarpSpecialized):
-    """A block whose first threads compute gradients of scores, each of half of the columns. Of the
-    last thread one warp issues the products, another one fetches; a thread between them reduces.
+class GradientBlock(IssuedByWarps):
+    """A block whose first threads compute gradients of scores, each of half of the columns. The
+    last thread fetches and issues the products; one between them reduces.
 
-    A lane has a row of the scores. ``locate()`` finds the place of the block, in each role by
-    itself."""
+    A lane has a row of the scores."""
 
     layout = plgpu.Layout.TCGEN05_TMEM_NATIVE
     registers: tuple  # of a lane: of a gradient thread, of the others
@@ -124,13 +123,7 @@ class GradientBlock(WarpSpecialized):
         @pl.when(me >= last)
         def _():
             plgpu.set_max_registers(self.registers[1], action="decrease")
-            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
-
-    def issue(self):
-        warp = lax.axis_index("warp")
-        self.locate()
-        pl.when(warp == 0)(self.producer)
-        pl.when(warp == 1)(self.multiply)
+            self.issue()
 
     def probabilities(self, s, dp, tile, lse, delta, hides, keep):
         """P and dS (those that are needed) of a part of S and dP, refs in tensor memory. hides: may

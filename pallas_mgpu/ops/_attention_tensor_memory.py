@@ -34,7 +34,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import Ranges, Tile
-from ._common import Ring, WarpSpecialized, overlap_launches, warp_specialized
+from ._common import IssuedByWarps, Ring, overlap_launches, warp_specialized
 from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
@@ -112,7 +112,7 @@ class _Plan:
         }
 
 
-class _Block(WarpSpecialized):
+class _Block(IssuedByWarps):
     """One block of the kernel, while it is traced."""
 
     def __init__(self, plan, refs):
@@ -123,7 +123,7 @@ class _Block(WarpSpecialized):
         self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
 
     def locate(self):
-        """Finds the place of this block, in each role by itself: else it is kept beside scores."""
+        """Otherwise it would be kept beside the scores."""
         x, plan, t = self.x, self.plan, lax.axis_index("cluster")
         tile, self.head = lax.div(t, x.batch * x.heads), lax.rem(t, x.heads)
         self.batch = lax.rem(lax.div(t, x.heads), x.batch)
@@ -150,13 +150,7 @@ class _Block(WarpSpecialized):
         @pl.when(me > self.plan.tiles)
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
-
-    def issue(self):
-        warp = lax.axis_index("warp")
-        self.locate()
-        pl.when(warp == 0)(self.producer)
-        pl.when(warp == 1)(self.multiply)
+            self.issue()
 
     def blocks(self):
         """Key blocks that the queries of this block see."""

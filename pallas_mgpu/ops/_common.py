@@ -103,6 +103,26 @@ class WarpSpecialized:
             plgpu.wait_smem_to_gmem(0, wait_read_only=self.reads_only)
 
 
+class IssuedByWarps(WarpSpecialized):
+    """The same where the tensor cores take products from a single lane: of the last warpgroup one
+    warp fetches, ``producer()``, and one issues the products, ``multiply()``. ``locate()`` finds
+    the place of the block, in each role by itself."""
+
+    def locate(self):
+        pass
+
+    def issue(self):
+        """What the last warpgroup does."""
+
+        def warps():
+            warp = lax.axis_index("warp")
+            self.locate()
+            pl.when(warp == 0)(self.producer)
+            pl.when(warp == 1)(self.multiply)
+
+        pl.kernel(warps, mesh=plgpu.WarpMesh(axis_name="warp"))()
+
+
 def warp_specialized(body, plan, out_type, threads=None, **options):
     """The kernel whose body runs a block of the plan: besides consumers and registers it has
     ``clusters``, how many are launched, ``axes``, names and sizes of a cluster's, and scratch().

@@ -21,7 +21,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 from pallas_mgpu._types import itemsize_bits
 
-from ._common import Ring, StaticTiles, WarpSpecialized, overlap_launches, warp_specialized
+from ._common import IssuedByWarps, Ring, StaticTiles, overlap_launches, warp_specialized
 from ._groups import in_bands
 from ._tensor_memory import SMEM_BYTES
 
@@ -88,7 +88,7 @@ class _Plan:
         }
 
 
-class _Block(WarpSpecialized):
+class _Block(IssuedByWarps):
     """One block of the kernel, while it is traced."""
 
     def __init__(self, plan, refs):
@@ -112,12 +112,7 @@ class _Block(WarpSpecialized):
         @pl.when(me == 2)
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            pl.kernel(self.issue, mesh=plgpu.WarpMesh(axis_name="warp"))()
-
-    def issue(self):
-        warp = lax.axis_index("warp")
-        pl.when(warp == 0)(self.producer)
-        pl.when(warp == 1)(self.multiply)
+            self.issue()
 
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("cluster"))
