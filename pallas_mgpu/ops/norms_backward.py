@@ -263,11 +263,15 @@ def _names(x):
     return tuple(name for name, dtype in zip(_OPERANDS, x.dtypes) if dtype is not None)
 
 
+def _tile_of(x):
+    """Rows of a tile, and elements of each that are in registers at once."""
+    return max(1, min(2048 // x.n, x.outer)), x.n if x.n <= _HELD // max(x.sums, 1) else _PART
+
+
 @cached
 def _rows(x, programs, interpret):
     """Kernel of the last axis: the gradient of x, and the sums of each block."""
-    height = max(1, min(2048 // x.n, x.outer))
-    width = x.n if x.n <= _HELD // max(x.sums, 1) else _PART
+    height, width = _tile_of(x)
     parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
     programs = min(programs, tiles) if x.sums else tiles  # without sums no block needs several
     names = _names(x)
