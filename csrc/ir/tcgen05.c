@@ -318,6 +318,12 @@ pm_code pm_type_load_tmem(const pm_typing *t, pm_type *out) {
          "and min",
          name(t), pm_enum_text(PM_ENUM_TMEM_REDUCE, reduce), pm_dtypes[x->dtype].text);
   }
+  const pm_tmem m = pm_tmem_of(t->g, pm_tmem_alloc(t->g, t->in[0]));
+  if (reduce && m.layout != PM_TMEM_DEFAULT) {
+    FAIL(VALUE, "%s: reduce='%s' of %s in the layout %s; a ref of 128 rows is needed", name(t),
+         pm_enum_text(PM_ENUM_TMEM_REDUCE, reduce), show(t, x),
+         pm_enum_text(PM_ENUM_TMEM, m.layout));
+  }
   *out = *x;
   out->kind = PM_ARRAY;
   out->space = PM_REGS;

@@ -441,16 +441,31 @@ static pm_val of_tmem(const pm_graph *g, pm_opid op) {
   return pm_get(g, op)->n_out ? pm_get(g, op)->out : pm_in(g, op, 1);
 }
 
+/* A LOAD_TMEM that reduces its rows. */
+static bool reduces_rows(const pm_graph *g, pm_opid op) {
+  return of_tmem(g, op) && pm_has_attr(g, op, PM_ATTR_TMEM_REDUCE) &&
+         *pm_attr(g, op, PM_ATTR_TMEM_REDUCE);
+}
+
 /* `wanted` if the op can move its array in it, else the layout that it moves it in; 0: none. */
 static pm_layid movable(pm_graph *g, pm_opid op, pm_layid wanted) {
   const pm_type t = *pm_typeof(g, of_tmem(g, op));
-  const bool rows = pm_has_attr(g, op, PM_ATTR_TMEM_REDUCE) && *pm_attr(g, op, PM_ATTR_TMEM_REDUCE);
+  const bool rows = reduces_rows(g, op);
   pm_layid l, first = 0;
   for (uint32_t k = 0; (l = pm_tmem_registers(g, pm_in(g, op, 0), &t, rows, k)); k++) {
     if (l == wanted) return l;
     if (!first) first = l;
   }
   return first;
+}
+
+/* Rows that a load reduces stay whole in each lane, whatever uses them: others convert the array. */
+static void seed_reduced_loads(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    const pm_opid op = p->ops.at[k];
+    if (!reduces_rows(p->g, op)) continue;
+    settle(p, of_tmem(p->g, op), movable(p->g, op, given_layout(p->g, op)));
+  }
 }
 
 /* Arrays that only tensor memory has a wish for. */
@@ -1076,6 +1091,7 @@ static void start(pass *p, pm_graph *g, pm_err *err) {
 static void infer(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) join_op(p, p->ops.at[k]);
   find_widths(p);
+  seed_reduced_loads(p);
   seed_demands(p);
   seed_given(p);
   relate(p);
