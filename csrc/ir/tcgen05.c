@@ -229,6 +229,10 @@ static pm_code copy_to_tmem(const pm_typing *t, pm_tmem *m) {
     FAIL(VALUE, "%s: collective_axis, but tmem_ref was not allocated with collective=True",
          name(t));
   }
+  if (!word(t, PM_ATTR_PAIR) && m->pair) {
+    FAIL(VALUE, "%s: tmem_ref was allocated with collective=True; collective_axis is needed",
+         name(t));
+  }
   pm_code rc = pm_own_block(t, 0, "smem_ref");
   return rc ? rc : has_pair(t);
 }

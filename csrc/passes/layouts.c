@@ -459,7 +459,8 @@ static pm_layid movable(pm_graph *g, pm_opid op, pm_layid wanted) {
   return first;
 }
 
-/* Rows that a load reduces stay whole in each lane, whatever uses them: others convert the array. */
+/* Rows that a load reduces stay whole in each lane, whatever uses them: others convert the array.
+ */
 static void seed_reduced_loads(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     const pm_opid op = p->ops.at[k];
@@ -1121,4 +1122,3 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
   if (!p.code) pm_walk(g, 1, check_op, &p);
   return p.code;
 }
-
