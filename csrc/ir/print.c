@@ -122,7 +122,7 @@ static const bool quiet[PM_ATTR_COUNT] = {
     [PM_ATTR_EXACT] = true,       [PM_ATTR_INTERPRET] = true,  [PM_ATTR_LABEL] = true,
     [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,      [PM_ATTR_PLACED] = true,
     [PM_ATTR_TENSOR_CORE] = true, [PM_ATTR_PAIR] = true,       [PM_ATTR_TMEM_REDUCE] = true,
-    [PM_ATTR_RELEASE] = true,
+    [PM_ATTR_RELEASE] = true,     [PM_ATTR_PORTABLE] = true,
 };
 
 static int64_t default_of(uint8_t id) { return id == PM_ATTR_OFFSET ? -1 : 0; }

@@ -16,7 +16,7 @@ const pm_target *pm_choose_target(pm_graph *g);
 /* products.c: on targets without wgmma its products become those of mma, where pm_is_mma. */
 pm_code pm_make_mma(pm_graph *g, const pm_target *t, pm_err *err);
 /* Does pm_make_mma do away with the op? */
-bool pm_is_mma(const pm_graph *g, pm_opid op);
+bool pm_is_mma(const pm_graph *g, const pm_target *t, pm_opid op);
 /* simplify.c: fold scalar constants and x*1, x+0 and the like, merge equal pure ops of one block or
  * a dominating one, remove unused pure ops, allocations and empty regions, inline IF on a
  * constant. */

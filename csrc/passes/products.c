@@ -12,7 +12,8 @@
  * It is possible where all uses of the accumulator follow each other in one block, as those of
  * jnp.dot do: then its contents are a value at each of them. An accumulator that is changed in
  * loops or in branches, or whose parts are, has no such value, and the kernel is refused
- * (target.c). */
+ * (target.c). So is plgpu.wgmma on targets with tensor memory, whose products are many times as
+ * fast as mma: users are told, and jnp.dot is as it is everywhere. */
 #include "passes.h"
 
 /* Does the op access the whole accumulator? */
@@ -23,8 +24,14 @@ static bool is_use(const pm_graph *g, pm_opid op, pm_val acc, pm_access *a) {
 
 static bool multiplies(const pm_access *a) { return a->reads && a->writes; }
 
+/* A product that mma may compute. */
+static bool is_replaceable(const pm_graph *g, const pm_target *t, pm_opid op) {
+  if (pm_target_has(t, PM_HAS_TCGEN05) && !*pm_attr(g, op, PM_ATTR_PORTABLE)) return false;
+  return pm_has_mma(g, op);
+}
+
 /* Are all uses of the accumulator whole, in its block, and products such as mma makes? */
-static bool is_value(const pm_graph *g, pm_opid alloc) {
+static bool is_value(const pm_graph *g, const pm_target *t, pm_opid alloc) {
   const pm_val acc = pm_get(g, alloc)->out;
   pm_access a;
   for (pm_opid op = 1; op < g->ops.n; op++) {
@@ -32,7 +39,7 @@ static bool is_value(const pm_graph *g, pm_opid alloc) {
     for (uint32_t k = 0; k < o->n_in; k++) {
       if (pm_in(g, op, k) != acc) continue;
       if (!is_use(g, op, acc, &a) || o->parent != pm_get(g, alloc)->parent) return false;
-      if (multiplies(&a) && !pm_has_mma(g, op)) return false;
+      if (multiplies(&a) && !is_replaceable(g, t, op)) return false;
     }
   }
   return true;
@@ -44,13 +51,13 @@ static bool is_wait(const pm_graph *g, pm_opid op) {
   return pm_awaits_products(g, op, &n) && !pm_get(g, op)->n_in;
 }
 
-bool pm_is_mma(const pm_graph *g, pm_opid op) {
+bool pm_is_mma(const pm_graph *g, const pm_target *t, pm_opid op) {
   pm_access a = pm_accesses(op);
   if (is_wait(g, op)) return true;
-  if (pm_allocates(g, op, PM_ACC)) return is_value(g, op);
+  if (pm_allocates(g, op, PM_ACC)) return is_value(g, t, op);
   if (!pm_next_access(g, &a) || a.where != PM_IN_ACC) return false;
   const pm_opid alloc = pm_value_of(g, a.view)->def;
-  return alloc && pm_allocates(g, alloc, PM_ACC) && is_value(g, alloc);
+  return alloc && pm_allocates(g, alloc, PM_ACC) && is_value(g, t, alloc);
 }
 
 /* ---- the rewrite -------------------------------------------------------------------------- */

@@ -1,8 +1,7 @@
 /* What a kernel needs against what its target has, once, before any other pass.
  *
  * An op whose row in ops.def needs a feature that the target lacks is refused, at the user's line.
- * Products by wgmma in a block of their own are no obstacle: products.c makes other instructions of
- * them. */
+ * Products of which products.c makes other instructions are no obstacle. */
 #include "passes.h"
 
 typedef struct checker {
@@ -26,7 +25,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   if (c->code || pm_target_has(c->target, needs)) return;
   c->lacks = true;
   if ((o->n_in > 0) != c->operands) return;
-  if (pm_is_mma(g, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
+  if (pm_is_mma(g, c->target, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
   c->code = pm_target_check(c->target, needs, pm_op_name(o->code), g->arena, c->err);
   if (!c->code) return;
   /* a barrier that is given or missing is a wrong argument, whichever the target needs */

@@ -101,18 +101,15 @@ static pm_code too_large(const plan *p, int limit, pm_err *err) {
   return PM_E_VALUE;
 }
 
-/* All tcgen05 instructions of a kernel are for pairs, or none is: those that have no ref in tensor
- * memory, too. */
-static pm_code check_commits(pm_graph *g, bool pair, pm_err *err) {
+/* All tcgen05 instructions of a kernel are for pairs, or none is: commits, too, which have no ref
+ * in tensor memory. */
+static pm_code check_pairs(pm_graph *g, bool pair, pm_err *err) {
   for (pm_opid op = 1; op < g->ops.n; op++) {
-    if (pm_get(g, op)->code != PM_OP_TCGEN05_COMMIT || *pm_attr(g, op, PM_ATTR_PAIR) == pair) {
-      continue;
-    }
+    if (!pm_has_attr(g, op, PM_ATTR_PAIR) || *pm_attr(g, op, PM_ATTR_PAIR) == pair) continue;
     pm_fail(err, PM_E_VALUE,
-            "%s: collective_axis is %s, but the kernel's TMEM is allocated %s "
-            "collective=True; the commits of a kernel are all for pairs of blocks, or none is",
-            pm_op_name(PM_OP_TCGEN05_COMMIT), pair ? "missing" : "given",
-            pair ? "with" : "without");
+            "%s: collective_axis is %s, but the kernel's TMEM is allocated %s collective=True; all "
+            "products, copies to TMEM and commits of a kernel are for pairs of blocks, or none is",
+            pm_op_name(pm_get(g, op)->code), pair ? "missing" : "given", pair ? "with" : "without");
     pm_err_op(err, g, op);
     return PM_E_VALUE;
   }
@@ -131,7 +128,7 @@ pm_code pm_plan_tmem(pm_graph *g, const pm_target *t, pm_err *err) {
     pm_err_op(err, g, p.first);
     return PM_E_VALUE;
   }
-  if (check_commits(g, pm_tmem_of(g, p.first).pair, err)) return err->code;
+  if (check_pairs(g, pm_tmem_of(g, p.first).pair, err)) return err->code;
   if (p.deepest > t->tmem) return too_large(&p, t->tmem, err);
   g->tmem_columns = LEAST;
   while (g->tmem_columns < p.deepest) g->tmem_columns *= 2;

@@ -16,7 +16,7 @@ import numpy as np
 from .. import _core
 from .._control import fori_loop, run_scoped
 from .._names import show
-from .._ops import commit_smem, wgmma
+from .._ops import commit_smem
 from .._trace import Array, Ref
 from .._types import REGS, SMEM, WGMMAAccumulatorRef
 from .array import ones_like
@@ -134,6 +134,11 @@ def _padded(x, rows, columns, dtype):
     return pad_with(x, 0, config) if any(high for _, high, _ in config) else x
 
 
+def _wgmma(acc, a, b):
+    """A product for all targets: those without wgmma compute it by mma."""
+    _core.effect("wgmma", (acc, a, b), portable=1)
+
+
 def _on_tensor_cores(a, b, dtype):
     """(M, K) @ (K, N) of float16 or bfloat16 in float32."""
     m, n = a.shape[0], b.shape[1]
@@ -143,7 +148,7 @@ def _on_tensor_cores(a, b, dtype):
 
         def product(acc):
             commit_smem()
-            wgmma(acc, a, b)
+            _wgmma(acc, a, b)
             return acc[...]
 
         out = run_scoped(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
@@ -156,7 +161,7 @@ def _on_tensor_cores(a, b, dtype):
         def staged(acc, smem, part=part):
             smem[...] = part
             commit_smem()
-            wgmma(acc, a, smem)
+            _wgmma(acc, a, smem)
             return acc[...]
 
         acc = WGMMAAccumulatorRef((a.shape[0], part.shape[1]), np.float32)
