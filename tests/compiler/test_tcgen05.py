@@ -167,6 +167,26 @@ def test_moves(move, rng):
     assert not lowered.resources()["remarks"]
 
 
+def test_rows_that_a_load_reduces_in_another_layout(rng):
+    """The load keeps whole rows in each lane; the array is converted for its use."""
+
+    def body(x, o, r, tmem):
+        value = plgpu.load(x, layout=L.TCGEN05, optimized=False)
+        plgpu.async_store_tmem(tmem, value)
+        plgpu.commit_tmem()
+        again, r[...] = plgpu.async_load_tmem(tmem, reduce="max")
+        o[...] = plgpu.layout_cast(again, L.TCGEN05) + value
+
+    x = rng.integers(-99, 99, (128, 40)).astype(np.float32)
+    kernel = plgpu.kernel(body, out_type=(x, x[:, 0]), scratch_types=[plgpu.TMEM(x.shape, x.dtype)])
+    lowered = kernel.lower(x, target="sm_103a")
+    got, found = np.zeros_like(x), np.zeros_like(x[:, 0])
+    run_on_machine(lowered, [x], [got, found])
+    np.testing.assert_array_equal(got, x + x)
+    np.testing.assert_array_equal(found, x.max(1))
+    assert not lowered.resources()["remarks"]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
 @pytest.mark.parametrize("reduce", ["max", "min", "absmax", "absmin"])

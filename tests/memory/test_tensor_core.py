@@ -843,6 +843,31 @@ def test_products_of_the_leader(delay):
         kernel(np.ones((128, 64), F16))
 
 
+@pytest.mark.parametrize("copy, commit_pair", [(True, False), (False, True)])
+def test_instructions_are_for_pairs_or_none_is(copy, commit_pair):
+    """Otherwise the program would have both cta_groups."""
+
+    def body(o_ref, a, tmem, done):
+        plgpu.async_copy_smem_to_tmem(a, tmem, "pair" if copy else None)
+        commit(done, "pair" if commit_pair else None)
+        wait(done)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((128, 64)),
+        scratch_types=[
+            SMEM((128, 64), F16),
+            TMEM((128, 64), F16, packed=True, collective=copy),
+            ordering(),
+        ],
+        cluster=(2,),
+        cluster_names=("pair",),
+    )
+    missing = "given" if commit_pair else "missing"
+    with pytest.raises(ValueError, match=f"commit_arrive: collective_axis is {missing}"):
+        kernel.lower(target="sm_100a")
+
+
 def test_unequal_pairs():
     def body(o_ref, a, b, acc, done):
         rank = lax.axis_index("pair")

@@ -447,6 +447,12 @@ BATCH = plgpu.TMEM((2, 128, 64), F32)
             "float32 takes max, min, absmax and absmin",
         ),
         (
+            lambda t: plgpu.async_load_tmem(t, reduce="max"),
+            H,
+            ValueError,
+            r"float32\[64,64\] in the layout half_lane; a ref of 128 rows",
+        ),
+        (
             lambda t: plgpu.async_store_tmem(t, jnp.zeros((128, 32), F32)),
             A,
             ValueError,
