@@ -82,7 +82,7 @@ def _call_family(family, args, kwargs):
     what = family.__name__
     if kwargs.pop("out", None) is not None or kwargs.pop("stream", None) is not None:
         raise TypeError(f"{what}: out= and stream= are not for calls under jax.jit")
-    kernel, arrays = chosen(family, args, kwargs, _described)
+    kernel, arrays = chosen(family, args, kwargs, lambda x: _described(x, what))
     return kernel(*arrays)
 
 
@@ -90,24 +90,32 @@ def _is_array(x):
     return is_traced(x) or isinstance(x, (jax.Array, np.ndarray))
 
 
-def _ints(shape):
-    if not all(isinstance(d, int) for d in shape):
-        raise NotImplementedError(
-            f"an argument of a kernel has the symbolic shape {shape}; export the function for each"
-            " shape"
-        )
-    return shape
-
-
-def _described(x):
-    return (tuple(_ints(x.shape)), np.dtype(x.dtype), None, True) if _is_array(x) else None
+def _described(x, what):
+    return (*_spec(x, f"{what}: an argument"), None, True) if _is_array(x) else None
 
 
 # ---- the primitive -------------------------------------------------------------------------------
 
 
-def _specs(avals):
-    return [(_ints(tuple(a.shape)), _core.as_dtype(np.dtype(a.dtype))) for a in avals]
+def _spec(x, what):
+    """The shape of an array, and its dtype, which cannot have 64 bits: XLA's memory has them."""
+    shape, dtype = tuple(x.shape), np.dtype(x.dtype)
+    if not all(isinstance(d, int) for d in shape):
+        raise NotImplementedError(
+            f"{what} has the symbolic shape {shape}; export the function for each shape"
+        )
+    narrow = _core.as_dtype(dtype)
+    if narrow.itemsize < dtype.itemsize:
+        raise TypeError(
+            f"{what} has dtype {dtype}, which kernels do not take: cast it, by"
+            f" x.astype({narrow.name!r})"
+        )
+    return shape, narrow
+
+
+def _specs(definition, avals):
+    what = f"{definition.who} {definition.name}: argument"
+    return [_spec(a, f"{what} {k}") for k, a in enumerate(avals)]
 
 
 def varying(aval):
@@ -127,7 +135,7 @@ def _varies(like, axes, rank):
 @call_p.def_abstract_eval
 def _abstract(*avals, kernel, structure):
     definition = kernel.definition
-    outs = definition.output_specs(structure, _specs(avals))
+    outs = definition.output_specs(structure, _specs(definition, avals))
     axes = frozenset().union(*map(varying, avals))
     return [
         jax.core.ShapedArray(s, d, **_varies(avals[0], axes, len(s)) if axes else {})
@@ -143,6 +151,16 @@ def _run(*arrays, kernel, structure):
 
 def _batch(arrays, axes, *, kernel, structure):
     definition = kernel.definition
+    if definition.aliases:  # an alias is mapped over the axis of its output
+        size = next(x.shape[a] for x, a in zip(arrays, axes) if a is not None)
+        arrays, axes = list(arrays), list(axes)
+        for i in definition.aliases:
+            x, axis, axes[i] = arrays[i], axes[i], 0
+            arrays[i] = (
+                jax.numpy.broadcast_to(x, (size, *x.shape))
+                if axis is None
+                else jax.numpy.moveaxis(x, axis, 0)
+            )
     key = "jax", tuple(axes)
     mapped = definition.batched.get(key)
     if mapped is None:
@@ -195,28 +213,36 @@ def _check(kernel, platform, specs, outs):
         )
 
 
+def _digest(text):
+    return _core.digest(text.encode())
+
+
+def _attributes(kernel, lowered, platform):
+    """All of a kernel, for csrc/python/xla_ffi.c."""
+    graph = lowered.as_text("graph")
+    cubin = lowered.cubin().hex() if platform == "cuda" else ""
+    return {
+        "name": kernel.__name__,
+        "hash": _digest(_digest(graph) + _digest(cubin)),
+        "graph": graph,
+        "cubin": cubin,
+        "program": _digest(lowered.program) if cubin else "",
+    }
+
+
 def _lower(ctx, *operands, kernel, structure, platform):
-    specs = _specs(ctx.avals_in)
+    specs = _specs(kernel.definition, ctx.avals_in)
     args = tree.unflatten(structure, [ShapeDtypeStruct(*s) for s in specs])
     if kernel.definition.in_shapes:
         kernel = kernel.definition.for_shapes()
     lowered = kernel.lower(*args, target=_gpu_target() if platform == "cuda" else None)
     outs = lowered.outputs
     _check(kernel, platform, specs, outs)
-    graph = lowered.as_text("graph")
-    cubin = lowered.cubin().hex() if platform == "cuda" else ""
-    attributes = {
-        "name": kernel.__name__,
-        "hash": _core.digest((graph + cubin).encode()),
-        "graph": graph,
-        "cubin": cubin,
-        "program": _core.digest(lowered.program.encode()) if cubin else "",
-    }
     n = len(ctx.avals_out)
     scratch = [jax.core.ShapedArray(shape, dtype) for shape, dtype in outs[n:]]
     ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
     rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(kernel.definition.aliases))
-    return rule(ctx, *operands, **attributes)[:n]
+    return rule(ctx, *operands, **_attributes(kernel, lowered, platform))[:n]
 
 
 for _platform in ("cpu", "cuda"):

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import linecache
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -20,6 +21,7 @@ from ._names import explain_keyword, show
 Array, Ref = _core.Array, _core.Ref
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = "/site-packages/jax/", "/site-packages/torch/"  # as in csrc/python/place.c
 
 
 class Env:
@@ -120,6 +122,24 @@ def block_number(grid, cluster):
     return block
 
 
+def _is_users(file):
+    return not file.startswith(_PACKAGE) and not any(part in file for part in _LIBRARIES)
+
+
+def _explained(e):
+    """What Python or another library says of something of this package; None: of nothing of it."""
+    text = e.args[0]
+    found = explain_keyword(text) if isinstance(e, TypeError) else None
+    if found is not None or __package__ not in text:
+        return found
+    if re.search("jax|torch|Tensor|ndarray", text, re.I):  # a function of theirs in a body
+        text += (
+            "\n  inside a kernel use the functions of pallas_mgpu.numpy, lax and nn, and pass"
+            " arrays of JAX and PyTorch as operands"
+        )
+    return text
+
+
 def add_place(e):
     """Append the user's line to the text of an exception that this package raised (or the
     standard library below it)."""
@@ -129,18 +149,20 @@ def add_place(e):
         file = tb.tb_frame.f_code.co_filename
         if file.startswith(_PACKAGE):
             inner = True
-        elif not (inner and file.startswith(_STDLIB) and "-packages" not in file):
+        elif _is_users(file) and not (
+            inner and file.startswith(_STDLIB) and "-packages" not in file
+        ):
             user, inner = tb, False
         tb = tb.tb_next
     if len(e.args) != 1 or not isinstance(e.args[0], str):
         return
     if not inner:  # raised by Python itself: is it about something of this package?
-        explained = explain_keyword(e.args[0]) if isinstance(e, TypeError) else None
-        if explained is None and __package__ not in e.args[0]:
+        explained = _explained(e)
+        if explained is None:
             return
-        e.args = (explained or e.args[0],)
+        e.args = (explained,)
     frame, line = (user.tb_frame, user.tb_lineno) if user else (sys._getframe(), 0)
-    while frame and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
         line = frame.f_lineno if frame else 0
     if frame and "\n  at " not in e.args[0]:

@@ -8,17 +8,19 @@
 #include <math.h>
 
 const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT] = {
-#define PM_DTYPE(id, name, width, kind, cpp, code, short, np, of64, number, map, at_once) \
-  [PM_##id] = {.text = name,                                                              \
-               .cuda = cpp,                                                               \
-               .short_name = short,                                                       \
-               .numpy = np,                                                               \
-               .wide = of64,                                                              \
-               .bits = width,                                                             \
-               .bytes = (width + 7) / 8,                                                  \
-               .class = PM_CLASS_##kind,                                                  \
-               .dlpack = code,                                                            \
-               .torch = number,                                                           \
+#define PM_DTYPE(id, name, width, kind, cpp, code, short, np, of64, number, xla_number, map, \
+                 at_once)                                                                    \
+  [PM_##id] = {.text = name,                                                                 \
+               .cuda = cpp,                                                                  \
+               .short_name = short,                                                          \
+               .numpy = np,                                                                  \
+               .wide = of64,                                                                 \
+               .bits = width,                                                                \
+               .bytes = (width + 7) / 8,                                                     \
+               .class = PM_CLASS_##kind,                                                     \
+               .dlpack = code,                                                               \
+               .torch = number,                                                              \
+               .xla = xla_number,                                                            \
                .group = at_once},
 #include "dtypes.def"
 #undef PM_DTYPE

@@ -6,7 +6,7 @@
 #include "base.h"
 
 typedef enum pm_dtype {
-#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, xla, map, group) \
   PM_##id,
 #include "dtypes.def"
 #undef PM_DTYPE
@@ -17,7 +17,7 @@ typedef enum pm_dclass { PM_CLASS_BOOL, PM_CLASS_INT, PM_CLASS_UINT, PM_CLASS_FL
 
 typedef struct pm_dtype_info {
   const char *text, *cuda, *short_name, *numpy, *wide;
-  uint8_t bits, bytes, class, dlpack, torch, group;
+  uint8_t bits, bytes, class, dlpack, torch, xla, group;
 } pm_dtype_info;
 
 extern const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT];

@@ -222,7 +222,7 @@ const handler pm_vm_SELECT = {pm_vm_encode_pointwise,
                               exec_pointwise,
                               {.poison = pm_poison_rule_select,
                                .kernels = {
-#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, xla, map, group) \
   [PM_##id] = SELECT_##bits,
 #include "../base/dtypes.def"
 #undef PM_DTYPE

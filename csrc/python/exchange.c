@@ -416,12 +416,28 @@ static int dlpack_device(PyObject *o, int which, int *type, int *id) {
   return ok ? 0 : -1;
 }
 
+/* Always -1. The array refused, and did not say which argument it is. */
+static int say_whose(PyObject *o, int which) {
+  if (!PyErr_ExceptionMatches(PyExc_BufferError)) return -1;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyObject *text = value ? PyObject_Str(value) : NULL;
+  const char *why = text ? PyUnicode_AsUTF8(text) : NULL;
+  if (why) refuse(PyExc_BufferError, which, o, "cannot be read through DLPack: %s", why);
+  else PyErr_SetNone(PyExc_BufferError);
+  Py_XDECREF(text);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
 static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
   int type, id;
   void *on = NULL;
   PyObject *stream = NULL, *capsule = NULL;
   const DLTensor *t;
-  if (dlpack_device(o, which, &type, &id) < 0) return -1;
+  if (dlpack_device(o, which, &type, &id) < 0) return say_whose(o, which);
   if (type == kDLCUDA || type == kDLCUDAManaged) {
     if (pmpy_current_stream(b->source, id, &on) < 0) return -1;
     stream = PyLong_FromVoidPtr(on ? on : (void *)1); /* 1: the legacy default stream */
@@ -432,7 +448,7 @@ static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
   t = capsule ? open_capsule(o, which, capsule, b) : NULL;
   Py_XDECREF(capsule);
   Py_XDECREF(stream);
-  return t ? read_tensor(o, which, t, b) : -1;
+  return t ? read_tensor(o, which, t, b) : say_whose(o, which);
 }
 
 /* ---- __cuda_array_interface__ -------------------------------------------------------------- */

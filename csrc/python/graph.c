@@ -197,7 +197,7 @@ static PyObject *arg_info(const pm_program *p, uint32_t k) {
 
 /* As CU_MAP_ of cuda_api.h names them. */
 static const char *const map_elements[PM_DTYPE_COUNT] = {
-#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, xla, map, group) \
   [PM_##id] = #map,
 #include "../base/dtypes.def"
 #undef PM_DTYPE

@@ -1,11 +1,12 @@
 /* Kernels as custom calls of XLA: handlers for its foreign function interface (xla_abi.h).
  *
  * The attributes of a call contain all of the kernel: `graph`, the text of the lowered graph;
- * `cubin`, in hexadecimal digits, "" on the CPU; `program`, the digest of its text; `hash`, over
- * graph and cubin; `name`. A kernel is made from them once per process, in the stage INSTANTIATE,
- * and found again by its hash; so an executable that another process compiled runs the same kernel,
- * or fails by name where its version of this package generates another program. On a GPU the module
- * is loaded in the stage INITIALIZE, so that EXECUTE only launches, on XLA's stream.
+ * `cubin`, in hexadecimal digits, "" on the CPU; `program`, the digest of its text; `hash`, the
+ * digest of the digests of graph and cubin, which is checked in the stage INSTANTIATE; `name`. A
+ * kernel is made from them once per process and found again by its hash; so an executable that
+ * another process compiled runs the same kernel, or fails by name where it was changed or where
+ * this version of the package generates another program. On a GPU the module is loaded in the stage
+ * INITIALIZE, so that EXECUTE only launches, on XLA's stream.
  *
  * On the CPU, the interpreter runs on the buffers of XLA. Nothing here takes the GIL or allocates
  * through Python. Known kernels are never removed: readers need no lock. */
@@ -18,7 +19,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-enum { MAX_DEVICES = 64, BUCKETS = 256, HASH = 64, MAX_PARAMS = 256 };
+enum { MAX_DEVICES = 64, BUCKETS = 256, HASH = 32, MAX_PARAMS = 256 };
 
 typedef struct call_kernel {
   char hash[HASH + 1];
@@ -117,7 +118,7 @@ static call_kernel *look(xla_span hash) {
   const unsigned bucket = (unsigned char)hash.at[0] * 7u + (unsigned char)hash.at[1];
   for (call_kernel *k = atomic_load_explicit(&known[bucket % BUCKETS], memory_order_acquire); k;
        k = k->next)
-    if (!memcmp(k->hash, hash.at, hash.size) && !k->hash[hash.size]) return k;
+    if (!memcmp(k->hash, hash.at, HASH)) return k;
   return NULL;
 }
 
@@ -141,18 +142,38 @@ static pm_code read_cubin(xla_span text, pm_cubin *out, pm_err *err) {
   return PM_OK;
 }
 
-/* What a launch must be follows from the program, whose text is generated here once more. */
-static pm_code check_program(xla_span digest, const char *name, const pm_program *p, pm_err *err) {
-  char text[33];
+static void digest(xla_span text, char out[HASH + 1]) {
   uint64_t hash[2];
-  pm_digest(p->text, p->size, hash);
-  snprintf(text, sizeof text, "%016llx%016llx", (unsigned long long)hash[0],
+  pm_digest(text.at ? text.at : "", text.size, hash);
+  snprintf(out, HASH + 1, "%016llx%016llx", (unsigned long long)hash[0],
            (unsigned long long)hash[1]);
-  if (digest.size == strlen(text) && !memcmp(digest.at, text, digest.size)) return PM_OK;
+}
+
+static bool is_digest(xla_span found, xla_span of) {
+  char text[HASH + 1];
+  digest(of, text);
+  return found.size == HASH && !memcmp(found.at, text, HASH);
+}
+
+/* What a launch must be follows from the program, whose text is generated here once more. */
+static pm_code check_program(xla_span found, const char *name, const pm_program *p, pm_err *err) {
+  if (is_digest(found, (xla_span){p->text, p->size})) return PM_OK;
   return pm_fail(err, PM_E_VALUE,
                  "kernel %s was compiled by another version of pallas_mgpu, whose programs differ; "
                  "compile the function that calls it again",
                  name);
+}
+
+static pm_code check_hash(const xla_call *c, xla_span hash, pm_err *err) {
+  char both[2 * HASH + 1];
+  digest(attribute(c, "graph"), both);
+  digest(attribute(c, "cubin"), both + HASH);
+  if (is_digest(hash, (xla_span){both, 2 * HASH})) return PM_OK;
+  const xla_span name = attribute(c, "name");
+  return pm_fail(err, PM_E_VALUE,
+                 "kernel %.*s: the attributes of a call are damaged, since their hash differs; "
+                 "compile the function that calls it again",
+                 (int)(name.size < 128 ? name.size : 128), name.at ? name.at : "");
 }
 
 typedef struct making {
@@ -188,18 +209,20 @@ static pm_code make(void *ctx, pm_err *err) {
 /* The kernel of a call, made if it is not known yet; NULL with err. */
 static call_kernel *find(const xla_call *c, pm_err *err) {
   const xla_span hash = attribute(c, "hash");
-  if (!hash.at || hash.size < 2 || hash.size > HASH) {
+  if (!hash.at || hash.size != HASH) {
     pm_fail(err, PM_E_VALUE, "a call of pallas_mgpu has no hash; was it made by another version?");
     return NULL;
   }
   call_kernel *k = look(hash);
+  if (k && c->stage != XLA_INSTANTIATE) return k;
+  if (check_hash(c, hash, err)) return NULL;
   if (k) return k;
   pthread_mutex_lock(&known_lock);
   k = look(hash);
   if (!k && !(k = calloc(1, sizeof *k))) pm_fail(err, PM_E_MEMORY, "out of memory");
   if (k && !k->hash[0]) {
     const unsigned bucket = (unsigned char)hash.at[0] * 7u + (unsigned char)hash.at[1];
-    memcpy(k->hash, hash.at, hash.size);
+    memcpy(k->hash, hash.at, HASH);
     pm_arena_init(&k->arena);
     pthread_mutex_init(&k->lock, NULL);
     making m = {k, c};
@@ -228,11 +251,12 @@ static pm_code addresses(const call_kernel *k, const xla_call *c, void **at, pm_
   for (int64_t i = 0; i < all; i++) {
     const xla_buffer *b = i < n ? c->operands.at[i] : c->results.at[i - n];
     const pm_type *t = pm_typeof(k->g, k->g->blocks.at[1].arg + (uint32_t)i);
-    bool same = b->rank == t->rank;
+    bool same = b->rank == t->rank && b->dtype == pm_dtypes[t->dtype].xla;
     for (int d = 0; same && d < t->rank; d++) same = b->dims[d] == t->dim[d];
     if (!same)
-      return pm_fail(err, PM_E_VALUE, "kernel %s: argument %lld of a call has another shape",
-                     k->g->name, (long long)i);
+      return pm_fail(err, PM_E_VALUE,
+                     "kernel %s: argument %lld of a call has another shape or dtype", k->g->name,
+                     (long long)i);
     at[i] = b->data;
   }
   return PM_OK;

@@ -71,7 +71,7 @@ static const char *intern(const char *s) {
 }
 
 static const int map_dtype[PM_DTYPE_COUNT] = {
-#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, xla, map, group) \
   [PM_##id] = CU_MAP_##map,
 #include "../base/dtypes.def"
 #undef PM_DTYPE

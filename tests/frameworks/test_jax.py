@@ -17,6 +17,7 @@ from pallas_mgpu import _core, ops, pl  # noqa: E402
 jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
 pj = pytest.importorskip("pallas_mgpu.jax")
+_jax = pytest.importorskip("pallas_mgpu._jax")
 F32 = np.float32
 
 
@@ -97,6 +98,44 @@ def test_aliases_and_donation(x):
     same(x, np.arange(8.0))  # JAX made a copy
     given = x + 0
     same(jax.jit(increment, donate_argnums=0)(given), x + 1)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, 0), (None, 0), (1, None)])
+def test_vmap_of_aliases(axes, rng):
+    """Results are values: the alias may be mapped over any axis, or shared."""
+
+    def total(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    total = pl.pallas_call(total, spec(8), input_output_aliases={0: 0})
+    shapes = {0: (3, 8), 1: (8, 3), None: (8,)}
+    given = [jnp.asarray(rng.standard_normal(shapes[a]), F32) for a in axes]
+    before = np.asarray(given[0]).copy()
+    want = jax.vmap(lambda x, y: x + y, axes)(*given)
+    same(jax.jit(jax.vmap(total, axes))(*given), want)
+    same(given[0], before)
+
+
+def test_dtypes_of_64_bits(x):
+    """XLA's memory has 64 bits for each element, and no kernel reads them."""
+    with jax.enable_x64(True):
+        wide = jnp.arange(8, dtype=jnp.float64)
+        with pytest.raises(TypeError, match=r"add: argument 1 has dtype float64.*astype"):
+            jax.jit(lambda x, y: add(x, y))(wide.astype(F32), wide)
+        with pytest.raises(TypeError, match="softmax: an argument has dtype float64"):
+            jax.jit(ops.softmax)(wide)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [jnp.exp, jax.lax.exp, jax.nn.silu, lambda v: v * jnp.ones(8), lambda v: jnp.where(v, 1, 0)],
+)
+def test_functions_of_jax_in_a_body(f, x):
+    """The names that a kernel was not moved from: told with the line of the body."""
+    kernel = plgpu.kernel(lambda x, o: o.__setitem__(..., f(x[...])), out_type=spec(8))
+    for call in (kernel, jax.jit(kernel)):
+        with pytest.raises(TypeError, match=r"pallas_mgpu.numpy, lax and nn(.|\n)*test_jax.py:\d"):
+            call(x)
 
 
 def test_memory_besides_the_outputs(x):
@@ -188,6 +227,18 @@ def test_attributes_refer_to_no_process(x):
 
     first, second = make(), make()
     assert "gmem float32[8]" in first and first == second
+
+
+def test_buffers_of_another_type(x):
+    """A call whose buffers are not of the kernel's types, as only a changed program has them."""
+    attributes = _jax._attributes(add, add.lower(spec(8), spec(8)), "cpu")
+    call = jax.ffi.ffi_call("pallas_mgpu_call", jax.ShapeDtypeStruct((8,), F32))
+    same(jax.jit(lambda x: call(x, x, **attributes))(x), 2 * x)
+    for wrong in (x.astype(np.int32), x.astype(jnp.bfloat16), x[:4], x[None]):
+        with pytest.raises(RuntimeError, match="kernel add: argument 1 .*another shape or dtype"):
+            jax.jit(lambda x, y: call(x, y, **attributes))(x, wrong).block_until_ready()
+    with pytest.raises(RuntimeError, match="kernel add: a call has 1 operands"):
+        jax.jit(lambda x: call(x, **attributes))(x).block_until_ready()
 
 
 def test_a_deadlock_is_an_error_with_its_line(x):

@@ -128,6 +128,10 @@ def call(k, major=0, minor=3, api_size=None, call_size=None, extension=None, sta
     return said[0] if said else None
 
 
+def digest(data):
+    return _core.digest(data).encode()
+
+
 # the handlers for the CPU, and for GPUs
 both = pytest.mark.parametrize("k", [0, 1], ids=["first", "second"])
 
@@ -175,8 +179,15 @@ def test_a_kernel_of_another_version():
         b"cubin": lowered.cubin().hex().encode(),
         b"name": b"softmax",
     }
-    program = _core.digest(lowered.graph.cuda(line=False)[0].encode()).encode()
-    other = strings | {b"hash": b"0123", b"program": program[::-1]}
+    program = digest(lowered.graph.cuda(line=False)[0].encode())
+    both = digest(digest(strings[b"graph"]) + digest(strings[b"cubin"]))
+    other = strings | {b"hash": both, b"program": program[::-1]}
     code, text = call(1, stage=INSTANTIATE, strings=other)
     assert code == 3 and "compiled by another version of pallas_mgpu" in text
-    assert call(1, stage=INSTANTIATE, strings=other | {b"program": program}) is None
+    right = other | {b"program": program}
+    assert call(1, stage=INSTANTIATE, strings=right) is None
+    for damaged in (b"graph", b"cubin", b"hash"):  # even where the kernel is known by now
+        text = right[damaged]
+        wrong = right | {damaged: text[:-9] + bytes([text[-9] ^ 1]) + text[-8:]}
+        code, text = call(1, stage=INSTANTIATE, strings=wrong)
+        assert code == 3 and "kernel softmax: the attributes of a call are damaged" in text
