@@ -62,7 +62,7 @@ class MutableArray:
         self._value[index] = value
 
     def __repr__(self):
-        return f"MutableArray({np.dtype(self.dtype).name}{list(self.shape)})"
+        return f"MutableArray({str(self.dtype).split('.')[-1]}{list(self.shape)})"
 
 
 def kernel_dtype(r):

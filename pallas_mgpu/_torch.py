@@ -376,6 +376,11 @@ def _parameters(fn, mutates):
     found = inspect.signature(plain, eval_str=True)
     parameters = []
     for p in found.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise ValueError(
+                f"torch_op: {fn.__name__} has the parameter {p}; a schema has no such parameters:"
+                " name each argument, or annotate one of them as a list of tensors"
+            )
         annotation = Tensor if p.annotation is p.empty else p.annotation
         if p.annotation is p.empty and p.default is not p.empty:
             if type(p.default) not in (bool, int, float, str):
@@ -477,6 +482,11 @@ def _mapped_kernel(fn, qualname, backward):
     made = {}
 
     def rule(info, in_dims, *args):
+        args, in_dims = list(args), list(in_dims)
+        for i in fn.definition.aliases:  # mapped over the axis of its output
+            x, axis, in_dims[i] = args[i], in_dims[i], 0
+            whole = (info.batch_size, *x.shape)
+            args[i] = x.expand(whole) if axis is None else x.movedim(axis, 0)
         axes = tuple(in_dims)
         if axes not in made:
             text = "_".join("n" if a is None else str(a) for a in axes)
@@ -671,7 +681,14 @@ def _by_position(fn):
 
 def _mutated(signature, mutates, fn):
     names = [*signature.parameters]
+    if not isinstance(mutates, (str, tuple, list)):
+        raise TypeError(f"torch_op: mutates must name parameters, got {show(mutates)}")
     mutates = (mutates,) if isinstance(mutates, str) else tuple(mutates)
+    if mutates and isinstance(fn, _core.Kernel):
+        raise ValueError(
+            f"torch_op: mutates={show(mutates)}, and {_what(fn)} cannot write to its operands; pass"
+            " a function that calls the kernel with out="
+        )
     for m in mutates:
         if m not in names:
             raise ValueError(
@@ -681,11 +698,23 @@ def _mutated(signature, mutates, fn):
     return mutates, [names.index(m) for m in mutates]
 
 
+def _check_functions(backward, fake):
+    pair = isinstance(backward, tuple) and len(backward) == 2 and all(map(callable, backward))
+    if not (backward is None or callable(backward) or pair):
+        raise TypeError(
+            "torch_op: backward must be a function, or a pair (setup_context, backward), got"
+            f" {show(backward)}"
+        )
+    if not (fake is None or callable(fake)):
+        raise TypeError(f"torch_op: fake must be a function, got {show(fake)}")
+
+
 def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False):
     """See `torch_op`; autocast: names of parameters that autocast converts; complete: see
     `_autograd`."""
+    _check_functions(backward, fake)
     signature = _parameters(fn, mutates)
-    name = name or fn.__name__
+    name = fn.__name__ if name is None else name
     if not isinstance(name, str) or name.count("::") > 1:
         raise ValueError(f"torch_op: name must be 'name' or 'namespace::name', got {show(name)}")
     qualname = name if "::" in name else f"pallas_mgpu::{name}"
@@ -726,6 +755,17 @@ def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False
     return call
 
 
+def _check_new(qualname, args, result):
+    of_args = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+    for x in result if isinstance(result, (tuple, list)) else (result,):
+        at = x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
+        if at and at in of_args:
+            raise RuntimeError(
+                f"{qualname}: the function returns one of its arguments, or a view of one; an"
+                " operator returns new tensors only, and arguments are written by mutates="
+            )
+
+
 def _implementation(fn, qualname, positions):
     """fn on contiguous tensors, but for those at the positions, which it writes to; checked for
     results that are arguments, which operators must not return."""
@@ -739,12 +779,8 @@ def _implementation(fn, qualname, positions):
                 if i not in positions and not (strides and x.is_cuda):
                     args[i] = x.contiguous()
         result = fn(*args)
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if x is not None and any(x is a for a in args):
-                raise RuntimeError(
-                    f"{qualname}: the function returns one of its arguments; an operator returns"
-                    " new tensors only, and arguments are written by mutates="
-                )
+        if not is_kernel(fn):  # results of kernels are new
+            _check_new(qualname, args, result)
         return result
 
     return implementation
@@ -888,7 +924,6 @@ class _Plan:
             for o, i in self.aliases.items():
                 outs[o] = leaves[i]
             self.target(*args, out=tuple(outs), **options)
-            torch.autograd.graph.increment_version([leaves[i] for i in self.aliases.values()])
         return tree.unflatten(self.result_structure, [outs[i] for i in self.results])
 
 

@@ -943,7 +943,6 @@ def _linear_entropy_backward(ctx, grad, *_):
         return dx, dw * grad.to(dw.dtype), *(None,) * 5
     # it is as large as the weight: not twice. A second backward of one loss is then an error.
     scale_in_place(dw, grad)
-    torch.autograd.graph.increment_version(dw)
     return dx, dw, *(None,) * 5
 
 
@@ -1152,7 +1151,6 @@ class _Launches:
         for kernel, arrays, settings, _ in self.launches:
             operands = [x for p, m, v in arrays for x in (p, p.grad.contiguous(), m, v)]
             kernel(*operands, settings, out=tuple(x for of_one in arrays for x in of_one))
-            torch.autograd.graph.increment_version([p for p, _, _ in arrays])
 
 
 # ---- calls of `ops` ------------------------------------------------------------------------------

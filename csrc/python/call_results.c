@@ -47,6 +47,10 @@ static PyObject *pack(const pmpy_call *c, PyObject **items, uint32_t n) {
 PyObject *pmpy_call_finish(const pmpy_call *c, PyObject **made) {
   uint32_t n = c->plan->n_out;
   if (c->out_arg) {
+    for (uint32_t i = 0; i < n; i++) {
+      if (c->out[i].source->library == PMPY_TORCH && pmpy_torch_written(c->out_args[i]) < 0)
+        return NULL;
+    }
     for (uint32_t i = 0; i < n; i++) made[i] = Py_NewRef(c->out_args[i]);
     return pack(c, made, n);
   }

@@ -92,6 +92,8 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
                            int device, uint64_t *ptr);
 /* Does autograd record operations on this tensor now? */
 bool pmpy_torch_records(PyObject *tensor);
+/* Autograd is told that a kernel wrote this tensor: 0, or -1 with an exception. */
+int pmpy_torch_written(PyObject *tensor);
 /* New: what the hook of calls that torch must see returns, NotImplemented: the call goes on.
  * `names` are of the last arguments, or NULL; recorded: because autograd records, not for lack of
  * memory. */
