@@ -129,7 +129,11 @@ static int read_all(pmpy_call *c, bool specs) {
   for (; c->n_out_given < n_out; c->n_out_given++) {
     uint32_t i = c->n_out_given;
     int code = pmpy_read(c->out_args[i], -(int)i - 1, PMPY_OUTPUT, &c->out[i]);
-    if (code > 0) continue;
+    if (code > 0) {
+      if (c->out[i].source->library == PMPY_TORCH && !specs && !c->recorded)
+        c->recorded = pmpy_torch_records(c->out_args[i]);
+      continue;
+    }
     if (!code)
       PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->name, i,
                    Py_TYPE(c->out_args[i])->tp_name);

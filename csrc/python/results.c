@@ -38,6 +38,12 @@ static PyObject *result_by_api(const DLPackExchangeAPI *api, const pmpy_spec *sp
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr) {
   if (s->library == PMPY_TORCH) {
+    if (pm_dtypes[spec->dtype].bits < 8)
+      return PyErr_Format(
+          PyExc_NotImplementedError,
+          "a result of dtype %s: PyTorch has no tensors of it; pass NumPy arrays or "
+          "DeviceArrays",
+          pm_dtypes[spec->dtype].text);
     PyObject *tensor = pmpy_torch_empty(s->api, spec, cuda, device, ptr);
     if (tensor) return tensor;
   }

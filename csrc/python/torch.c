@@ -135,7 +135,6 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
   int64_t strides[PM_MAX_RANK], stride = 1;
   void *tensor = NULL, *data = NULL;
   PyObject *made = NULL;
-  if (pm_dtypes[spec->dtype].bits < 8) return NULL; /* torch has none of two in a byte */
   if (ways == UNKNOWN) ways = ways_of_version();
   if (ways == PUBLIC) return NULL;
   for (int i = spec->rank - 1; i >= 0; i--) {

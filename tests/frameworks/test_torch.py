@@ -202,6 +202,44 @@ def test_levels_of_torch_func_see_each_other(outer):
         assert error < 6e-2 * want.abs().max()
 
 
+def write_sum(x) -> None:
+    sum_and_difference(x, x, out=(x, torch.empty_like(x)))
+
+
+writing_op = plgpu.torch_op(write_sum, name="test_torch::write_sum", mutates="x")
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_vmap_of_aliases(axis):
+    """Operators are functional: a mapped alias is a value like others."""
+
+    def body(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    kernel = pl.pallas_call(body, spec(8), input_output_aliases={0: 0})
+    op = plgpu.torch_op(kernel, name=f"test_torch::alias_{axis}")
+    x, y = torch.randn({0: (3, 8), 1: (8, 3), None: (8,)}[axis]), torch.randn(3, 8)
+    before, want = x.clone(), torch.func.vmap(torch.add, (axis, 0))(x, y)
+    torch.testing.assert_close(torch.func.vmap(op, (axis, 0))(x, y), want)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[1:], lambda x: (x.sum(), x.t())])
+def test_results_that_are_arguments(view):
+    name = f"test_torch::view_{abs(hash(view))}"
+    result = (
+        tuple[torch.Tensor, torch.Tensor] if isinstance(view(torch.ones(2, 2)), tuple) else None
+    )
+
+    def f(x):
+        return view(x)
+
+    f.__annotations__ = {"return": result} if result else {}
+    op = plgpu.torch_op(f, name=name)
+    with pytest.raises(RuntimeError, match="returns one of its arguments, or a view"):
+        op.op(torch.ones(3, 3))
+
+
 def test_without_backward():
     op = plgpu.torch_op(sum_and_difference, name="test_torch::no_backward")
     s, _ = op(torch.ones(8, requires_grad=True), torch.ones(8))
@@ -344,9 +382,23 @@ def test_dtensor_names_the_operator():
         dist.destroy_process_group()
 
 
+def no_schema(*xs):
+    return xs[0]
+
+
 @pytest.mark.parametrize(
     "make, error",
     [
+        (lambda: plgpu.torch_op(no_schema), ValueError),
+        (lambda: plgpu.torch_op(scale, name=""), ValueError),
+        (lambda: plgpu.torch_op(scale, name="test_torch::o", mutates=3), TypeError),
+        (lambda: plgpu.torch_op(scale, name="test_torch::p", backward=3), TypeError),
+        (lambda: plgpu.torch_op(scale, name="test_torch::q", backward=(scale,)), TypeError),
+        (lambda: plgpu.torch_op(scale, name="test_torch::r", fake=3), TypeError),
+        (
+            lambda: plgpu.torch_op(sum_and_difference, name="test_torch::s", mutates="x_ref"),
+            ValueError,
+        ),
         (lambda: plgpu.torch_op(3), TypeError),
         (lambda: plgpu.as_torch_kernel(3), TypeError),
         (lambda: plgpu.torch_op(scale, name="a::b::c"), ValueError),
@@ -377,8 +429,33 @@ def test_a_kernel_warns_once_where_it_cuts_the_graph():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy(x)
-    with pytest.raises(RuntimeError, match="out= is a tensor that requires grad"):
-        copy(x, out=torch.zeros(8, requires_grad=True))
+    for given in (x, torch.ones(8)):
+        with pytest.raises(RuntimeError, match="out= is a tensor that requires grad"):
+            copy(given, out=torch.zeros(8, requires_grad=True))
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("how", ["kernel", "operator", "function", "inference"])
+def test_autograd_sees_what_is_written(how, private):
+    """As of torch's own operations in place: a tensor that was saved must not change."""
+    write = {
+        "kernel": lambda x: sum_and_difference(x, x, out=(x, torch.empty(8))),
+        "operator": writing_op,
+        "function": lambda x: ops.softmax(torch.ones(8), out=x),
+        "inference": torch.inference_mode()(lambda x: ops.softmax(torch.ones(8), out=x)),
+    }[how]
+    x, w = torch.ones(8), torch.ones(8, requires_grad=True)
+    try:
+        _core.use_private_torch(private)
+        loss = (w * x).sum()
+        write(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with torch.inference_mode():
+            y = torch.ones(8)
+        write(y)  # has no version
+    finally:
+        _core.use_private_torch(True)
 
 
 def test_a_kernel_under_vmap_says_what_to_do():
@@ -397,6 +474,13 @@ def test_nested_tensors():
         total({"x": x.clone().requires_grad_(), "y": x})
     with pytest.raises(TypeError, match="meta"):
         total({"x": x.to("meta"), "y": x})
+
+
+def test_results_that_torch_has_not():
+    small = plgpu.ShapeDtypeStruct((8,), "int4")
+    kernel = plgpu.kernel(lambda x, o: o.__setitem__(..., x[...].astype("int4")), out_type=small)
+    with pytest.raises(NotImplementedError, match="dtype int4: PyTorch has no tensors of it"):
+        kernel(torch.ones(8))
 
 
 class Weight(torch.nn.Parameter):
