@@ -49,8 +49,24 @@ static void walk(checker *c, pm_blk block, state *s);
 
 /* ---- do two accesses meet? ----------------------------------------------------------------- */
 
+/* Views of GMEM may be larger than what they are a part of. */
+static bool overhangs(const pm_graph *g, pm_opid op) {
+  uint32_t n;
+  const int64_t *sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
+  const pm_type *of = pm_typeof(g, pm_in(g, op, 0));
+  for (uint32_t d = 0; d < n; d++)
+    if (sizes[d] > of->dim[d]) return true;
+  return false;
+}
+
 static bool is_whole(const pm_graph *g, pm_val view) {
-  return pm_type_size(pm_typeof(g, view)) == pm_type_size(pm_typeof(g, pm_view_base(g, view)));
+  const pm_val base = pm_view_base(g, view);
+  if (pm_type_size(pm_typeof(g, view)) != pm_type_size(pm_typeof(g, base))) return false;
+  for (; view != base; view = pm_in(g, pm_value_of(g, view)->def, 0)) {
+    const pm_opid op = pm_value_of(g, view)->def;
+    if (pm_get(g, op)->code == PM_OP_INDEX && overhangs(g, op)) return false;
+  }
+  return true;
 }
 
 /* Do the elements of its view, in row-major order, follow each other at a known place? */

@@ -292,6 +292,22 @@ def test_what_may_be_right_is_not_told(body):
     assert not found(body, X)
 
 
+def test_parts_as_large_as_the_array():
+    """64 rows of two columns of 32 x 2 x 64: as many elements as there are, but not all of them."""
+
+    def body(x, o, tile):
+        tile[...] = x[pl.ds(0, 64)]
+        commit()
+        i = lax.axis_index("i")
+        for h in range(2):
+            s2g(tile, o.at[pl.ds(i * 64, 64), h])
+        stored(0)
+
+    x = np.ones((64, 64), F32)
+    options = {"scratch_types": [plgpu.SMEM((64, 64), F32)], "grid": (1,), "grid_names": ("i",)}
+    assert not found(body, x, outs=out(32, 2, 64), **options)
+
+
 def test_another_thread_may_fence():
     options = dict(scratch_types=[TILE, BAR, BAR], num_threads=2, thread_name="t")
     assert not found(by_another_thread, X, **options)
