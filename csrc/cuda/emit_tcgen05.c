@@ -401,6 +401,40 @@ static void load_parts(pm_gen *e, pm_opid op, const pm_tcgen05_move *m, const ch
   }
 }
 
+/* Words to elements; registers have a byte for each element of 4 or 2 bits. */
+static void split_words(pm_gen *e, const pm_tcgen05_move *m, pm_dtype t, const char *x) {
+  const pm_dtype_info d = pm_dtypes[t];
+  const long long n = words_of(m);
+  pm_line(e, "#pragma unroll");
+  if (m->per_word == 1) {
+    pm_line(e, "for (int r = 0; r < %lld; r++) from_bits(%s[r], w[r]);", n, x);
+  } else if (d.bits >= 8) {
+    pm_line(e, "for (int r = 0; r < %lld; r++) unpack<%s, %d>(&%s[%d * r], &w[r]);", n,
+            pm_cpp_type(t), m->per_word, x, m->per_word);
+  } else {
+    const int pairs = m->per_word / 2;
+    pm_line(e, "for (int r = 0; r < %lld; r++)", n * pairs);
+    pm_line(e, "  unpack_%s(&%s[2 * r], (u8)(w[r / %d] >> r %% %d * %d));", d.short_name, x, pairs,
+            pairs, 2 * d.bits);
+  }
+}
+
+/* Elements to the word r. */
+static void join_word(pm_gen *e, const pm_tcgen05_move *m, pm_dtype t, const char *elements) {
+  const pm_dtype_info d = pm_dtypes[t];
+  const char *type = pm_cpp_type(t);
+  pm_line(e, "const %s x[%d] = {%s};", type, m->per_word, elements);
+  if (d.bits >= 8) {
+    pm_line(e, "pack<%s, %d>(&w[r], x);", type, m->per_word);
+    return;
+  }
+  pm_line(e, "w[r] = 0;");
+  pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int k = 0; k < %d; k++)", m->per_word / 2);
+  pm_line(e, "  w[r] |= (u32)pack_%d(bits_of(x[2 * k]), bits_of(x[2 * k + 1])) << %d * k;", d.bits,
+          2 * d.bits);
+}
+
 pm_code pm_cuda_LOAD_TMEM(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const int64_t reduce = *pm_attr(e->g, op, PM_ATTR_TMEM_REDUCE);
@@ -419,13 +453,7 @@ pm_code pm_cuda_LOAD_TMEM(pm_gen *e, pm_opid op) {
   pm_begin(e, "{");
   pm_line(e, "u32 w[%lld];", n);
   load_parts(e, op, &m, warp_address(e, &v), reduced);
-  pm_line(e, "#pragma unroll");
-  if (m.per_word == 1) {
-    pm_line(e, "for (int r = 0; r < %lld; r++) from_bits(%s[r], w[r]);", n, x);
-  } else {
-    pm_line(e, "for (int r = 0; r < %lld; r++) unpack<%s, %d>(&%s[%d * r], &w[r]);", n, type,
-            m.per_word, x, m.per_word);
-  }
+  split_words(e, &m, (pm_dtype)pm_typeof(e->g, out)->dtype, x);
   pm_end(e);
   return PM_OK;
 }
@@ -447,7 +475,6 @@ pm_code pm_cuda_STORE_TMEM(pm_gen *e, pm_opid op) {
   pm_text list;
   PM_TRY(tmem_view(e, op, pm_in(e->g, op, 0), &v));
   PM_TRY(plan_move(e, op, value, &v, &m));
-  const char *type = pm_cpp_type(pm_typeof(e->g, value)->dtype);
   const long long n = words_of(&m);
   pm_text_init(&list, e->arena);
   for (int k = 0; k < m.per_word; k++) {
@@ -461,8 +488,7 @@ pm_code pm_cuda_STORE_TMEM(pm_gen *e, pm_opid op) {
   pm_line(e, "u32 w[%lld];", n);
   pm_line(e, "#pragma unroll");
   pm_begin(e, "for (int r = 0; r < %lld; r++) {", n);
-  pm_line(e, "const %s x[%d] = {%s};", type, m.per_word, list.at);
-  pm_line(e, "pack<%s, %d>(&w[r], x);", type, m.per_word);
+  join_word(e, &m, (pm_dtype)pm_typeof(e->g, value)->dtype, list.at);
   pm_end(e);
   const char *at = warp_address(e, &v);
   for (uint32_t k = 0; k < m.n; k++) {

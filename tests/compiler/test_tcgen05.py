@@ -167,6 +167,42 @@ def test_moves(move, rng):
     assert not lowered.resources()["remarks"]
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.uint4, E2M1])
+def test_moves_of_four_bits(dtype, rng):
+    """Eight elements share a column, two of them a byte in memory, each has a byte in registers."""
+
+    def body(x, o, smem, tmem, full, done):
+        plgpu.async_store_tmem(
+            tmem, plgpu.load(x, layout=L.TCGEN05_TMEM_NATIVE(8), optimized=False)
+        )
+        plgpu.commit_tmem()
+        o[0] = plgpu.async_load_tmem(tmem)
+        plgpu.wait_load_tmem()
+        plgpu.copy_gmem_to_smem(x, smem, full)
+        plgpu.barrier_wait(full)
+        plgpu.async_copy_smem_to_tmem(smem, tmem)
+        plgpu.tcgen05_commit_arrive(done)
+        plgpu.barrier_wait(done)
+        o[1] = plgpu.async_load_tmem(tmem)
+
+    x = rng.integers(0, 8, (128, 64)).astype(dtype)
+    x[:, ::3] = -x[:, ::3] if dtype != ml_dtypes.uint4 else x[:, ::3] + x[:, ::3]
+    for interpret in (True, "emulate"):
+        kernel = plgpu.kernel(
+            body,
+            out_type=plgpu.ShapeDtypeStruct((2, *x.shape), dtype),
+            scratch_types=[
+                plgpu.SMEM(x.shape, dtype),
+                plgpu.TMEM(x.shape, dtype, packed=True),
+                plgpu.Barrier(),
+                plgpu.Barrier(orders_tensor_core=True),
+            ],
+            interpret=interpret,
+        )
+        assert kernel(x).tobytes() == x.tobytes() * 2
+    assert not kernel.lower(x, target="sm_103a").resources()["remarks"]
+
+
 def test_rows_that_a_load_reduces_in_another_layout(rng):
     """The load keeps whole rows in each lane; the array is converted for its use."""
 
