@@ -78,6 +78,9 @@ class TMEMRef(MemoryRef):
         what, bits = "plgpu.TMEM", itemsize_bits(self.dtype)
         if len(self.shape) < 2:
             raise ValueError(f"{what}: a shape (rows, columns) is needed, got {self.shape}")
+        for name, flag in (("packed", packed), ("collective", collective)):
+            if flag is not None and not isinstance(flag, bool | np.bool_):
+                raise TypeError(f"{what}: {name} must be a bool or None, got {show(flag)}")
         if packed is not None and layout is not None:
             raise ValueError(f"{what}: packed and layout cannot both be given")
         if bits != 32 and packed is None and layout is None:

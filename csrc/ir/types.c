@@ -335,8 +335,7 @@ static pm_code index_dim(const pm_typing *t, const pm_type *from, int k, int64_t
   if (stride > 1 && !pm_is_memory(from)) {
     FAIL(NOT_IMPLEMENTED,
          "index: stride %" PRId64
-         " along dimension %d of %s; only memory has "
-         "strided slices",
+         " along dimension %d of %s; only refs in GMEM and SMEM have strided slices",
          stride, k, show(t, from));
   }
   n = (n - 1) * stride + 1;
