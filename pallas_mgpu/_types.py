@@ -375,14 +375,12 @@ class MemorySpace(enum.Enum):
         what = f"plgpu.{self.name}"
         if self is MemorySpace.TMEM:
             return _makers[self](shape, dtype, transforms, packed, collective, layout)
-        for name, x in (("packed", packed), ("collective", collective), ("layout", layout)):
-            if x is not None:
-                raise ValueError(f"{what}: {name}={x!r}, which is for TMEM only")
+        if packed is not None or collective is not None or layout is not None:
+            raise ValueError(f"{what}: only TMEM takes {packed=}, {collective=}, {layout=}")
         if self is MemorySpace.REGS:
             raise ValueError("plgpu.REGS cannot be allocated by calling it; use plgpu.ACC")
-        return PlacedRef(
-            ShapeDtypeStruct(_shape(shape, what), _core.as_dtype(dtype)), self, transforms
-        )
+        aval = ShapeDtypeStruct(_shape(shape, what), _core.as_dtype(dtype))
+        return PlacedRef(aval, self, transforms)
 
     def like(self, shape_dtype_like):
         """The descriptor of an allocation with the shape and dtype of another object."""
