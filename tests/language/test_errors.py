@@ -223,7 +223,7 @@ def test_descriptors():
         plgpu.Barrier(num_threads=32)
     with pytest.raises(ValueError, match="multiple of 64"):
         plgpu.ACC((100, 64))
-    with pytest.raises(ValueError, match="TMEM only"):
+    with pytest.raises(ValueError, match="only TMEM takes"):
         plgpu.SMEM((64,), np.float32, packed=True)
     with pytest.raises(TypeError, match="max_concurrent_steps"):
         plgpu.pipelines.PipelineParams(num_stages=3)

@@ -169,7 +169,7 @@ DEFINITIONS = {
     "SMEM shape": (TE, "plgpu.SMEM: shape must be ints", lambda: plgpu.SMEM("ab", HALF)),
     "SMEM negative": (VE, "negative extent", lambda: plgpu.SMEM((-1,), HALF)),
     "SMEM 2**70": (VE, "no array can have", lambda: plgpu.SMEM((2**70,), HALF)),
-    "SMEM packed": (VE, "TMEM only", lambda: plgpu.SMEM((1,), HALF, packed=True)),
+    "SMEM packed": (VE, "only TMEM takes packed=True", lambda: plgpu.SMEM((1,), HALF, packed=True)),
     "SMEM transform": (TE, "must be a tuple", lambda: plgpu.SMEM((1,), HALF, transforms=5)),
     "SMEM tiling": (
         VE,
