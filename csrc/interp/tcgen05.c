@@ -13,7 +13,7 @@
  *   - a product or copy into what a load has not waited for, or of what a store has not committed
  *   - a product after loads or stores of another thread that told nobody by such a barrier
  *   - products or copies that are in flight when the scope of their memory ends
- *   - ops of a pair that its blocks execute unequally often
+ *   - ops of a pair that its blocks execute unequally often, and commits that one of them ignores
  *
  * In a pair of blocks the leader's queue works for both. */
 #include "../ir/tmem.h"
@@ -308,12 +308,13 @@ void pm_vm_see_commit(pm_machine *m, const barrier *b, int64_t phase) {
     const commit_note c = m->commits[k];
     if (c.barrier != b || c.phase > phase) continue;
     forget_finished(c.by, c.number);
+    if (c.by->block != b->block) c.by->peer_saw = pm_max(c.by->peer_saw, c.number);
     m->commits[k] = m->commits[--m->n_commits];
   }
 }
 
 static step arrive(pm_machine *m, thread *t, pm_opid op, barrier *b) {
-  const commit_note c = {b, t, t->n_commits, b->phase + 1};
+  const commit_note c = {b, t, op, t->n_commits, b->phase + 1};
   uint32_t k = 0;
   while (k < m->n_commits && (m->commits[k].barrier != b || m->commits[k].by != t ||
                               (m->commits[k].phase - c.phase) % 2)) {
@@ -354,7 +355,7 @@ void pm_vm_drop_tensor(pm_machine *m, thread *t) {
     if (m->commits[k].by == t) m->commits[k] = m->commits[--m->n_commits];
   }
   t->tensor_first = t->tensor_last = t->tensor_next = NULL;
-  t->n_uses = t->n_finished = t->n_commits = 0;
+  t->n_uses = t->n_finished = t->n_commits = t->peer_saw = 0;
 }
 
 static bool touches(const task *k, const tmem_place *p, bool writes_only) {
@@ -812,7 +813,25 @@ step pm_vm_check_tmem(pm_machine *m, thread *t, pm_opid op, const struct tmem_al
   return STEP_NEXT;
 }
 
-/* The cluster has ended: the blocks of its pair came to each op equally often. */
+/* A commit for a pair that arrives in the other block has to be seen there, or a later one: nothing
+ * else says that the arrival came before that block ended. */
+static step check_commits(pm_machine *m, const cluster *c) {
+  char place[64];
+  for (uint32_t k = m->n_commits; k-- > 0;) {
+    const commit_note n = m->commits[k];
+    block *b = n.barrier->block;
+    if (b->cluster != c) continue;
+    m->commits[k] = m->commits[--m->n_commits];
+    if (n.by->block == b || n.number <= n.by->peer_saw) continue;
+    return pm_vm_fail(m, n.by, n.op, PM_E_VALUE,
+                      "block %s ends, and none of its threads has waited for this commit, which "
+                      "arrives there as well, or for a later one; wait for it in both blocks",
+                      pm_vm_block(m, b, place, sizeof place));
+  }
+  return STEP_NEXT;
+}
+
+/* The cluster has ended: the blocks of its pairs came to each op equally often. */
 step pm_vm_check_pairs(pm_machine *m, const cluster *c) {
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b += 2) {
     thread *t = &m->threads[(size_t)(b - m->blocks) * m->n_threads];
@@ -824,7 +843,7 @@ step pm_vm_check_pairs(pm_machine *m, const cluster *c) {
                         b->n_pairs[k], b[1].n_pairs[k]);
     }
   }
-  return STEP_NEXT;
+  return check_commits(m, c);
 }
 
 /* A copy, or a store, is about to overwrite SMEM that a product in flight reads. */

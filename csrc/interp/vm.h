@@ -314,6 +314,7 @@ typedef struct uneven {
 typedef struct commit_note {
   struct barrier *barrier;
   thread *by;
+  pm_opid op;
   uint32_t number;
   int64_t phase;
 } commit_note;
@@ -403,7 +404,8 @@ struct thread {
   tmem_use *uses;
   tmem_done *finished;
   uint32_t n_uses, cap_uses, n_finished, cap_finished, n_commits;
-  int64_t groups; /* closed groups: bulk groups, or of cp.async (no target has both) */
+  uint32_t peer_saw; /* of its commits, the last one that the other block of its pair waited for */
+  int64_t groups;    /* closed groups: bulk groups, or of cp.async (no target has both) */
 };
 
 typedef enum task_kind {

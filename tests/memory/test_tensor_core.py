@@ -868,6 +868,34 @@ def test_instructions_are_for_pairs_or_none_is(copy, commit_pair):
         kernel.lower(target="sm_100a")
 
 
+def test_a_commit_that_the_other_block_ignores():
+    def kernel(waiting):
+        def body(o_ref, a, tmem, done, meet):
+            plgpu.async_copy_smem_to_tmem(a, tmem, "pair")
+            commit(done, "pair")
+            pl.when(lax.axis_index("pair") < waiting)(lambda: wait(done))
+            arrive(meet)
+            wait(meet)
+
+        return plgpu.kernel(
+            body,
+            out_type=shaped((128, 64)),
+            scratch_types=[
+                SMEM((128, 64), F16),
+                TMEM((128, 64), F16, packed=True, collective=True),
+                ordering(),
+                plgpu.ClusterBarrier(collective_axes=("pair",), orders_tensor_core=True),
+            ],
+            cluster=(2,),
+            cluster_names=("pair",),
+            interpret=True,
+        )
+
+    kernel(2)()
+    with pytest.raises(ValueError, match=r"block \(1,\) ends, and none of its threads has waited"):
+        kernel(1)()
+
+
 def test_unequal_pairs():
     def body(o_ref, a, b, acc, done):
         rank = lax.axis_index("pair")
