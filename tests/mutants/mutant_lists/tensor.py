@@ -33,6 +33,30 @@ breaks(
     pairs_and_single_blocks_mix=("pm_plan_tmem", "if (p.mixed)", "if (p.mixed && p.deepest < 0)"),
 )
 breaks(
+    f"{PASSES}/tmem.c",
+    CORE,
+    commits_are_of_either_kind=(
+        "check_pairs",
+        "*pm_attr(g, op, PM_ATTR_PAIR) == pair",
+        "*pm_attr(g, op, PM_ATTR_PAIR) >= 0",
+    ),
+)
+breaks(
+    f"{PASSES}/layouts.c",
+    PRODUCTS,
+    loads_that_reduce_rows_are_in_any_layout=(
+        "seed_reduced_loads",
+        "!reduces_rows(p->g, op)",
+        "true",
+    ),
+)
+breaks(
+    "csrc/cuda/emit_tcgen05.c",
+    PRODUCTS,
+    nibbles_are_loaded_as_bytes=("split_words", "d.bits >= 8", "d.bits >= 4"),
+    nibbles_are_stored_as_bytes=("join_word", "d.bits >= 8", "d.bits >= 4"),
+)
+breaks(
     "csrc/ir/tmem.c",
     TMEM,
     PRODUCTS,
@@ -144,6 +168,7 @@ breaks(
         "b->n_pairs[k] == b[1].n_pairs[k]",
         "b->n_pairs[k] >= b[1].n_pairs[k]",
     ),
+    commits_may_be_ignored=("check_commits", "n.by->block == b ||", "true ||"),
     the_peer_is_not_told=(
         "run_commit",
         "pair ? arrive(m, t, op, in_peer(b)) : STEP_NEXT",
