@@ -184,6 +184,8 @@ class _Block:
             seen = jnp.minimum(self.row + cfg.rows, x.keys)
             blocks = (seen + (cfg.block - 1)) // cfg.block
             whole = jnp.minimum(self.row // cfg.block, whole)
+        elif whole < blocks:  # one iteration that the compiler knows of is inlined, and spills
+            blocks = lax.optimization_barrier(jnp.int32(blocks))
         return blocks, ((0, whole, False), (whole, blocks, True))
 
     def run(self):

@@ -121,15 +121,7 @@ def backward(x, interpret):
             else:
                 pieces[at] = value
 
-        def whole(k, carry):
-            part(k, False)
-            return carry
-
-        def last(k, carry):
-            part(k, True)
-            return carry
-
-        parts.each(whole, last, jnp.int32(0))
+        parts.each(lambda k, _: part(k, False), lambda k, _: part(k, True), None)
 
     out = plgpu.ShapeDtypeStruct((x.rows, x.n), x.dtype)
     return _kernel(x, body, out, interpret, "cross_entropy_backward")
