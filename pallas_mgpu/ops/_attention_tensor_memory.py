@@ -443,6 +443,8 @@ class _ScoredBlock(_Block):
         return self.tile(row, j, c).drop(p)
 
     def masked(self, s, row, j):
+        if self.ranges.arrays:  # addresses from here on: there are no registers that keep them
+            row = lax.optimization_barrier(row)
         return jnp.where(self.ranges.keep(row, self.column(j), s.shape), s, _MASKED)
 
     def total(self, m, sums):
