@@ -158,6 +158,30 @@ def test_chosen(name, monkeypatch):
     no_local_memory(f, (x, x, x, x), lse, targets=("sm_100a", "sm_103a"))
 
 
+TIGHT = {  # head_dim, causal, options of the scores: those that take most registers
+    "128, softcap, bias": (128, True, {"softcap": 9.0, "bias": True}),
+    "128, dropout": (128, True, {"dropout": 0.2}),
+    "128, window, bias, dropout": (128, False, {"window": (9, 9), "bias": True, "dropout": 0.2}),
+    "72": (72, True, {}),
+    "72, softcap": (72, True, {"softcap": 9.0}),
+    "72, softcap, bias": (72, False, {"softcap": 9.0, "bias": True}),
+    "24, all": (24, True, {"softcap": 9.0, "bias": True, "dropout": 0.2, "window": (70, 20)}),
+}
+
+
+@pytest.mark.parametrize("name", only_long(TIGHT, "128, softcap, bias", long=["72"], every=3))
+def test_registers(name):
+    dim, causal, options = TIGHT[name]
+    call, x = dict(options), plgpu.ShapeDtypeStruct((1, 256, 2, dim), f16)
+    if "bias" in options:
+        call["bias"] = plgpu.ShapeDtypeStruct((1, 1, 256, 256), f16)
+    if "dropout" in options:
+        call["seed"] = plgpu.ShapeDtypeStruct((1,), np.int32)
+    lse = plgpu.ShapeDtypeStruct((1, 2, 256), np.float32)
+    f = ops.attention_backward.kernel(x, x, x, x, x, lse, causal=causal, config=C(), **call)
+    no_local_memory(f, (x, x, x, x), lse, [call[n] for n in ("bias", "seed") if n in call])
+
+
 def test_refusals():
     x, lse = np.zeros((1, 16, 1, 264), f16), np.zeros((1, 1, 16), np.float32)
     with pytest.raises(NotImplementedError, match="a multiple of 8 up to 256, got 264"):

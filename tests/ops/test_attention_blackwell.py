@@ -106,6 +106,17 @@ def test_refusals(rng):
         attention.kernel(q, k, v, config=TensorMemoryAttentionConfig(0, 4))
 
 
+@pytest.mark.long
+def test_registers_of_packed_sequences_with_dropout():
+    """Where no exponentials are polynomials."""
+    q = plgpu.ShapeDtypeStruct((1, 1000, 2, 128), bf16)
+    starts, rows, seed = (plgpu.ShapeDtypeStruct((n,), np.int32) for n in (5, 1152, 1))
+    how = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, dropout=0.2, seed=seed, window=(0, 0))
+    f = attention.kernel(q, q, q, config=TensorMemoryAttentionConfig(polynomials=0), **how)
+    used = f.attention.lower(q, q, q, seed, rows, rows, target="sm_103a").resources()
+    assert used["spill_bytes"] == used["stack_bytes"] == 0, used
+
+
 SCORED = list(scored.CASES)
 
 
