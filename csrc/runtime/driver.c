@@ -83,6 +83,8 @@ static pm_code resolve(void *lib, pm_err *err) {
   if (get(#name, (void **)&pm_cu.name, abi, 0, &status) != CU_OK || !pm_cu.name)     \
     return pm_fail(err, PM_E_DRIVER, "the NVIDIA driver (CUDA %d.%d) has no " #name, \
                    driver_version / 1000, driver_version % 1000 / 10);
+#define PM_CU_OPTIONAL(name, abi, parameters) \
+  if (get(#name, (void **)&pm_cu.name, abi, 0, &status) != CU_OK) pm_cu.name = NULL;
 #include "driver.def"
 #undef PM_CU
   return PM_OK;

@@ -15,37 +15,34 @@
   cu_result result = (call);                                                           \
   pm_leave(pushed)
 
-static cu_result take(const pm_device *d, size_t bytes, cu_stream s, cu_ptr *ptr) {
-  if (!d->pool) return pm_cu.cuMemAlloc(ptr, bytes);
-  cu_result r = pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
-  if (r != CU_OUT_OF_MEMORY) return r;
-  pm_cu.cuCtxSynchronize();
-  pm_cu.cuMemPoolTrimTo(d->pool, 0);
-  return pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
-}
-
 /* ---- free ----------------------------------------------------------------------------------- */
 
 /* Memory that could not be freed when its owner went: destructors run wherever Python collects
  * garbage, also while a stream is captured, where waiting for the device would end the capture. It
- * is freed when the package next allocates or synchronizes outside a capture. */
+ * is freed when the package next allocates or synchronizes outside a capture; what streams that we
+ * do not know may still use, after all work that the context has by then. */
 typedef struct late {
   struct late *next;
   uint64_t ptr;
   int device;
-  bool unordered; /* streams that we do not know may still use it */
+  bool unordered;    /* streams that we do not know may still use it */
+  cu_event all_work; /* of the context, once it was recorded */
 } late;
 static late *late_list;
 static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void put_back(late *l) {
+  pthread_mutex_lock(&late_lock);
+  l->next = late_list;
+  late_list = l;
+  pthread_mutex_unlock(&late_lock);
+}
 
 static void free_later(int device, uint64_t ptr, bool unordered) {
   late *l = pm_malloc(sizeof *l);
   if (!l) return;
   *l = (late){.ptr = ptr, .device = device, .unordered = unordered};
-  pthread_mutex_lock(&late_lock);
-  l->next = late_list;
-  late_list = l;
-  pthread_mutex_unlock(&late_lock);
+  put_back(l);
 }
 
 /* An operation on the default stream would end the capture of a stream that waits for it (one that
@@ -72,22 +69,34 @@ static late *take_late(int device) {
   return out;
 }
 
+/* May streams that we do not know still use it? The first call records an event after all work of
+ * the context, which drivers before CUDA 12.5 cannot do: they wait for it. */
+static bool is_in_use(const pm_device *d, late *l) {
+  if (!l->unordered) return false;
+  if (!l->all_work && pm_cu.cuCtxRecordEvent && !pm_cu.cuEventCreate(&l->all_work, CU_NO_TIMING) &&
+      pm_cu.cuCtxRecordEvent(d->context, l->all_work)) {
+    pm_cu.cuEventDestroy(l->all_work);
+    l->all_work = NULL;
+  }
+  if (!l->all_work) return pm_cu.cuCtxSynchronize() != CU_OK;
+  if (pm_cu.cuEventQuery(l->all_work)) return true;
+  pm_cu.cuEventDestroy(l->all_work);
+  return false;
+}
+
 /* In the context of the device. */
 static void free_late(const pm_device *d, int device, cu_stream s) {
   int status = 0;
   if (!late_list || pm_cu.cuStreamIsCapturing(s, &status) || status) return;
-  bool unordered = false;
   late *l = take_late(device);
-  for (const late *k = l; k; k = k->next) unordered |= k->unordered;
-  const bool waited = unordered && !pm_cu.cuCtxSynchronize();
   for (late *next; l; l = next) {
     next = l->next;
-    if (l->unordered && !waited) { /* leave it: it may be in use */
-    } else if (d->pool) {
-      pm_cu.cuMemFreeAsync(l->ptr, NULL);
-    } else {
-      pm_cu.cuMemFree(l->ptr);
+    if (is_in_use(d, l)) {
+      put_back(l);
+      continue;
     }
+    if (d->pool) pm_cu.cuMemFreeAsync(l->ptr, NULL);
+    else pm_cu.cuMemFree(l->ptr);
     pm_free(l);
   }
 }
@@ -110,6 +119,16 @@ void pm_device_free_unordered(int device, uint64_t ptr) {
   if (ptr) free_later(device, ptr, true);
 }
 
+static cu_result take(const pm_device *d, int device, size_t bytes, cu_stream s, cu_ptr *ptr) {
+  if (!d->pool) return pm_cu.cuMemAlloc(ptr, bytes);
+  cu_result r = pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
+  if (r != CU_OUT_OF_MEMORY) return r;
+  pm_cu.cuCtxSynchronize();
+  free_late(d, device, s);
+  pm_cu.cuMemPoolTrimTo(d->pool, 0);
+  return pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
+}
+
 pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, pm_err *err) {
   *ptr = 0;
   if (!bytes) return PM_OK;
@@ -117,7 +136,7 @@ pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, p
   bool pushed;
   if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
   free_late(d, device, stream);
-  const cu_result r = take(d, bytes, stream, ptr);
+  const cu_result r = take(d, device, bytes, stream, ptr);
   pm_leave(pushed);
   if (r)
     return pm_cu_fail(err, PM_E_DRIVER, r, "CUDA device %d gave no %zu bytes of memory", device,

@@ -221,6 +221,64 @@ def test_cupy(rng):
     cupy.testing.assert_allclose(out, 2 * x)
 
 
+class Handle:
+    """A stream by the protocol that libraries share."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __cuda_stream__(self):
+        return 0, self.stream.cuda_stream
+
+
+CALLS = {
+    "kernel": (lambda x, **k: add(x, x, **k), (1024,), lambda x: 2 * x),
+    "ops": (lambda x, **k: ops.softmax(x, **k), (16, 512), lambda x: x.softmax(-1)),
+    "several kernels": (lambda x, **k: ops.column_sums(x, **k), (300, 256), lambda x: x.sum(0)),
+}
+
+
+@pytest.mark.parametrize("how", ["current", "torch", "handle", "protocol"])
+@pytest.mark.parametrize("call, shape, want", CALLS.values(), ids=CALLS)
+def test_a_call_does_not_wait(pt, call, shape, want, how):
+    """It runs on the stream that was meant, behind what that one is busy with; the host goes on."""
+    import torch
+
+    x, value = torch.zeros(shape, device="cuda"), torch.randn(shape, device="cuda")
+    call(value)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # cycles
+        x.copy_(value)
+        y = call(x) if how == "current" else None
+    stream = {"torch": side, "handle": side.cuda_stream, "protocol": Handle(side)}
+    y = call(x, stream=stream[how]) if y is None else y
+    assert not side.query()
+    side.synchronize()
+    torch.testing.assert_close(y, want(value), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("library", ["cupy", "jax"])
+def test_freed_results_do_not_wait(library, pt):
+    """Memory of a result that is gone is used again after all work, which nobody waits for."""
+    import torch
+
+    module = pytest.importorskip(library)
+    if library == "jax" and module.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU")
+    x = (module.numpy if library == "jax" else module).ones(1024, dtype=F32)
+    add(x, x)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+    for _ in range(3):
+        y = add(x, x)
+    assert not side.query()
+    assert (np.asarray(y if library == "jax" else y.get()) == 2).all()
+
+
 def test_stream_of_cuda_core(rng):
     core = pytest.importorskip("cuda.core")
     device = core.Device()

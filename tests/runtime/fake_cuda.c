@@ -52,8 +52,8 @@ static struct {
   R failure;
   int fail_after;
   int64_t allocated, live, copies, frees, events, modules, capturing, waits, calls, synchronized;
-  int attribute[32]; /* of the function that was asked last */
-  uint64_t foreign_pool;  /* that memory belongs to */
+  int attribute[32];     /* of the function that was asked last */
+  uint64_t foreign_pool; /* that memory belongs to */
   int virtual_memory;
 } S;
 
@@ -170,6 +170,11 @@ static R cuCtxSynchronize(void) {
   MAY_FAIL;
   S.synchronized++;
   return 0;
+}
+static R cuCtxRecordEvent(void *c, void *e) {
+  (void)e;
+  MAY_FAIL;
+  return c ? 0 : 400;
 }
 EXPORT int64_t fake_synchronized(void) { return S.synchronized; }
 EXPORT int fake_context_depth(void) { return depth; }
@@ -444,9 +449,10 @@ EXPORT R cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t
 #include "../../csrc/runtime/driver.def"
 #undef PM_CU
   };
-  (void)version, (void)flags;
+  (void)flags;
   *status = 0;
   *out = NULL;
+  if (version > number("FAKE_CUDA_VERSION", 13000)) return 500;
   for (size_t i = 0; i < sizeof table / sizeof *table; i++)
     if (!strcmp(table[i].name, name)) *out = table[i].f;
   return *out ? 0 : 500;

@@ -18,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "fake_driver.py").read_text(), re.M)
 MESHES = [c for c in CASES if c.startswith("mesh")]
-CASES = [c for c in CASES if c not in (*MESHES, "no_gpu", "other_gpu", "second_device", "targets")]
+ELSEWHERE = *MESHES, "no_gpu", "older_driver", "other_gpu", "second_device", "targets"
+CASES = [c for c in CASES if c not in ELSEWHERE]
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +74,10 @@ def test_launch_path(case, stand_in, tmp_path_factory):
 )
 def test_no_gpu(env, expected, stand_in, tmp_path):
     run_case("no_gpu", stand_in, tmp_path, EXPECTED=expected, **env)
+
+
+def test_older_driver(stand_in, tmp_path):
+    run_case("older_driver", stand_in, tmp_path, FAKE_CUDA_VERSION="12040")
 
 
 def test_second_device(stand_in, tmp_path):
