@@ -103,6 +103,8 @@ def _is_direct(args):
     try:
         for x in args:
             if not isinstance(x, Tensor):
+                if isinstance(x, (list, tuple)) and not _is_direct(x):
+                    return False
                 continue
             if type(x) not in _PLAIN or not x.is_contiguous():
                 return False
@@ -593,8 +595,17 @@ def _in_forward(op, keyset, args):
         return _below_autograd(op, keyset, args)
 
 
-def _records(args):
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+def _records(qualname, args):
+    """Does autograd record a call? Not by tensors of lists, which a Function would not see."""
+    if not torch.is_grad_enabled():
+        return False
+    for x in args:
+        if isinstance(x, (list, tuple)) and any(getattr(t, "requires_grad", False) for t in x):
+            raise NotImplementedError(
+                f"{qualname}: an argument is a list with tensors that require grad, and operators"
+                " have no gradients by lists; pass the tensors one by one, or detached"
+            )
+    return torch._C._any_requires_grad(*args)
 
 
 def _autograd(op, qualname, signature, backward, written, complete):
@@ -636,7 +647,7 @@ def _autograd(op, qualname, signature, backward, written, complete):
 
     def rule(keyset, *args):
         _refuse_tangents(qualname, args)
-        if _records(args):
+        if _records(qualname, args):
             with _one_level():
                 return node.apply(*args, keyset)
         return _below_autograd(op, keyset, args)
@@ -649,7 +660,7 @@ def _autograd_of_mutation(op, qualname, positions):
 
     def rule(keyset, *args):
         _refuse_tangents(qualname, args)
-        if _records(args):
+        if _records(qualname, args):
             raise RuntimeError(
                 f"{qualname} writes to its arguments and has no gradient, and an argument requires"
                 " grad; call it under torch.no_grad(), or give backward="

@@ -25,7 +25,7 @@ def test_tables_name_what_is_there():
     """The functions of the tables are those of the modules."""
     text = PAGE.read_text()
     pt = pytest.importorskip("pallas_mgpu.torch")
-    table = re.search(r"\| function \| gradients by .*?\n\n", text, re.S)[0]
+    table = re.search(r"\| function \| gradients of .*?\n\n", text, re.S)[0]
     rows = [row.split("|")[1] for row in table.strip().splitlines()[2:]]
     named = [x for row in rows for x in re.findall(r"`(\w+)`", row)]
     rest = re.search(r"`pallas_mgpu.torch.AdamW` is(.*?)are those\s+of", text, re.S)[1]

@@ -240,6 +240,19 @@ def test_results_that_are_arguments(view):
         op.op(torch.ones(3, 3))
 
 
+def summed(xs: list[torch.Tensor]) -> torch.Tensor:
+    return sum(ops.softmax(x.contiguous()) for x in xs)
+
+
+def test_lists_of_tensors():
+    op = plgpu.torch_op(summed, name="test_torch::summed", backward=lambda ctx, g: [g])
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(op([x, x]), 2 * torch.softmax(x, -1))
+    opcheck(op.op, ([x, x],))
+    with pytest.raises(NotImplementedError, match="test_torch::summed: an argument is a list"):
+        op([x, x.clone().requires_grad_()])
+
+
 def test_without_backward():
     op = plgpu.torch_op(sum_and_difference, name="test_torch::no_backward")
     s, _ = op(torch.ones(8, requires_grad=True), torch.ones(8))
