@@ -142,6 +142,8 @@ def three_arrays(loop):
             "k",
         )
         contestants["CuPy RawKernel"] = "raw((1,), (128,), (ca, cb, co))"
+        contestants["pallas_mgpu, CuPy, out="] = "kernel(ca, cb, out=co)"
+        contestants["pallas_mgpu, CuPy, new result"] = "kernel(ca, cb)"
     except Exception as e:  # noqa: BLE001
         print(f"CuPy: {e}")
     try:
@@ -162,7 +164,11 @@ def three_arrays(loop):
 
         ja, jb = jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b)
         jk = jax.jit(jplgpu.kernel(add, out_type=jax.ShapeDtypeStruct((N,), np.float32)))
+        jo = jax.jit(kernel)
+        assert np.array_equal(jo(ja, jb), (a + b).cpu().numpy())
         contestants["JAX's Pallas, jit"] = "jk(ja, jb)"
+        contestants["pallas_mgpu, JAX, jit"] = "jo(ja, jb)"
+        contestants["pallas_mgpu, JAX, no jit"] = "kernel(ja, jb)"
     except Exception as e:  # noqa: BLE001
         print(f"JAX: {type(e).__name__}: {e}")
 
@@ -218,6 +224,9 @@ def product(loop):
         dot = jax.jit(jax.numpy.matmul)
         check(torch.from_dlpack(dot(ja, jb)))
         contestants["JAX, jit of matmul"] = "dot(ja, jb)"
+        jo = jax.jit(matmul)
+        check(torch.from_dlpack(jo(ja, jb)))
+        contestants["ops.matmul, JAX, jit"] = "jo(ja, jb)"
     except Exception as e:  # noqa: BLE001
         print(f"JAX: {type(e).__name__}: {e}")
     c_time = c_contestant(loop, kernel.lower(a, b), [x.data_ptr() for x in (a, b, out)])
