@@ -91,13 +91,13 @@ def special(leaves):
             return x.record
         if type(x) is Batched:
             return call_batched_family
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    torch = sys.modules.get("torch")
     for x in leaves:
         if torch and isinstance(x, torch.Tensor):
             adapter = _adapter()
             if adapter.has_no_memory(x):
                 return adapter.call_special
-        if jax and isinstance(x, jax.core.Tracer):
+        if is_jax_traced(x):
             return _adapter("jax").call_special
     return None
 
@@ -106,6 +106,11 @@ def is_jax(x):
     """Is it an array of JAX, traced or not?"""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.Array)
+
+
+def is_jax_traced(x):
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.core.Tracer)
 
 
 def torch_call(target, args, kwargs, recorded):

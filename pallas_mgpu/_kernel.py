@@ -18,7 +18,7 @@ from . import _core, _introspect, _mutable, _profile, _sizes, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._flags import enable_poison_buffers
-from ._frameworks import special
+from ._frameworks import is_jax_traced, special
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, later, show
 from ._semaphores import SharedScratch
@@ -618,6 +618,13 @@ class RefKernel:
         kernel, operands, refs = self._prepare(args)
         values = [r._value for r in refs]
         n = len(self.definition.outs)
+        traced = [is_jax_traced(x) for x in values]
+        if not all(traced) and any(map(is_jax_traced, tree.leaves(operands))):
+            raise NotImplementedError(
+                f"kernel {self.definition.name}: under jax.jit, a mutable array that was made of no"
+                " traced array, whose new value would be lost; make it inside the function,"
+                " new_ref(jax.numpy.zeros(...)), and return its value"
+            )
         if not n:
             kernel(*operands, out=tuple(values), stream=stream)
             return self.definition.unflatten([])

@@ -138,6 +138,29 @@ def test_functions_of_jax_in_a_body(f, x):
             call(x)
 
 
+def test_mutable_arrays(x):
+    """Made inside of jit they live there; the value of one from outside would be lost."""
+    outside = plgpu.new_ref(np.zeros(8, F32))
+
+    def add_to(ref):
+        def body(x_ref, o_ref):
+            ref[...] = ref[...] + x_ref[...]
+            o_ref[...] = ref[...]
+
+        return plgpu.kernel(body, out_type=spec(8))
+
+    def inside(x):
+        ref = plgpu.new_ref(jnp.ones(8))
+        add_to(ref)(x)
+        add_to(ref)(x)
+        return ref[...]
+
+    same(jax.jit(inside)(x), 2 * x + 1)
+    with pytest.raises(NotImplementedError, match="body: under jax.jit, a mutable array"):
+        jax.jit(add_to(outside))(x)
+    assert not outside[...].any()
+
+
 def test_memory_besides_the_outputs(x):
     def body(x_ref, o_ref, scratch):
         scratch[...] = x_ref[...] * 3
