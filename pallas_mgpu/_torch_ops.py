@@ -6,6 +6,7 @@ them. `attention` is not an operator of its own kind but a composition: attentio
 gradient, which needs the logarithms of the sums."""
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -773,67 +774,93 @@ def gated_linear_unit_backward(
     return (found, gate.new_empty((0,))) if up is None else found
 
 
-def _gated_matmul_fake(x, w, activation="silu", transpose_b=False):
-    return x.new_empty((x.shape[0], w.shape[0 if transpose_b else 1] // 2))
-
-
-def _gated_products_fake(x, w, activation="silu", transpose_b=False):
+def _gated_width(w, transpose_b, up):
     n = w.shape[0 if transpose_b else 1]
-    return x.new_empty((x.shape[0], n // 2)), x.new_empty((x.shape[0], n))
+    return n // 2 if up is None else n
+
+
+def _gated_matmul_fake(x, w, activation="silu", transpose_b=False, up=None):
+    return x.new_empty((x.shape[0], _gated_width(w, transpose_b, up)))
+
+
+def _gated_products_fake(x, w, activation="silu", transpose_b=False, up=None):
+    m, n = x.shape[0], _gated_width(w, transpose_b, up)
+    return x.new_empty((m, n)), x.new_empty((m, 2 * n))
 
 
 def _gated_matmul_setup(ctx, inputs, output):
-    x, w, ctx.activation, ctx.tb = inputs
+    x, w, ctx.activation, ctx.tb, up = inputs
     both = None
     if isinstance(output, tuple):
         both = output[1]
         _no_gradients(ctx, both)
-    ctx.save_for_backward(x, w, both)
+    ctx.save_for_backward(x, w, up, both)
 
 
 def _gated_matmul_backward(ctx, grad, *_):
-    x, w, both = ctx.saved_tensors
-    dx = dw = None
+    x, w, up, both = ctx.saved_tensors
+    of_x, of_w = ctx.needs_input_grad[:2]
+    of_up = up is not None and ctx.needs_input_grad[4]
+    dx = dw = dup = None
+    along = 0 if ctx.tb else 1
+    if up is not None and (of_x or both is None):
+        w = torch.cat([w, up], along)
     if both is None:  # the products are computed again
         both = matmul(x, w, transpose_b=ctx.tb)
     g, _ = gated_linear_unit_backward(grad, both, None, ctx.activation)
-    if ctx.needs_input_grad[0]:
+    if of_x:
         dx = matmul(g, w, transpose_b=not ctx.tb)
-    if ctx.needs_input_grad[1]:
+    if of_w or of_up:
         dw = matmul(*((g, x) if ctx.tb else (x, g)), transpose_a=True)
-    return dx, dw, None, None
+        if up is not None:
+            dw, dup = dw.chunk(2, along)
+    return dx, dw, None, None, dup
 
 
-@_operator(_gated_products_fake, (_gated_matmul_setup, _gated_matmul_backward), ("x", "w"))
+@_operator(_gated_products_fake, (_gated_matmul_setup, _gated_matmul_backward), ("x", "w", "up"))
 def gated_matmul_products(
-    x: Tensor, w: Tensor, activation: str = "silu", transpose_b: bool = False
+    x: Tensor,
+    w: Tensor,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = {"transpose_b": transpose_b, "return_products": True}
-    return ops.gated_matmul(x, w, activation=activation, **options)
+    return ops.gated_matmul(x, w, activation=activation, **options, **_optional(up=up))
 
 
 @_operator(
     _gated_matmul_fake,
     (_gated_matmul_setup, _gated_matmul_backward),
-    ("x", "w"),
+    ("x", "w", "up"),
     "gated_matmul",
 )
 def _gated_alone(
-    x: Tensor, w: Tensor, activation: str = "silu", transpose_b: bool = False
+    x: Tensor,
+    w: Tensor,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    up: Tensor | None = None,
 ) -> Tensor:
-    return ops.gated_matmul(x, w, activation=activation, transpose_b=transpose_b)
+    options: dict[str, Any] = {"transpose_b": transpose_b}
+    return ops.gated_matmul(x, w, activation=activation, **options, **_optional(up=up))
 
 
-def gated_matmul(x, w, activation="silu", transpose_b=False):
-    """:func:`pallas_mgpu.ops.gated_matmul` of one array with both weights. Where gradients are
-    wanted the kernel also stores the products, instead of computing them again."""
-    if _may_need_gradient(x) or _may_need_gradient(w):
-        return gated_matmul_products(x, w, activation, transpose_b)[0]
-    return _gated_alone(x, w, activation, transpose_b)
+def gated_matmul(x, w, activation="silu", transpose_b=False, up=None):
+    """:func:`pallas_mgpu.ops.gated_matmul`. Where gradients are wanted the kernel also stores the
+    products, instead of computing them again; for the gradient of ``x`` the weights of two arrays
+    are joined."""
+    if any(_may_need_gradient(t) for t in (x, w, up) if t is not None):
+        return gated_matmul_products(x, w, activation, transpose_b, up)[0]
+    return _gated_alone(x, w, activation, transpose_b, up)
 
 
 gated_matmul.op = _gated_alone.op  # type: ignore[attr-defined]
 _MADE["gated_matmul"] = gated_matmul
+
+
+def _gated_matmul_of_ops(x, w, up=None, *, activation="silu", transpose_b=False):
+    return gated_matmul(x, w, activation, transpose_b, up)
 
 
 def _rotary_fake(x, cos, sin, weight=None, inverse=False, eps=1e-6):
@@ -1155,21 +1182,22 @@ class _Launches:
 
 # ---- calls of `ops` ------------------------------------------------------------------------------
 
-# options of the functions alone
-_DROPPED = (
-    *("deterministic", "stream", "out", "config", "interpret", "accumulate", "return_product"),
-    *("mask", "block_mask", "mask_data"),
-)
+# options that change nothing of what a gradient is
+_PROMISES = "deterministic", "batch_invariant"
 
 
-def _of_family(name, operator):
+def _of_family(name, family, operator):
     """What a call of a function of `ops` does instead, if a tensor needs the dispatcher."""
+    known = inspect.signature(operator).parameters
+    given = inspect.signature(family.maker.make).parameters.values()
+    alone = {p.name: p.default for p in given if p.name not in known}
+    alone |= {"out": None, "stream": None}
 
     def call(*args, **kwargs):
-        repeats = bool(kwargs.get("deterministic"))
-        for option in _DROPPED:
-            value = kwargs.pop(option, None)
-            if option != "deterministic" and value is not None and value is not False:
+        for option in [k for k in kwargs if k in alone]:
+            value, default = kwargs.pop(option), alone[option]
+            plain = value is None or isinstance(value, (bool, int, float, str)) and value == default
+            if option not in _PROMISES and not plain:
                 raise NotImplementedError(
                     f"{name}: {option}= where autograd records, or with tensors without memory of"
                     " their own; call it under torch.no_grad()"
@@ -1182,9 +1210,6 @@ def _of_family(name, operator):
                 f"{name}: a function as activation has no gradient; use a name, or apply it after"
                 " the product"
             )
-        if name == "attention":
-            kwargs.pop("batch_invariant", None)
-            kwargs["deterministic"] = repeats
         return operator(*args, **kwargs)
 
     return call
@@ -1199,7 +1224,8 @@ def register(made):
     for name, operator in made.items():
         _MADE[name] = operator
         if hasattr(ops, name):
-            OPERATORS[getattr(ops, name)] = _of_family(name, operator)
+            family = getattr(ops, name)
+            OPERATORS[family] = _of_family(name, family, operator)
 
 
-register({**_MADE, "cross_entropy": _entropy_of_ops})
+register(_MADE | {"cross_entropy": _entropy_of_ops, "gated_matmul": _gated_matmul_of_ops})

@@ -714,6 +714,20 @@ def test_gated_matmul(transposed):
     compare(lambda x, w: pt.gated_matmul(x, w, transpose_b=transposed), theirs, x, w)
     compare(lambda x, w: ops.gated_matmul(x, w, transpose_b=transposed), theirs, x, w)
     compare(lambda x, w: P.gated_matmul(x, w, "silu", transposed), theirs, x, w)
+    gate, up = (v.contiguous() for v in w.chunk(2, 0 if transposed else 1))
+
+    def of_two(x, gate, up):
+        return theirs(x, torch.cat([gate, up], 0 if transposed else 1))
+
+    options = {"transpose_b": transposed}
+    compare(lambda x, g, u: ops.gated_matmul(x, g, u, **options), of_two, x, gate, up)
+    compare(lambda x, g, u: pt.gated_matmul(x, g, up=u, **options), of_two, x, gate, up)
+    compare(lambda x, g, u: P.gated_matmul(x, g, "silu", transposed, u), of_two, x, gate, up)
+    compare(
+        lambda u: ops.gated_matmul(x, gate, u, **options),
+        lambda u: of_two(x.float(), gate.float(), u),
+        up,
+    )
 
 
 def test_rotary():
@@ -876,6 +890,7 @@ def checked():
         "cross_entropy_backward": (*(torch.rand(6), plain, torch.arange(6), torch.rand(6)),),
         "gated_matmul": (a, b),
         "gated_matmul_products": (a, b, "gelu"),
+        "gated_matmul_products of two": (a, b, "silu", False, half(72, 40).requires_grad_()),
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
         "rotary with norm": (
             *(q, torch.rand(33, 32), torch.rand(33, 32), half(64).requires_grad_()),
@@ -1025,6 +1040,14 @@ def test_options_that_operators_do_not_have():
         ops.matmul(x, half(8, 4), activation=lambda y: y)
     with pytest.raises(NotImplementedError, match="matmul: return_product="):
         ops.matmul(x, half(8, 4), activation="silu", return_product=True)
+    with pytest.raises(NotImplementedError, match="gated_matmul: return_products="):
+        ops.gated_matmul(x, half(8, 4), return_products=True)
+    with pytest.raises(NotImplementedError, match="rms_norm: axis="):
+        ops.rms_norm(x, axis=0)
+    wide = torch.randn(8, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="matmul: precision="):
+        ops.matmul(wide, wide, precision="tf32")
+    assert ops.matmul(wide, wide, precision="bf16x3", batch_invariant=True).requires_grad
 
 
 # ---- as_torch_kernel -----------------------------------------------------------------------------
