@@ -20,6 +20,7 @@ __all__ = [
     "column_sums",
     "cross_entropy",
     "gated_linear_unit",
+    "gated_matmul",
     "layer_norm",
     "matmul",
     "mixed_matmul",
@@ -35,13 +36,15 @@ def __dir__():
     return sorted(__all__)
 
 
-def _differentiable(forward, backward):
+def _differentiable(forward, backward, alone=None):
     """f(options, *arrays) with forward(options, *arrays) -> (result, saved) and
-    backward(options, saved, grad) -> a gradient or None for each array."""
+    backward(options, saved, grad) -> a gradient or None for each array. alone: the result where
+    nothing is saved."""
+    alone = alone or (lambda options, *arrays: forward(options, *arrays)[0])
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def f(options, *arrays):
-        return forward(dict(options), *arrays)[0]
+        return alone(dict(options), *arrays)
 
     f.defvjp(
         lambda options, *arrays: forward(dict(options), *arrays),
@@ -409,6 +412,35 @@ _gated_linear_unit = _differentiable(_gated_forward, _gated_backward)
 def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None):
     """:func:`pallas_mgpu.ops.gated_linear_unit` with gradients by ``gate`` and ``up``."""
     return _gated_linear_unit(_options(activation=activation, out_dtype=out_dtype), gate, up)
+
+
+def _gated_matmul_forward(options, x, w, up):
+    y, both = ops.gated_matmul(x, w, **_given(up=up), return_products=True, **options)
+    return y, (x, w, up, both)
+
+
+def _gated_matmul_backward(options, saved, grad):
+    x, w, up, both = saved
+    transposed = options["transpose_b"]
+    along = 0 if transposed else 1
+    w = w if up is None else jnp.concatenate([w, up], along)
+    g = ops.gated_linear_unit_backward(grad, both, activation=options["activation"])
+    dx = ops.matmul(g, w, transpose_b=not transposed)
+    dw = ops.matmul(*((g, x) if transposed else (x, g)), transpose_a=True)
+    return (dx, dw, None) if up is None else (dx, *jnp.split(dw, 2, along))
+
+
+_gated_matmul = _differentiable(
+    _gated_matmul_forward,
+    _gated_matmul_backward,
+    lambda options, x, w, up: ops.gated_matmul(x, w, **_given(up=up), **options),
+)
+
+
+def gated_matmul(x, w, up=None, *, activation="silu", transpose_b=False):
+    """:func:`pallas_mgpu.ops.gated_matmul` with gradients by ``x``, ``w`` and ``up``. For the
+    gradient of ``x`` the weights of two arrays are joined."""
+    return _gated_matmul(_options(activation=activation, transpose_b=transpose_b), x, w, up)
 
 
 def _rotary_forward(options, x, cos, sin, weight):

@@ -510,6 +510,25 @@ def test_gated_linear_unit(rng):
     compare(lambda x: pj.gated_linear_unit(x, activation="gelu"), geglu, both)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gated_matmul(transposed, rng):
+    x, gate, up = half(rng, 20, 72), half(rng, 72, 40) * 0.1, half(rng, 72, 40) * 0.1
+
+    def of_two(x, g, u):
+        g, u = (g.T, u.T) if transposed else (g, u)
+        return jax.nn.silu(x @ g) * (x @ u)
+
+    gate, up = (gate.T, up.T) if transposed else (gate, up)
+    along, options = int(not transposed), {"transpose_b": transposed}
+    compare(lambda x, g, u: pj.gated_matmul(x, g, u, **options), of_two, x, gate, up)
+    both = jnp.concatenate([gate, up], along)
+    compare(
+        lambda x, w: pj.gated_matmul(x, w, **options),
+        lambda x, w: of_two(x, *jnp.split(w, 2, along)),
+        x, both,
+    )  # fmt: skip
+
+
 def test_rotary_and_cross_entropy(rng):
     angles = jnp.asarray(rng.random((10, 16)), F32)
 
