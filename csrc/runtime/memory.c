@@ -69,9 +69,10 @@ static late *take_late(int device) {
   return out;
 }
 
-/* May streams that we do not know still use it? The first call records an event after all work of
- * the context, which drivers before CUDA 12.5 cannot do: they wait for it. */
-static bool is_in_use(const pm_device *d, late *l) {
+/* May streams that we do not know still use it, as they may use memory that went before it
+ * (`older_is`)? The first call records an event after all work of the context; drivers before CUDA
+ * 12.5 cannot do that, and the work is waited for. */
+static bool is_in_use(const pm_device *d, late *l, bool older_is) {
   if (!l->unordered) return false;
   if (!l->all_work && pm_cu.cuCtxRecordEvent && !pm_cu.cuEventCreate(&l->all_work, CU_NO_TIMING) &&
       pm_cu.cuCtxRecordEvent(d->context, l->all_work)) {
@@ -79,7 +80,7 @@ static bool is_in_use(const pm_device *d, late *l) {
     l->all_work = NULL;
   }
   if (!l->all_work) return pm_cu.cuCtxSynchronize() != CU_OK;
-  if (pm_cu.cuEventQuery(l->all_work)) return true;
+  if (older_is || pm_cu.cuEventQuery(l->all_work)) return true;
   pm_cu.cuEventDestroy(l->all_work);
   return false;
 }
@@ -88,10 +89,12 @@ static bool is_in_use(const pm_device *d, late *l) {
 static void free_late(const pm_device *d, int device, cu_stream s) {
   int status = 0;
   if (!late_list || pm_cu.cuStreamIsCapturing(s, &status) || status) return;
-  late *l = take_late(device);
+  late *l = take_late(device); /* the oldest first */
+  bool in_use = false;
   for (late *next; l; l = next) {
     next = l->next;
-    if (is_in_use(d, l)) {
+    if (is_in_use(d, l, in_use)) {
+      in_use = true;
       put_back(l);
       continue;
     }
