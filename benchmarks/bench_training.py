@@ -606,6 +606,27 @@ def gated_mlp(b, m, k, n):
     return trained(b, ours, reference, arrays, 12 * m * k * n / 1e12)
 
 
+def swiglu_backward(b, m, k, n):
+    """The backward pass of gated_mlp alone: the gradient of the unit and two products."""
+
+    def reference(x, w):
+        gate, up = (x @ w).chunk(2, -1)
+        return F.silu(gate) * up
+
+    grad = b.randn(m, n)
+    arrays = b.randn(m, k), b.randn(k, 2 * n, scale=k**-0.5)
+    leaves = [x.requires_grad_() for x in arrays]
+    made = {"ours": pt.gated_matmul(*leaves)}
+    made |= {name: f(*leaves) for name, f in b.compiled(reference).items()}
+    contestants = {name: grads(y, leaves, grad) for name, y in made.items()}
+    both = (arrays[0] @ arrays[1]).detach()
+    contestants["ours, the unit alone"] = lambda: ops.gated_linear_unit_backward(grad, both)
+    wide = [x.detach().float().requires_grad_() for x in arrays]
+    want = torch.autograd.grad(reference(*wide), wide, grad.float())
+    errors = errors_of({n: contestants[n]() for n in ("ours", "torch")}, want)
+    return contestants, errors, 8 * m * k * n / 1e12, "TFLOP/s"
+
+
 def dense(b, m, k, n):
     """A layer with bias and gelu."""
 
@@ -716,6 +737,7 @@ def cases(b):
     yield case(linear_cross_entropy, *((20, 64, 130) if b.tiny else (8192, 4096, 128256)))
     yield case(swiglu, m, k, n)
     yield case(gated_mlp, m, k, n)
+    yield case(swiglu_backward, m, k, n)
     yield case(dense, m, k, n)
     yield case(main_gradients, m, k, 4 * k)
     for shape in rows:
