@@ -32,8 +32,9 @@ import numpy as np
 import results
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax
+from pallas_mgpu import lax, pl
 from pallas_mgpu.ops import (
+    _bulk,
     _distributed_products,
     distributed,
     distributed_matmul,
@@ -76,7 +77,7 @@ MORE_PRODUCTS = [  # of more than two GPUs
 class Dry:
     """A mesh of the interpreter. Arrays are lists, and times are those of the interpreter."""
 
-    rank, dry, row, shapes = 0, True, "start", None
+    rank, dry, row, shapes, ways = 0, True, "start", None, ()
 
     def __init__(self, n, said=None):
         self.n, self.mesh, self.said = n, plgpu.DeviceMesh((n,), "x"), said
@@ -153,7 +154,7 @@ class Dry:
 class Ranks:
     """This process of several, each with its GPU. Arrays are tensors in symmetric memory."""
 
-    dry, without_nccl, row, shapes = False, False, "start", None
+    dry, without_nccl, row, shapes, ways = False, False, "start", None, ()
 
     def __init__(self, n, said=None):
         import torch
@@ -487,13 +488,25 @@ def items(w):
     for kind, size, blocks, names in (
         *(("reduce_scatter", 16 << 20, 128, {"_ITEM": n << 10}) for n in (8, 16, 32)),
         *(("all_gather", 1 << 20, 64, {"_DIRECT": n << 20}) for n in (1, 2)),
+        *(("all_gather", 1 << 20, n, {"_ITEM": 4096}) for n in (32, 64, 128)),
+        *(("all_gather", 16 << 20, 64, names) for names in RINGS),
     ):
         yield partial(with_constants, w, kind, 64 << 10 if w.dry else size, blocks, names)
 
 
+# of _bulk.py
+RINGS = (
+    {"_STORES": 3},
+    {"_STORES": 4},
+    {"PIECE": 4096, "_SLOTS": 12, "_STORES": 6},
+    {"PIECE": 16384, "_SLOTS": 3, "_STORES": 1},
+    {"PIECE": 16384, "_SLOTS": 3, "_STORES": 2},
+)
+
+
 def with_constants(w, kind, size, blocks, names):
     distributed._collective.cache_clear()
-    with changed(names, distributed):
+    with changed(names, _bulk if names in RINGS else distributed):
         (row,) = collectives(w, sizes=[size], blocks=[2 if w.dry else blocks], kinds=[kind])
         found = row()
     distributed._collective.cache_clear()
@@ -602,6 +615,26 @@ def runs(of):
     return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"run": of})}}
 
 
+class FlagForEachTile(_distributed_products.PullSumBlock):
+    """One flag for all chunks of a share that is fetched."""
+
+    def raised(self, device, flag):
+        flag = self.flags.at[flag, 0, device]
+        plgpu.semaphore_signal(flag, self.plan.chunks)
+
+    def carry_share(self, before, source, target, signals, arrived=None):
+        p = self.plan
+        n = p.chunks * p.consumers * p.pieces
+        carry = self.carry
+
+        def of_share(slots, first, count, of, to, there, arrived):
+            carry(slots, first, count, of, to, lambda j: pl.when(j == n - 1)(signals), arrived)
+
+        self.carry = of_share
+        super().carry_share(before, source, target, lambda: None, arrived)
+        self.carry = carry
+
+
 WAYS = {
     "all_gather_matmul": {
         "push": PUSH,
@@ -618,6 +651,8 @@ WAYS = {
         "pull, tile 128": PULL | {"config": TILE},
         "push, tile 256": PUSH | {"config": WIDE},
         "pull, tile 256": PULL | {"config": WIDE},
+        "pull, a flag for each tile": PULL | {"changes": {"PullSumBlock": FlagForEachTile}},
+        "engine, one kernel": {"transfer": "engines"},
     },
     "matmul_all_reduce": {
         "push": PUSH,
@@ -638,6 +673,8 @@ def configs(w, dtype="float16"):
     for shape in shapes_of_products(w)[:4]:
         for kind in WAYS:
             for name, way in WAYS[kind].items():
+                if w.ways and f"{kind}, {name}" not in w.ways:
+                    continue
                 yield partial(configured, w, kind, *shape, dtype, name, way)
 
 
@@ -973,6 +1010,7 @@ def worker(args):
         return
     w = Dry(args.gpus, args.worker) if args.dry else Ranks(args.gpus, args.worker)
     w.shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
+    w.ways = args.ways
     run_sections(w, args, note)
     sys.stdout.flush()
     os._exit(0)  # the ranks end together, with nothing left to wait for
@@ -984,7 +1022,7 @@ def launch(args, mode, n, place, attempt):
     port = str(20000 + (os.getpid() * 7 + attempt * 2 + (mode == "one process")) % 20000)
     command = [sys.executable, __file__, "--worker", place, "--mode", mode, "--gpus", str(n)]
     command += ["--start", str(args.start), *(["--dry"] if args.dry else [])]
-    command += ["--shapes", *args.shapes]
+    command += ["--shapes", *args.shapes, "--ways", *args.ways]
     command += ["--sections", *[s for s in args.sections if s in SECTIONS]]
     running = []
     for rank in range(count):
@@ -1111,6 +1149,7 @@ def main():
     parser.add_argument("--patience", type=float, default=20, help="seconds of a measurement")
     results.argument(parser)
     parser.add_argument("--dry", action="store_true", help="on the interpreter")
+    parser.add_argument("--ways", nargs="*", default=[], help="of `configs`: what a row is called")
     parser.add_argument("--shapes", nargs="*", default=[], help="of products: MxKxN of a device")
     parser.add_argument("--sections", nargs="*", choices=[*SECTIONS, "one process"])
     for hidden in ("--worker", "--mode"):

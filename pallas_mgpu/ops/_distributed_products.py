@@ -731,17 +731,18 @@ class SumBlock(DeviceBlock):
     def arrivals(self, number):
         return self.staging.at[self.half, number]
 
+    def await_summands(self, t, c):
+        """Waits for chunk c of tile t of all other devices."""
+        n, unit = self.plan.chunks, self.unit(t)
+        each(0, self.size - 1, lambda k: self.await_signal(self.other(k), unit, n, c + 1))
+
     def listener(self):
         p, tiles = self.plan, self.tiles()
 
         def await_signal(t, k):
             pl.when(k > 0)(lambda: plgpu.barrier_wait(self.added, phase=k - 1))
             for c in range(p.chunks):
-                each(
-                    0,
-                    self.size - 1,
-                    lambda k, c=c: self.await_signal(self.other(k), self.unit(t), p.chunks, c + 1),
-                )
+                self.await_summands(t, c)
                 plgpu.barrier_arrive(self.came.at[c])
 
         def step(w, k):

@@ -61,7 +61,7 @@ class Call(NamedTuple):
         waits = "staging", *(["waiting"] if isinstance(plan, products.SumPlan) else [])
 
         def run(refs, flags, epochs, **scratch):
-            engines = self.transfer == "engine"
+            engines = self.transfer in ("engine", "engines")
             named = plan.named_by_engine(refs) if engines else plan.named(refs, *waits)
             body(named | scratch, flags, epochs)
 
@@ -105,12 +105,15 @@ def _scattered(call):
         "push": (products.SumPlan, products.SumBlock, None),
         "pull": (products.PullSumPlan, products.PullSumBlock, None),
         "engine": (engine.OwnSumPlan, engine.OwnSumBlock, engine.scattered),
+        "engines": (engine.SumPlan, engine.SumBlock, engine.summed),
     }[call.transfer]
     plan, size = call.plan(kind), distributed._size(call.mesh, call.axis)
 
     def body(named, flags, epochs):
         named["a"] = named["a"].reshape((size, call.m, named["a"].shape[1]))
-        block(plan, call.axis, named, flags, epochs).run()
+        of = block(plan, call.axis, named, flags, epochs)
+        of.engines = call.mesh.group is not None
+        of.run()
 
     make = functools.partial(make, plan) if make else Collective
     return call.make("matmul_reduce_scatter", plan, body, (call.m, call.n), make)
