@@ -533,7 +533,7 @@ def transfers(w, dtype="float16"):
     shapes = shapes_of_products(w)
     if w.n == 2 and not w.dry and not w.shapes:
         shapes = [shapes[1], shapes[0], shapes[4], shapes[2]]
-    for shape in shapes if w.n == 2 else shapes[:2]:
+    for shape in shapes if w.n == 2 and not w.shapes else shapes[:2]:
         for kind in KINDS:
             for transfer in distributed_matmul.TRANSFERS:
                 whole = (
