@@ -105,7 +105,10 @@ def device_number(device_id, device_id_type, what):
 def all_axes(collective_axes, what):
     """ValueError unless these are all axes of the mesh."""
     axes = mesh_axes(what)
-    given = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+    given = collective_axes
+    if not isinstance(given, (str, tuple, list)):
+        raise TypeError(f"{what}: collective_axes must be names of axes, got {show(given)}")
+    given = (given,) if isinstance(given, str) else tuple(given)
     if set(given) != set(axes) or len(given) != len(axes):
         raise ValueError(
             f"{what}: collective_axes must be all axes of the mesh, {tuple(axes)}, got {given}"

@@ -85,7 +85,10 @@ class DeviceMesh(_Frozen):
 
     def __init__(self, shape, axis_names, *, devices=None, group=None, memory=None, timeout=None):
         what = "DeviceMesh"
-        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        names = (axis_names,) if isinstance(axis_names, str) else axis_names
+        if not isinstance(names, (tuple, list)):
+            raise TypeError(f"{what}: axis_names must be strings, got {show(axis_names)}")
+        names = tuple(names)
         shape = ints(shape, f"{what}: shape")
         if len(shape) != len(names) or not shape:
             raise ValueError(f"{what}: one name for each axis, got {names} for shape {shape}")
@@ -107,6 +110,8 @@ class DeviceMesh(_Frozen):
             devices = ints(devices, f"{what}: devices")
             if len(devices) != n:
                 raise ValueError(f"{what}: {n} devices are needed, got {devices}")
+            if min(devices) < 0:
+                raise ValueError(f"{what}: devices are numbers from 0 on, got {devices}")
             if n > 1:
                 _core.mesh_connect(devices)
         name = _name_of(shape, names, devices, group, memory)
@@ -214,7 +219,10 @@ class DeviceMesh(_Frozen):
 
 
 def _group(group, n):
-    dist = _torch(".distributed")
+    try:
+        dist = _torch(".distributed")
+    except ImportError as e:
+        raise ImportError(f"DeviceMesh: group= needs PyTorch (pip install torch): {e}") from None
     if not dist.is_initialized():
         raise RuntimeError("DeviceMesh: group= needs torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is True else group
@@ -371,6 +379,14 @@ class SpmdKernel:
 
     def _checked_specs(self, given, n, what):
         one = given is None or isinstance(given, PartitionSpec)
+        if not one and not (
+            isinstance(given, (tuple, list))
+            and all(isinstance(s, (tuple, type(None))) for s in given)
+        ):
+            raise TypeError(
+                f"spmd: {what} must be a plgpu.PartitionSpec, or one for each array, got"
+                f" {show(given)}"
+            )
         specs = (given,) * n if one else tuple(given)
         if len(specs) != n:
             raise ValueError(f"spmd: {what} has {len(specs)} specs for {n} arrays")
@@ -424,8 +440,10 @@ class SpmdKernel:
             columns = self._outs(out, rows)
             for k, x in enumerate(columns):
                 if not isinstance(x, (list, tuple)) or len(x) != n:
+                    got = f"{len(x)} of them" if isinstance(x, (list, tuple)) else show(x)
                     raise ValueError(
-                        f"{self.definition.name}: out[{k}] must be a list of {n} arrays"
+                        f"{self.definition.name}: out[{k}] must be a list of {n} arrays, one for"
+                        f" each device, got {got}"
                     )
             outs = list(zip(*columns)) if columns else [()] * n
         results = _core.mesh_call(
@@ -435,8 +453,10 @@ class SpmdKernel:
 
     def _outs(self, out, rows):
         """The outputs given, with fresh ones where there is None."""
-        columns = [out] if self.definition.wrapped else list(out)
         name = self.definition.name
+        if not self.definition.wrapped and not isinstance(out, (list, tuple)):
+            raise ValueError(f"{name}: out must be a tuple of its outputs, got {show(out)}")
+        columns = [out] if self.definition.wrapped else list(out)
         if len(columns) != len(self.definition.outs):
             raise ValueError(
                 f"{name}: out has {len(columns)} arrays, the kernel {len(self.definition.outs)}"
@@ -470,8 +490,12 @@ class SpmdKernel:
     def _call_rank(self, args, out):
         torch, dist = _torch(), _torch(".distributed")
         self.mesh._watch.check()
-        if not all(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
-            raise TypeError(f"{self.definition.name}: CUDA tensors of this process are needed")
+        for k, x in enumerate(args):
+            if not isinstance(x, torch.Tensor) or not x.is_cuda:
+                raise TypeError(
+                    f"{self.definition.name}: argument {k} must be a CUDA tensor of this process,"
+                    f" got {show(x)}"
+                )
         if out is None:
             device = torch.device("cuda")
             made = [

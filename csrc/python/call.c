@@ -288,6 +288,12 @@ static PyObject *text_of_spec(const pmpy_spec *s) {
   return text;
 }
 
+PyObject *pmpy_text_of_buffer(const pmpy_buffer *b) {
+  pmpy_spec given = {.dtype = b->dtype, .rank = b->rank};
+  memcpy(given.shape, b->shape, sizeof given.shape);
+  return text_of_spec(&given);
+}
+
 static int check_outputs(const pmpy_call *c) {
   if (!c->out_arg) return 0;
   if (c->n_out_given != c->plan->n_out) {
@@ -301,9 +307,7 @@ static int check_outputs(const pmpy_call *c) {
     if (b->dtype == s->dtype && b->rank == s->rank &&
         !memcmp(b->shape, s->shape, b->rank * sizeof *b->shape))
       continue;
-    pmpy_spec given = {.dtype = b->dtype, .rank = b->rank};
-    memcpy(given.shape, b->shape, sizeof given.shape);
-    PyObject *want = text_of_spec(s), *got = text_of_spec(&given);
+    PyObject *want = text_of_spec(s), *got = pmpy_text_of_buffer(b);
     if (want && got)
       PyErr_Format(PyExc_ValueError, "kernel %U: out[%u] must be %U; got %U", c->name, i, want,
                    got);

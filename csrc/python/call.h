@@ -52,6 +52,9 @@ int pmpy_call_locate(pmpy_call *c);
 /* ValueError where an output given shares memory with another one or with an operand; if in_place,
  * it may be the whole of one. overlap.c */
 int pmpy_call_check_overlap(const pmpy_call *c);
+int pmpy_calls_check_overlap(const pmpy_call *a, uint32_t of_a, const pmpy_call *b, uint32_t of_b);
+/* "float32 of shape (3, 4)" */
+PyObject *pmpy_text_of_buffer(const pmpy_buffer *b);
 /* The plan for operands that were read and located, and where it runs; 0 or -1. */
 int pmpy_call_plan(pmpy_call *c, PyObject *kernel);
 /* New: what the kernel returns for operands that were read and located. */

@@ -26,10 +26,14 @@ static int differs(const pmpy_call *a, const pmpy_call *b, uint32_t d) {
         !memcmp(x->shape, y->shape, x->rank * sizeof *x->shape) &&
         (!x->strided || !memcmp(x->stride, y->stride, x->rank * sizeof *x->stride)))
       continue;
-    PyErr_Format(PyExc_ValueError,
-                 "kernel %U: argument %u differs between device 0 and device %u of the mesh: the "
-                 "devices need arrays of one shape, dtype and order of memory",
-                 a->name, i, d);
+    PyObject *first = pmpy_text_of_buffer(x), *other = first ? pmpy_text_of_buffer(y) : NULL;
+    if (other)
+      PyErr_Format(PyExc_ValueError,
+                   "kernel %U: argument %u differs between device 0 and device %u of the mesh, %U "
+                   "and %U: the devices need arrays of one shape, dtype and order of memory",
+                   a->name, i, d, first, other);
+    Py_XDECREF(first);
+    Py_XDECREF(other);
     return -1;
   }
   return 0;
@@ -52,8 +56,11 @@ static int prepare(pmpy_call *calls, uint32_t d, PyObject *kernel, const int64_t
     return -1;
   }
   if (pmpy_call_plan(c, kernel) < 0) return -1;
-  if (c->plan == calls->plan) return 0;
-  Py_SETREF(c->plan, (pmpy_plan *)Py_NewRef((PyObject *)calls->plan));
+  if (c->plan != calls->plan) Py_SETREF(c->plan, (pmpy_plan *)Py_NewRef((PyObject *)calls->plan));
+  for (uint32_t e = 0; e < d; e++)
+    if (pmpy_calls_check_overlap(c, d, &calls[e], e) < 0 ||
+        pmpy_calls_check_overlap(&calls[e], e, c, d) < 0)
+      return -1;
   return 0;
 }
 

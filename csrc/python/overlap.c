@@ -1,4 +1,4 @@
-/* Outputs that share memory with other arrays of a call.
+/* Outputs that share memory with other arrays of a call, or of the calls of a mesh.
  *
  * A kernel may work in place: an output that is exactly an operand (the same first byte, the same
  * number of bytes) is accepted, unless the caller says that this kernel cannot. Any other overlap
@@ -58,6 +58,29 @@ int pmpy_call_check_overlap(const pmpy_call *c) {
       const uint64_t shared = common(out, extent_of(&c->out[k]));
       if (shared)
         return refuse(c, -(int)k - 1, -(int)i - 1, shared, "each output needs memory of its own");
+    }
+  }
+  return 0;
+}
+
+/* The same between two devices of a mesh, which may both be the host, or one GPU. */
+int pmpy_calls_check_overlap(const pmpy_call *a, uint32_t of_a, const pmpy_call *b, uint32_t of_b) {
+  if (a->cuda && a->device != b->device) return 0;
+  for (uint32_t i = 0; i < a->n_out_given; i++) {
+    const extent out = extent_of(&a->out[i]);
+    for (uint32_t k = 0; k < b->n_in + b->n_out_given; k++) {
+      const bool in = k < b->n_in;
+      const pmpy_buffer *other = in ? &b->in[k] : &b->out[k - b->n_in];
+      const uint64_t shared = common(out, extent_of(other));
+      if (!shared) continue;
+      char x[32], y[32];
+      PyErr_Format(
+          PyExc_ValueError,
+          "kernel %U: %s of device %u and %s of device %u share %llu bytes of memory: each "
+          "device of a mesh needs outputs of its own",
+          a->name, pmpy_which(-(int)i - 1, x), of_a,
+          pmpy_which(in ? (int)k : -(int)(k - b->n_in) - 1, y), of_b, (unsigned long long)shared);
+      return -1;
     }
   }
   return 0;

@@ -29,6 +29,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._names import show
 from pallas_mgpu._spmd import is_symmetric
 from pallas_mgpu._symmetric import own_tensor
 
@@ -626,7 +627,7 @@ class Collective:
             ((workers, kinds, mesh.size), np.int32),
             Own((options.pop("epochs", blocks * _THREADS),), np.dtype(np.int32)),
         ]
-        self.fresh, self.mesh = outs, mesh
+        self.fresh, self.mesh, self.name = outs, mesh, name
         if mesh.devices is None and mesh.group is None:
             interpret = interpret or True
         # one GPU in place of several devices needs room for all their blocks at the same time
@@ -656,6 +657,8 @@ class Collective:
         """out: the results, or the only one; None: fresh ones."""
         n = len(self.fresh)
         outs = [None] * n if out is None else [out] if n == 1 else list(out)
+        if len(outs) != n:
+            raise ValueError(f"{self.name}: out must have {n} results, got {len(outs)}")
         if self.mesh.group is None:
             made = self.call(*args, out=(*outs, *self.lasting))[:n]
         else:
@@ -745,6 +748,18 @@ def _in_bulk(what, n, dtype):
     return f"{what}_in_bulk" if large else what
 
 
+def _flag(x, what, name):
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{what}: {name} must be a bool, got {show(x)}")
+    return bool(x)
+
+
+def _one_shot(x, what):
+    if not isinstance(x, (bool, np.bool_, type(None))):
+        raise TypeError(f"{what}: one_shot must be a bool or None, got {show(x)}")
+    return None if x is None else bool(x)
+
+
 def _by_multicast(what, mesh, dtype, axis=0):
     """The kind of such a kernel, if it can be."""
     if len(mesh.shape) > 1:
@@ -760,19 +775,26 @@ def _by_multicast(what, mesh, dtype, axis=0):
     return f"{what}_by_multicast"
 
 
-def _operand(x, mesh, what):
+def _operand(x, mesh, what, name="x"):
     """The array of one device, for its shape and dtype."""
     if not isinstance(mesh, plgpu.DeviceMesh):
-        raise TypeError(f"{what}: mesh must be a plgpu.DeviceMesh, got {mesh!r}")
+        raise TypeError(f"{what}: mesh must be a plgpu.DeviceMesh, got {show(mesh)}")
+    arrays = [x]
     if mesh.group is None:
         if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
-            raise TypeError(f"{what}: a list of {mesh.size} arrays is needed, one for each device")
-        x = x[0]
-    if not hasattr(x, "shape"):
-        raise TypeError(f"{what}: arrays are needed, got {x!r}")
-    if 0 in x.shape:
-        raise ValueError(f"{what}: an array without elements, of shape {tuple(x.shape)}")
-    return x
+            got = f"{len(x)} of them" if isinstance(x, (list, tuple)) else show(x)
+            raise TypeError(
+                f"{what}: {name} must be a list of {mesh.size} arrays, one for each device, got"
+                f" {got}"
+            )
+        arrays = x
+    for a in arrays:
+        if not hasattr(a, "shape") or not hasattr(a, "dtype"):
+            raise TypeError(f"{what}: {name} must consist of arrays, got {show(a)}")
+    one = arrays[0]
+    if 0 in one.shape:
+        raise ValueError(f"{what}: {name} has no elements, its shape is {tuple(one.shape)}")
+    return one
 
 
 def _along(mesh, axis_name, what):
@@ -795,18 +817,28 @@ def _known(dtype):
     return plgpu.ShapeDtypeStruct((), str(dtype).removeprefix("torch.")).dtype
 
 
-def _dtype(x, what):
-    found = _known(x.dtype)
+def _dtype(x, what, name="x"):
+    try:
+        found = _known(x.dtype)
+    except TypeError:
+        raise TypeError(
+            f"{what}: {name} has dtype {x.dtype}, which kernels do not take; cast it to a dtype of"
+            " 32 bits or less"
+        ) from None
     if found.kind in "iu" and found.itemsize == 8:
-        raise NotImplementedError(f"{what}: {found.name}; use a dtype of at most 32 bits")
+        raise NotImplementedError(f"{what}: {name} of {found.name}; use a dtype of at most 32 bits")
     return found
 
 
 def _split(shape, axis, what):
     """(major, minor): the product of the dims before the axis, and from it on."""
-    if not shape or not -len(shape) <= axis < len(shape):
+    n = len(shape)
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"{what}: axis must be an int, got {show(axis)}")
+    axis = axis.__index__()
+    if not -n <= axis < n:
         raise ValueError(f"{what}: axis {axis} of an array of shape {tuple(shape)}")
-    axis %= len(shape)
+    axis %= n
     return axis, math.prod(shape[:axis]), math.prod(shape[axis:])
 
 
@@ -816,9 +848,13 @@ def _blocks(blocks, what, shape=(), dtype=None):
         size = math.prod(shape) * dtype.itemsize
         found = next(sms for least, sms in _DEFAULT_SMS if size >= least)
         return min(found, plgpu.sm_count())
-    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
-        raise ValueError(f"{what}: blocks must be a positive int, got {blocks!r}")
-    return blocks
+    return positive(blocks, what, "blocks")
+
+
+def positive(x, what, name):
+    if isinstance(x, bool) or not hasattr(x, "__index__") or x.__index__() < 1:
+        raise ValueError(f"{what}: {name} must be a positive int, got {show(x)}")
+    return x.__index__()
 
 
 def all_gather(
@@ -847,7 +883,7 @@ def all_gather(
     shape = (*one.shape[:axis], one.shape[axis] * n, *one.shape[axis + 1 :])
     dtype = _dtype(one, what)
     kind = f"{what}_directly" if major > 1 else _in_bulk(what, inner, dtype)
-    if multicast:
+    if _flag(multicast, what, "multicast"):
         kind = _by_multicast(what, mesh, dtype, axis if major > 1 else 0)
     how = _blocks(blocks, what, shape, dtype), interpret
     return _collective(mesh, axis_name, kind, dtype, shape, (major, inner), *how)(x, out=out)
@@ -869,7 +905,7 @@ def reduce_scatter(
     shape = (*one.shape[:axis], one.shape[axis] // n, *one.shape[axis + 1 :])
     dtype = _dtype(one, what)
     kind = f"{what}_of_columns" if major > 1 else what
-    if multicast:
+    if _flag(multicast, what, "multicast"):
         kind = _by_multicast(what, mesh, dtype, axis if major > 1 else 0)
     how = _blocks(blocks, what, one.shape, dtype), interpret
     return _collective(mesh, axis_name, kind, dtype, shape, (major, inner // n), *how)(x, out=out)
@@ -896,12 +932,11 @@ def all_reduce(
     one = _operand(x, mesh, what)
     axis_name, _ = _along(mesh, axis_name, what)
     dtype, n = _dtype(one, what), math.prod(one.shape)
-    if one_shot not in (None, False, True):
-        raise TypeError(f"{what}: one_shot must be a bool or None, got {one_shot!r}")
+    one_shot = _one_shot(one_shot, what)
     if one_shot is None:
         one_shot = n * dtype.itemsize <= _SMALL
     kind = "all_reduce_one_shot" if one_shot else what
-    if multicast:
+    if _flag(multicast, what, "multicast"):
         kind = _by_multicast(what, mesh, dtype)
     how = _blocks(blocks, what, one.shape, dtype), interpret
     return _collective(mesh, axis_name, kind, dtype, tuple(one.shape), (n,), *how)(x, out=out)

@@ -141,13 +141,13 @@ def _has_tensor_memory(mesh):
 
 
 def _operands(a, b, mesh, what):
-    x, y = distributed._operand(a, mesh, what), distributed._operand(b, mesh, what)
-    dtype = distributed._dtype(x, what)
+    x, y = distributed._operand(a, mesh, what, "a"), distributed._operand(b, mesh, what, "b")
+    dtype = distributed._dtype(x, what, "a")
     if len(x.shape) != 2 or len(y.shape) != 2 or x.shape[1] != y.shape[0]:
         raise ValueError(
             f"{what}: a must be (m, k) and b (k, n), got {tuple(x.shape)} and {tuple(y.shape)}"
         )
-    if distributed._dtype(y, what) != dtype or dtype.name not in _DTYPES:
+    if distributed._dtype(y, what, "b") != dtype or dtype.name not in _DTYPES:
         raise NotImplementedError(
             f"{what}: a and b of the same dtype, one of {', '.join(_DTYPES)}; got {x.dtype} and"
             f" {y.dtype}"
@@ -213,10 +213,10 @@ def _prepare(
         raise NotImplementedError(f'{what}: transfer="{transfer}" on Blackwell; use "push"')
     if tmem or transfer is None and what == "matmul_all_reduce":
         transfer = "push"
-    if transfer == "engine" and (what == "matmul_all_reduce" or k * dtype.itemsize % 16):
+    if transfer == "engine" and (what == "matmul_all_reduce" or k % 8):
         raise NotImplementedError(
             f'{what}: transfer="engine" is there for all_gather_matmul and matmul_reduce_scatter,'
-            ' with rows of a multiple of 16 bytes; use "push" or "pull"'
+            ' with rows of a multiple of 8 elements; use "push" or "pull"'
         )
     products.checked(config, what, m, tmem)
     if dtype.name == "float32":
@@ -256,7 +256,7 @@ def all_gather_matmul(
     and (k, n); chosen from the shape by default. ``transfer``: which device moves the data, by
     stores or by loads over NVLink: ``"push"``, the one that has it, or, on Hopper, ``"pull"``,
     the one that needs it; ``"engine"``, the copy engines, with a process group, rows of a
-    multiple of 16 bytes and a mesh of one axis. With a process group, ``"pull"`` copies an ``a``
+    multiple of 8 elements and a mesh of one axis. With a process group, ``"pull"`` copies an ``a``
     that is not from ``plgpu.symm_empty``. By default ``"pull"`` on Hopper if all devices surely
     reach ``a``: a tensor from ``plgpu.symm_empty``, which it then must be on all ranks or on
     none, or DeviceArrays of one process; otherwise ``"push"``."""

@@ -7,6 +7,7 @@ rows than blocks, the warpgroups of a block share a row, so that all of it is on
 Meetings, staging memory and flags are those of distributed.py."""
 
 import math
+import numbers
 
 import numpy as np
 
@@ -14,6 +15,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._names import show
 
 from . import distributed
 from .distributed import _SMALL, _THREADS, ENTRY, EXIT, Collective, Workers, _piece, _runs
@@ -196,7 +198,8 @@ def all_reduce_rms_norm(
     than there are ``blocks``. Lists of arrays, ``blocks`` and ``out``, a pair, as for
     :func:`distributed.all_reduce`."""
     what = "all_reduce_rms_norm"
-    one, r, g = (distributed._operand(a, mesh, what) for a in (x, residual, weight))
+    named = (x, "x"), (residual, "residual"), (weight, "weight")
+    one, r, g = (distributed._operand(a, mesh, what, name) for a, name in named)
     axis_name, _ = distributed._along(mesh, axis_name, what)
     dtype, shape = distributed._dtype(one, what), tuple(map(int, one.shape))
     if dtype.name not in ("float16", "bfloat16", "float32"):
@@ -208,12 +211,18 @@ def all_reduce_rms_norm(
             f"{what}: for x of shape {shape}, residual must have the same and weight {shape[-1:]};"
             f" got {tuple(r.shape)} and {tuple(g.shape)}"
         )
-    if {distributed._dtype(a, what) for a in (r, g)} != {dtype}:
-        raise TypeError(f"{what}: x, residual and weight must have one dtype")
+    if {distributed._dtype(r, what, "residual"), distributed._dtype(g, what, "weight")} != {dtype}:
+        raise TypeError(
+            f"{what}: x, residual and weight must have one dtype, got {one.dtype}, {r.dtype} and"
+            f" {g.dtype}"
+        )
+    if not isinstance(eps, numbers.Real):
+        raise TypeError(f"{what}: eps must be a number, got {show(eps)}")
+    one_shot = distributed._one_shot(one_shot, what)
     blocks = distributed._blocks(blocks, what, shape, dtype)
     if one_shot is None:
         few = math.prod(shape[:-1]) <= blocks
         one_shot = math.prod(shape) * dtype.itemsize <= (_ONE_SHOT if few else _SMALL)
-    how = np.dtype(dtype), float(eps), bool(one_shot), blocks, interpret
+    how = np.dtype(dtype), float(eps), one_shot, blocks, interpret
     f = _normed(mesh, axis_name, shape, *how)
     return tuple(f(x, residual, weight, out=out))

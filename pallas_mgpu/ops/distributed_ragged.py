@@ -14,6 +14,7 @@ import numpy as np
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+from pallas_mgpu._names import show
 
 from . import _bulk, distributed
 from .distributed import _PIECE, _THREADS, ENTRY, EXIT, Collective, Workers, _runs
@@ -53,12 +54,19 @@ def _moved(w, width, itemsize, count, move):
     w.share(count - whole * height, lambda i: move(whole * height + i, 1, every))
 
 
+def _fitting(sizes, rows):
+    """The same, as far as there are rows."""
+    sizes = jnp.clip(sizes, 0, rows)
+    before = jnp.cumsum(sizes) - sizes
+    return jnp.minimum(sizes, jnp.maximum(rows - before, 0))
+
+
 class _Places:
     """Where rows are, by the table of how many each device sends to each other one."""
 
-    def __init__(self, w, table, rows, capacity):
-        self.me, self.rows, self.capacity = w.me, rows, capacity
-        self.sent = jnp.maximum(table[...], 0)
+    def __init__(self, w, table, capacity):
+        self.me, self.capacity = w.me, capacity
+        self.sent = table[...]
         self.source = lax.broadcasted_iota(jnp.int32, self.sent.shape, 0)
         self.target = lax.broadcasted_iota(jnp.int32, self.sent.shape, 1)
 
@@ -70,8 +78,8 @@ class _Places:
         own, there = self.source == self.me, self.target == device
         first = self.sum(own & (self.target < device))
         before = self.sum(there & (self.source < self.me))
-        room = jnp.minimum(self.rows - first, self.capacity - before)
-        return first, before, jnp.maximum(jnp.minimum(self.sum(own & there), room), 0)
+        room = jnp.maximum(self.capacity - before, 0)
+        return first, before, jnp.minimum(self.sum(own & there), room)
 
     def received(self):
         """How many rows come from all devices together."""
@@ -94,10 +102,11 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
         outs = [x.reshape((capacity, width)) for x, width in zip(outs, widths)]
         w = Workers(flags, epochs, axis, workers)
         table = table.at[w.epoch % 2, w.number]
+        sent = _fitting(sizes[...], rows)
         for d in w.everyone():
-            w.on(table, d)[w.me] = sizes[...]
+            w.on(table, d)[w.me] = sent
         w.meet(ENTRY)
-        places = _Places(w, table, rows, capacity)
+        places = _Places(w, table, capacity)
         ring = _bulk.Ring(**scratch) if scratch else None
         for j in range(w.size):  # half of the workers of two devices begin with the own rows
             d = (w.me + 1 + (w.number + j) % w.size) % w.size
@@ -124,7 +133,7 @@ def _ragged(mesh, axis, rows, capacity, kinds, blocks, interpret):
         @pl.when(w.number == 0)
         def _():
             for s in range(w.size):
-                received[s] = jnp.maximum(table[s, w.me], 0)
+                received[s] = table[s, w.me]
 
         if ring:
             ring.finish()
@@ -152,10 +161,11 @@ def ragged_all_to_all(
     """Send rows to other devices, a different number to each.
 
     x: (rows, ...) on each device, of any dtype of at most 32 bits: first the rows for device 0,
-    then those for device 1, and so on. sizes: int32 (devices,), how many for each device. capacity:
-    the number of rows of the result, by default that of x; rows beyond it are dropped. scales: a
-    second array whose rows are sent together with those of x, for 8-bit floats. Arrays and
-    ``blocks`` as for :func:`distributed.all_gather`.
+    then those for device 1, and so on. sizes: int32 (devices,), how many for each device; rows that
+    x does not have are not sent, and negative sizes are 0. capacity: the number of rows of the
+    result, by default that of x; rows beyond it are dropped. scales: a second array whose rows are
+    sent together with those of x, for 8-bit floats. Arrays and ``blocks`` as for
+    :func:`distributed.all_gather`.
 
     Returns ``(out, received)``, or ``(out, received, scales)``, in the arrays of ``out``, or new
     ones: out (capacity, ...) has the rows from device 0, then those from device 1, and so on,
@@ -164,23 +174,30 @@ def ragged_all_to_all(
     back to the places of their tokens. ValueError for other shapes."""
     what = "ragged_all_to_all"
     arrays = [x] if scales is None else [x, scales]
-    ones = [distributed._operand(a, mesh, what) for a in arrays]
-    number = distributed._operand(sizes, mesh, what)
+    ones = [distributed._operand(a, mesh, what, n) for a, n in zip(arrays, ("x", "scales"))]
+    number = distributed._operand(sizes, mesh, what, "sizes")
     axis_name, n = distributed._along(mesh, axis_name, what)
-    if tuple(number.shape) != (n,) or distributed._dtype(number, what) != np.int32:
+    if tuple(number.shape) != (n,) or distributed._dtype(number, what, "sizes") != np.int32:
         raise ValueError(
             f"{what}: sizes must be int32 ({n},), got {number.dtype}{tuple(number.shape)}"
         )
     shapes = [tuple(map(int, a.shape)) for a in ones]
-    if any(len(s) < 2 or not math.prod(s) or s[0] != shapes[0][0] for s in shapes):
-        raise ValueError(f"{what}: x, and scales, must have the same rows, got {shapes}")
+    if any(len(s) < 2 for s in shapes):
+        raise ValueError(f"{what}: x, and scales, must be (rows, ...), got {shapes}")
     rows = shapes[0][0]
-    capacity = rows if capacity is None else capacity
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        raise ValueError(f"{what}: capacity must be a positive int, got {capacity!r}")
+    if shapes[-1][0] != rows:
+        raise ValueError(f"{what}: x and scales must have the same rows, got {shapes}")
+    capacity = rows if capacity is None else distributed.positive(capacity, what, "capacity")
+    if max(rows, capacity) * n >= 1 << 31:
+        raise NotImplementedError(f"{what}: {max(rows, capacity)} rows on each of {n} devices")
     kinds = tuple((s[1:], distributed._dtype(a, what)) for s, a in zip(shapes, ones))
     blocks = distributed._blocks(blocks, what, (capacity, *kinds[0][0]), kinds[0][1])
     f = _ragged(mesh, axis_name, rows, capacity, kinds, blocks, interpret)
-    given = None if out is None else (out[1], out[0], *out[2:])
+    given = out
+    if out is not None:
+        if not isinstance(out, (list, tuple)) or len(out) != 1 + len(arrays):
+            got = len(out) if isinstance(out, (list, tuple)) else show(out)
+            raise ValueError(f"{what}: out must have {1 + len(arrays)} results, got {got}")
+        given = out[1], out[0], *out[2:]
     received, moved, *others = f(sizes, *arrays, out=given)
     return (moved, received, *others)

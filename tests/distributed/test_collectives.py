@@ -183,8 +183,8 @@ def test_gpus_in_another_order(rng):
 
 def test_wrong_arguments(rng):
     mesh, x = plgpu.DeviceMesh(2, "x"), shards(rng, 2, (3, 4))
-    with pytest.raises(TypeError, match="list of 2 arrays"):
-        distributed.all_gather(x[0], mesh)
+    with pytest.raises(TypeError, match="x must be a list of 2 arrays, one for each device, got 1"):
+        distributed.all_gather(x[:1], mesh)
     with pytest.raises(TypeError, match="plgpu.DeviceMesh"):
         distributed.all_gather(x, 2)
     with pytest.raises(ValueError, match="no 2 equal parts"):
@@ -195,12 +195,26 @@ def test_wrong_arguments(rng):
         distributed.all_gather(x, mesh, axis=2)
     with pytest.raises(ValueError, match="blocks"):
         distributed.all_gather(x, mesh, blocks=0)
-    with pytest.raises(TypeError, match="arrays are needed, got 1.5"):
-        distributed.all_gather([1.5, 2.5], mesh)
-    with pytest.raises(ValueError, match=r"without elements, of shape \(0, 4\)"):
+    with pytest.raises(TypeError, match="axis must be an int, got 0.5"):
+        distributed.all_gather(x, mesh, axis=0.5)
+    with pytest.raises(TypeError, match="multicast must be a bool, got 'no'"):
+        distributed.all_gather(x, mesh, multicast="no")
+    with pytest.raises(TypeError, match="x must consist of arrays, got 2.5"):
+        distributed.all_gather([x[0], 2.5], mesh)
+    with pytest.raises(TypeError, match="x has dtype complex64"):
+        distributed.all_gather([a.astype(np.complex64) for a in x], mesh)
+    with pytest.raises(ValueError, match=r"x has no elements, its shape is \(0, 4\)"):
         distributed.all_to_all([a[:0] for a in x], mesh)
     with pytest.raises(TypeError, match="one_shot must be a bool or None, got 'no'"):
         distributed.all_reduce(x, mesh, one_shot="no")
+    with pytest.raises(ValueError, match=r"out\[0\] must be a list of 2 arrays.*got array"):
+        distributed.all_reduce(x, mesh, out=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match=r"out\[0\] of device 1 and out\[0\] of device 0 share 48"):
+        distributed.all_reduce(x, mesh, out=[np.zeros_like(x[0])] * 2)
+    with pytest.raises(
+        ValueError, match=r"out\[0\] of device 1 and argument 0 of device 0 share 48"
+    ):
+        distributed.all_reduce(x, mesh, out=x[::-1])
     two, y = plgpu.DeviceMesh((2, 2), ("x", "y")), shards(rng, 4, (4,))
     with pytest.raises(ValueError, match="axis_name must be one of"):
         distributed.all_gather(y, two)

@@ -131,17 +131,24 @@ def test_ragged_all_to_all(way, rng, shape, dtype):
         np.testing.assert_array_equal(counts[d], sizes[d])
 
 
-@pytest.mark.parametrize("sizes", [[9, 9], [-3, 5], [4, 0]], ids=str)
-def test_sizes_that_do_not_fit(sizes):
+@pytest.mark.parametrize("back", ["interpret", "emulate"])
+@pytest.mark.parametrize("sizes", [[9, 9], [-3, 5], [4, 0], [2**31 - 1] * 2], ids=str)
+def test_sizes_that_do_not_fit(sizes, back):
     """Rows that are not there are not sent, and those beyond the capacity are dropped."""
-    call, rows = Call("interpret", 2), 6
+    rows, capacity, mesh = 6, 5, plgpu.DeviceMesh(2, "x")
     x = [np.arange(rows * 2, dtype=np.float32).reshape(rows, 2) + 100 * d for d in range(2)]
-    f = distributed_ragged.ragged_all_to_all
-    out, _ = call(f, x, [np.array(sizes, np.int32)] * 2, capacity=5)
-    clear = np.maximum(sizes, 0)
-    first = min(clear[0], rows)
-    want = np.concatenate([x[0][:first], x[1][:first]])[:5]
-    np.testing.assert_array_equal(out[0][: min(len(want), clear[0])], want[: clear[0]][:5])
+    given, how = np.array(sizes, np.int32), {"blocks": 1, "interpret": params(backend=back)}
+    out, received = distributed_ragged.ragged_all_to_all(
+        x, [given] * 2, mesh, capacity=capacity, **how
+    )
+    first = min(max(sizes[0], 0), rows)
+    sent = first, min(max(sizes[1], 0), rows - first)
+    for d in range(2):
+        start = first * d
+        want = np.concatenate([a[start : start + sent[d]] for a in x])[:capacity]
+        np.testing.assert_array_equal(out[d][: len(want)], want)
+        assert not out[d][len(want) :].any()
+        np.testing.assert_array_equal(received[d], [sent[d]] * 2)
 
 
 def test_given_results(rng):
@@ -164,7 +171,11 @@ def test_wrong_arguments(rng):
     g = [np.ones(8, np.float32)] * 2
     with pytest.raises(ValueError, match="residual must have the same"):
         norm(x, g, g, mesh)
-    with pytest.raises(TypeError, match="one dtype"):
+    with pytest.raises(TypeError, match="eps must be a number, got 'small'"):
+        norm(x, x, g, mesh, eps="small")
+    with pytest.raises(ValueError, match="out must have 2 results, got 1"):
+        ragged(x, [np.ones(2, np.int32)] * 2, mesh, out=(x,))
+    with pytest.raises(TypeError, match="one dtype, got float32, float32 and float16"):
         norm(x, x, [np.ones(8, np.float16)] * 2, mesh)
     with pytest.raises(NotImplementedError, match="float16, bfloat16 or float32"):
         norm(*([[np.ones((4, 8), np.int32)] * 2] * 3), mesh)

@@ -440,6 +440,7 @@ def test_without_a_mesh():
             "is a remote_ref already",
         ),
         (lambda y, s: plgpu.multicast_ref(y, "z"), ValueError, "all axes of the mesh"),
+        (lambda y, s: plgpu.multicast_ref(y, None), TypeError, "must be names of axes, got None"),
         (lambda y, s: plgpu.multicast_ref(y, "x")[...], ValueError, "only copy_smem_to_gmem"),
         (
             lambda y, s: plgpu.multimem_store(jnp.zeros((3,), np.float32), y, "x"),
@@ -485,6 +486,10 @@ def test_wrong_meshes():
         plgpu.DeviceMesh((2, 2), ("x", "x"))
     with pytest.raises(ValueError, match="2 devices are needed"):
         plgpu.DeviceMesh((2,), ("x",), devices=(0,))
+    with pytest.raises(ValueError, match="devices are numbers from 0 on"):
+        plgpu.DeviceMesh((1,), ("x",), devices=(-1,))
+    with pytest.raises(TypeError, match="axis_names must be strings, got None"):
+        plgpu.DeviceMesh((2,), None)
     with pytest.raises(ValueError, match="axis of the kernel and of the mesh"):
         plgpu.spmd(kernel, plgpu.DeviceMesh((2,), "x"))
     with pytest.raises(TypeError, match="plgpu.DeviceMesh"):
@@ -496,7 +501,8 @@ def test_arguments_of_devices_must_agree():
         y[...] = x[...]
 
     x = np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match="argument 0 differs between device 0 and device 1"):
+    text = r"argument 0 differs between device 0 and device 1.*\(4,\) and float32 of shape \(5,\)"
+    with pytest.raises(ValueError, match=text):
         call(body, args=([x, np.zeros(5, np.float32)],))
     with pytest.raises(ValueError, match="list of 1 arrays, for 2 devices"):
         call(body, args=([x],))
@@ -504,6 +510,8 @@ def test_arguments_of_devices_must_agree():
         kernel = plgpu.kernel(body, out_type=struct((4,)), interpret=True)
         spec = plgpu.PartitionSpec("x")
         plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x"), spec)(np.zeros(5, np.float32))
+    with pytest.raises(TypeError, match="in_specs must be a plgpu.PartitionSpec.*got 'x'"):
+        plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x"), "x")(np.zeros(8, np.float32))
 
 
 @both
