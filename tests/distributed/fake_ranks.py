@@ -282,7 +282,7 @@ def a_kernel(fake, mesh, rank):
     refused(ValueError, "plgpu.symm_empty", f, x, out=fresh)
     small = Tensor((6 - 2 * rank,), torch.float32, rank)
     refused(ValueError, "ranks 0 and 1 call with other arrays", f, small, out=out)
-    refused(TypeError, "CUDA tensors of this process", f, np.zeros(8, np.float32))
+    refused(TypeError, "must be a CUDA tensor of this process", f, np.zeros(8, np.float32))
     gone = weakref.ref(whole.storage)
     before = len(_symmetric._symmetric)
     del whole
