@@ -419,7 +419,7 @@ static bool one_wins(const Mark &b, const Thread *t, int line) {
 
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
-  m.progress++;
+  bool changes = false;
   m.far_stores |= !r.global && &r != &t->block->shared;
   Mark *marks = marks_of(r);
   after_launches(r, at, WRITE, t->clock, nullptr, line);
@@ -432,6 +432,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
       same = true;
       value = r.bytes[at + k];
     }
+    changes |= !same;
     if (b.barrier) in_barrier(r, at + k, line);
     in_flight(r, at + k, WRITE, b, nullptr, line);
     write_among_clusters(r, b, at + k, same, false, nullptr, line);
@@ -451,6 +452,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
     b.write_line = (u16)line;
     r.bytes[at + k] = value;
   }
+  m.progress += changes; /* lanes that poll tell each other the same again and again */
 }
 
 /* Reads and writes; those of several threads need no order. */

@@ -600,6 +600,28 @@ def test_deadlock_names_devices(seed, backend):
     assert re.search(at, str(e.value)), str(e.value)
 
 
+@pytest.mark.parametrize(
+    "backend", ["interpret", pytest.param("emulate", marks=pytest.mark.exhaustive)]
+)
+def test_endless_polls_name_devices(backend):
+    """A loop of the kernel that reads a semaphore, which nobody signals."""
+
+    def body(y, sem):
+        def polls():
+            lax.while_loop(lambda n: n < 1, lambda n: pl.semaphore_read(sem), jnp.int32(0))
+
+        pl.when(lax.axis_index("x") == 1)(polls)
+
+    with pytest.raises(plgpu.DeadlockError) as e:
+        call(body, scratch_types=[REGULAR], backend=backend)
+    polls = {
+        "interpret": "keeps polling at .*",
+        "emulate": "waits for a value that nobody .*, at .*",
+    }
+    at = rf"device \(1,\), thread 0: {polls[backend]}test_remote.py"
+    assert re.search(at, str(e.value)), str(e.value)
+
+
 RACES = {
     "no wait": (True, False, False),
     "signal before the store": (False, True, False),
