@@ -32,9 +32,10 @@ import numpy as np
 import results
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import lax
 from pallas_mgpu.ops import (
     _bulk,
+    _distributed_engine,
     _distributed_products,
     distributed,
     distributed_matmul,
@@ -498,7 +499,6 @@ def items(w):
 RINGS = (
     {"_STORES": 3},
     {"_STORES": 4},
-    {"PIECE": 4096, "_SLOTS": 12, "_STORES": 6},
     {"PIECE": 16384, "_SLOTS": 3, "_STORES": 1},
     {"PIECE": 16384, "_SLOTS": 3, "_STORES": 2},
 )
@@ -615,24 +615,15 @@ def runs(of):
     return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"run": of})}}
 
 
-class FlagForEachTile(_distributed_products.PullSumBlock):
-    """One flag for all chunks of a share that is fetched."""
+def streams(n):
+    return {"changes": {"_STREAMS": n, "module": _distributed_engine}}
 
-    def raised(self, device, flag):
-        flag = self.flags.at[flag, 0, device]
-        plgpu.semaphore_signal(flag, self.plan.chunks)
 
-    def carry_share(self, before, source, target, signals, arrived=None):
-        p = self.plan
-        n = p.chunks * p.consumers * p.pieces
-        carry = self.carry
-
-        def of_share(slots, first, count, of, to, there, arrived):
-            carry(slots, first, count, of, to, lambda j: pl.when(j == n - 1)(signals), arrived)
-
-        self.carry = of_share
-        super().carry_share(before, source, target, lambda: None, arrived)
-        self.carry = carry
+def pulled_summands(whole, early, **names):
+    """A flag for each tile; slots that are filled again as soon as they were read."""
+    kind = _distributed_products.PullSumBlock
+    changed = type(kind.__name__, (kind,), {"whole": whole, "early": early})
+    return {"changes": {kind.__name__: changed, **names}}
 
 
 WAYS = {
@@ -651,8 +642,12 @@ WAYS = {
         "pull, tile 128": PULL | {"config": TILE},
         "push, tile 256": PUSH | {"config": WIDE},
         "pull, tile 256": PULL | {"config": WIDE},
-        "pull, a flag for each tile": PULL | {"changes": {"PullSumBlock": FlagForEachTile}},
+        "pull, a flag for each tile": PULL | pulled_summands(True, False),
+        "pull, a flag for each tile, early": PULL | pulled_summands(True, True),
+        "pull, a flag for each tile, early, 4 KiB": PULL
+        | pulled_summands(True, True, _PIECE=(16, 128), _PIECES=4),
         "engine, one kernel": {"transfer": "engines"},
+        "engine, one kernel, one stream": {"transfer": "engines"} | streams(1),
     },
     "matmul_all_reduce": {
         "push": PUSH,
@@ -707,7 +702,8 @@ def configured(w, kind, m, k, cols, dtype, name, way):
         want = w.summed(a, b)
         want = w.part(want) if scatters else want
     w.say("ours: a call")
-    with changed(way.get("changes", {})):
+    changes = dict(way.get("changes", {}))
+    with changed(changes, changes.pop("module", _distributed_products)):
         f = MADE[kind].__wrapped__(call)
         wrong = w.wrong(f(a, b, out=out), want, 2e-2)
     flop = 2 * (w.n * m if gathers or scatters else m) * k * cols

@@ -25,7 +25,7 @@ from . import _distributed_products as products
 from .distributed import Collective, Own
 from .matmul import matmul
 
-_FREE = 2  # SMs that kernels which wait for summands have
+_STREAMS = 2  # of copies
 _CHUNK = 1 << 22  # elements of a product that are sent together, about: 128 tiles of 128 x 256
 
 
@@ -145,7 +145,8 @@ class SumPlan(_EnginePlan, products.SumPlan):
     are one copy, which begins when a counter of this device says that all of them are there."""
 
     def __init__(self, x, cfg, blocks, parts):
-        super().__init__(x, cfg, max(blocks - _FREE, 2), parts)
+        # a kernel of each stream that waits for summands takes an SM, and with it a pair
+        super().__init__(x, cfg, max(blocks - 2 * _STREAMS, 2), parts)
         self.batches = pl.cdiv(self.each, self.clusters)
         self.batch = pl.cdiv(self.each, self.batches)  # tiles
         self.batches = pl.cdiv(self.each, self.batch)
@@ -334,6 +335,7 @@ class Sums(_Engine):
     def __init__(self, plan, arrives, mesh, *args, **options):
         super().__init__(plan, arrives, mesh, *args, **options)
         self.came, self.leaving, self.counters = self.lasting[1:4]
+        self.streams = [None] * _STREAMS
 
     def _load(self):
         """Kernels are loaded before one runs that needs another device."""
@@ -347,22 +349,26 @@ class Sums(_Engine):
             return Collective.__call__(self, a, b, out=out)
         torch = _torch()
         me = _torch(".distributed").get_rank(self.mesh.group)
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()
+        if self.streams[0] is None:
+            self.streams = [torch.cuda.Stream() for _ in self.streams]
             self._load()
         current, n = torch.cuda.current_stream(), self.mesh.size
-        self.stream.wait_stream(current)
+        for stream in self.streams:
+            stream.wait_stream(current)
         made = Collective.__call__(self, a, b, out=out)
-        with torch.cuda.stream(self.stream):
-            for step in range(n - 1):
-                to = (me + 1 + step) % n
-                there = self._of_peer(self.came, to)[me - (me > to)]
-                for k in range(self.plan.batches):
-                    first, last = self.plan.units_of(k)
+        for step in range(n - 1):
+            to = (me + 1 + step) % n
+            there = self._of_peer(self.came, to)[me - (me > to)]
+            for k in range(self.plan.batches):
+                first, last = self.plan.units_of(k)
+                with torch.cuda.stream(
+                    self.streams[(step * self.plan.batches + k) % len(self.streams)]
+                ):
                     _waiting(last - first)(self.counters[step, k], self.next_epoch)
                     there[first:last].copy_(self.leaving[step, first:last])
                     self._of_peer(self.flags, to)[k, 0, me : me + 1].copy_(self.next_epoch)
-        current.wait_stream(self.stream)
+        for stream in self.streams:
+            current.wait_stream(stream)
         return made
 
 

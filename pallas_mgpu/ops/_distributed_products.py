@@ -250,10 +250,11 @@ class DeviceBlock(_Block):
         target = self.epoch * times if n is None else (self.epoch - 1) * times + n
         plgpu.semaphore_wait(self.flags.at[flag, 0, device], target, decrement=False)
 
-    def carry(self, slots, first, n, source, targets, there=None, arrived=None):
+    def carry(self, slots, first, n, source, targets, there=None, arrived=None, early=False):
         """A warp copies pieces j < n from source(j) to all of targets(j), by TMA through slots of
         shared memory. there(j) is called when piece j is there. first: pieces carried before.
-        arrived: the barriers of the slots."""
+        arrived: the barriers of the slots. early: slots are filled again once they have been read,
+        and there(n - 1) alone is called."""
         ahead, arrived = _PIECES - _LEAVING, self.arrived if arrived is None else arrived
 
         def load(j):
@@ -267,16 +268,17 @@ class DeviceBlock(_Block):
             for target in others:
                 plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], target, commit_group=False)
             plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last)
-            plgpu.wait_smem_to_gmem(_LEAVING)  # the piece so many before is there
+            # the piece so many before is there, or has left its slot
+            plgpu.wait_smem_to_gmem(_LEAVING, wait_read_only=early)
             pl.when(j + ahead < n)(lambda: load(j + ahead))
-            if there:
+            if there and not early:
                 pl.when(j >= _LEAVING)(lambda: there(j - _LEAVING))
 
         for j in range(ahead):
             pl.when(j < n)(lambda j=j: load(j))
         lax.fori_loop(0, n, send, None)
         plgpu.wait_smem_to_gmem(0)
-        for j in reversed(range(_LEAVING)):
+        for j in reversed(range(1 if early else _LEAVING)):
             if there:
                 pl.when(j < n)(lambda j=j: there(n - 1 - j))
 
@@ -696,12 +698,17 @@ class SumBlock(DeviceBlock):
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
 
-    def carry_share(self, before, source, target, signals, arrived=None):
+    def carry_share(self, before, source, target, signals, arrived=None, whole=False, early=False):
         """A block's share of a tile, from a place (memory, number in it) to another one. signals():
-        is called when a chunk is there. before: shares carried before."""
+        is called when a chunk is there, or, with `whole`, all of it. before: shares carried
+        before."""
         p = self.plan
         of_chunk = p.consumers * p.pieces
         n = p.chunks * of_chunk
+
+        def there(j):
+            told = n if whole else of_chunk
+            pl.when(j % told == told - 1)(signals)
 
         def piece(memory, unit, j):
             found = memory.at[j // of_chunk, j // p.pieces % p.consumers, unit]
@@ -713,8 +720,9 @@ class SumBlock(DeviceBlock):
             n,
             lambda j: piece(*source, jnp.minimum(j, n - 1)),  # it is not beyond
             lambda j: [piece(*target, j)],
-            lambda j: pl.when(j % of_chunk == of_chunk - 1)(signals),
+            there,
             arrived,
+            early,
         )
 
     def carry_summands(self, w):
@@ -909,6 +917,8 @@ class PullSumPlan(SumPlan):
 
 
 class PullSumBlock(SumBlock):
+    whole, early = False, False  # a flag for each tile; slots are filled as soon as they were read
+
     def roles(self):
         return [*super().roles(), self.puller]
 
@@ -924,6 +934,13 @@ class PullSumBlock(SumBlock):
         """They are fetched."""
         t = self.tiles().tile(w)
         self.signal(self.part(t, False), self.plan.ready + self.unit(t))
+
+    def await_summands(self, t, c):
+        if not self.whole:
+            super().await_summands(t, c)
+        elif c == 0:
+            unit = self.unit(t)
+            each(0, self.size - 1, lambda k: self.await_signal(self.other(k), unit))
 
     def carried(self):
         return 0
@@ -954,6 +971,8 @@ class PullSumBlock(SumBlock):
                     (here, unit),
                     lambda: self.raised(source, unit),
                     arrived,
+                    self.whole,
+                    self.early,
                 )
 
             lax.fori_loop(0, own, share, None)
