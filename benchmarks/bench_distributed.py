@@ -626,11 +626,10 @@ def streams(n):
     return {"changes": {"_STREAMS": n, "module": _distributed_engine}}
 
 
-def pulled_summands(whole, early, **names):
-    """A flag for each tile; slots that are filled again as soon as they were read."""
+def early(**names):
+    """Slots that are filled again as soon as they were read."""
     kind = _distributed_products.PullSumBlock
-    changed = type(kind.__name__, (kind,), {"whole": whole, "early": early})
-    return {"changes": {kind.__name__: changed, **names}}
+    return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"early": True}), **names}}
 
 
 WAYS = {
@@ -649,10 +648,8 @@ WAYS = {
         "pull, tile 128": PULL | {"config": TILE},
         "push, tile 256": PUSH | {"config": WIDE},
         "pull, tile 256": PULL | {"config": WIDE},
-        "pull, a flag for each tile": PULL | pulled_summands(True, False),
-        "pull, a flag for each tile, early": PULL | pulled_summands(True, True),
-        "pull, a flag for each tile, early, 4 KiB": PULL
-        | pulled_summands(True, True, _PIECE=(16, 128), _PIECES=4),
+        "pull, early": PULL | early(),
+        "pull, early, 4 KiB": PULL | early(_PIECE=(16, 128), _PIECES=4),
         "engine, one kernel": {"transfer": "engines"},
         "engine, one kernel, one stream": {"transfer": "engines"} | streams(1),
     },

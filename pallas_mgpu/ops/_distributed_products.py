@@ -27,8 +27,7 @@ With `transfer="pull"`, no device stores to another: couriers load instead. Rows
 operands of the other devices, which are ready once their kernels have begun, and which must not
 change until all devices have signalled that they have loaded them. Summands stay in memory of their
 own device until a fourth warp of the producer of the block that adds them, the *puller*, sees their
-flag; it copies them to memory of its own device and raises the flags that the couriers of other
-devices would raise.
+flag; it copies them to memory of its own device and raises a flag for the whole tile.
 
 With `transfer="engine"` the copy engines move the data: _distributed_engine.py.
 
@@ -698,16 +697,16 @@ class SumBlock(DeviceBlock):
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
 
-    def carry_share(self, before, source, target, signals, arrived=None, whole=False, early=False):
+    def carry_share(self, before, source, target, signals, arrived=None, early=False):
         """A block's share of a tile, from a place (memory, number in it) to another one. signals():
-        is called when a chunk is there, or, with `whole`, all of it. before: shares carried
-        before."""
+        is called when a chunk is there, or, if it is fetched (arrived), all of it. before: shares
+        carried before."""
         p = self.plan
         of_chunk = p.consumers * p.pieces
         n = p.chunks * of_chunk
 
         def there(j):
-            told = n if whole else of_chunk
+            told = of_chunk if arrived is None else n
             pl.when(j % told == told - 1)(signals)
 
         def piece(memory, unit, j):
@@ -917,7 +916,7 @@ class PullSumPlan(SumPlan):
 
 
 class PullSumBlock(SumBlock):
-    whole, early = False, False  # a flag for each tile; slots are filled as soon as they were read
+    early = False  # are slots filled again as soon as they were read?
 
     def roles(self):
         return [*super().roles(), self.puller]
@@ -936,9 +935,7 @@ class PullSumBlock(SumBlock):
         self.signal(self.part(t, False), self.plan.ready + self.unit(t))
 
     def await_summands(self, t, c):
-        if not self.whole:
-            super().await_summands(t, c)
-        elif c == 0:
+        if c == 0:  # one flag for all chunks
             unit = self.unit(t)
             each(0, self.size - 1, lambda k: self.await_signal(self.other(k), unit))
 
@@ -971,7 +968,6 @@ class PullSumBlock(SumBlock):
                     (here, unit),
                     lambda: self.raised(source, unit),
                     arrived,
-                    self.whole,
                     self.early,
                 )
 
