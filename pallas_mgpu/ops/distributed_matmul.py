@@ -21,6 +21,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu import pl
 from pallas_mgpu._caches import cached
+from pallas_mgpu._names import show
 from pallas_mgpu._spmd import is_symmetric
 
 from . import _distributed_engine as engine
@@ -28,7 +29,7 @@ from . import _distributed_products as products
 from . import _float32, _tensor_memory, distributed
 from ._padding import cropping, padding
 from .distributed import Collective
-from .matmul import MatmulConfig, Product
+from .matmul import MatmulConfig, Product, matmul
 
 TRANSFERS = "push", "pull", "engine"  # None: chosen
 _DTYPES = "float16", "bfloat16", "float32"
@@ -219,6 +220,9 @@ def _prepare(
             ' with rows of a multiple of 8 elements; use "push" or "pull"'
         )
     products.checked(config, what, m, tmem)
+    if size == 1:
+        interpret = _interpreted(mesh, interpret)
+        return None, Call(mesh, axis, m, k, n, dtype, out_dtype, blocks, interpret, tmem, config)
     if dtype.name == "float32":
         shapes = (size * m if scatters else m, k), (k, n)
         operands = [
@@ -230,6 +234,18 @@ def _prepare(
         operands = [_aligned(z, mesh, interpret) for z in (a, b)]
     how = dtype, out_dtype, blocks, interpret, tmem, config, transfer
     return operands, Call(mesh, axis, m, k, n, *how)
+
+
+def _alone(what, a, b, call, out):
+    """Products of devices that have no others."""
+    mesh = call.mesh
+    how = {"out_dtype": call.out_dtype, "config": call.config, "interpret": call.interpret}
+    if mesh.group is not None:
+        return matmul(a, b, out=out, **how)
+    outs = [None] * mesh.size if out is None else out
+    if not isinstance(outs, (list, tuple)) or len(outs) != mesh.size:
+        raise ValueError(f"{what}: out must be a list of {mesh.size} arrays, got {show(out)}")
+    return [matmul(x, y, out=o, **how) for x, y, o in zip(a, b, outs)]
 
 
 def all_gather_matmul(
@@ -262,6 +278,8 @@ def all_gather_matmul(
     none, or DeviceArrays of one process; otherwise ``"push"``."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("all_gather_matmul", a, b, mesh, *how)
+    if operands is None:
+        return _alone("all_gather_matmul", a, b, call, out)
     if call.transfer is None:
         call = call._replace(transfer="pull" if _reachable(operands[0], mesh) else "push")
     return _gathered(call)(*operands, out=out)
@@ -290,6 +308,8 @@ def matmul_reduce_scatter(
     Everything else is as for :func:`all_gather_matmul`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("matmul_reduce_scatter", a, b, mesh, *how, scatters=True)
+    if operands is None:
+        return _alone("matmul_reduce_scatter", a, b, call, out)
     return _scattered(call)(*operands, out=out)
 
 
@@ -314,6 +334,8 @@ def matmul_all_reduce(
     ``"push"`` by default. Everything else is as for :func:`matmul_reduce_scatter`."""
     how = axis_name, out_dtype, blocks, config, transfer, interpret
     operands, call = _prepare("matmul_all_reduce", a, b, mesh, *how)
+    if operands is None:
+        return _alone("matmul_all_reduce", a, b, call, out)
     m, n, whole = call.m, call.n, 16 // call.out_dtype.itemsize
     if m == 1 or n % whole == 0:
         return _reduced(call)(*operands, out=out)

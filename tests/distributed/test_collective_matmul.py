@@ -248,6 +248,21 @@ def test_programs(make, n, shape):
         assert not re.search(rf"mbarrier_{slow}\((empty|full)", text)
 
 
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_one_device(rng, f):
+    """Alone along its axis, a device only multiplies."""
+    mesh = plgpu.DeviceMesh((2, 1), ("x", "y"))
+    for dtype in (np.float16, np.float32):
+        a, b = operands(rng, 2, (5, 12), dtype), operands(rng, 2, (12, 7), dtype)
+        out = [np.full((5, 7), np.nan, np.float32) for _ in range(2)]
+        f(a, b, mesh, "y", out_dtype=np.float32, out=out)
+        for x, y, got in zip(a, b, out, strict=True):
+            want = x.astype(np.float32) @ y.astype(np.float32)
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        with pytest.raises(ValueError, match="out must be a list of 2 arrays"):
+            f(a, b, mesh, "y", out_dtype=np.float32, out=out[0])
+
+
 def test_wrong_arguments(rng):
     mesh = plgpu.DeviceMesh(2, "x")
     a, b = operands(rng, 2, (3, 8), np.float16), operands(rng, 2, (8, 8), np.float16)
