@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from . import _core
+from . import _core, tree
 from ._frameworks import check_recorded
 from ._kernel import RefKernel
 from ._mutable import MutableArray
@@ -472,10 +472,11 @@ class SpmdKernel:
     def _collect(self, results, whole):
         if not self.definition.outs:
             return None if self.definition.wrapped else self.definition.out_container(())
-        if self.definition.wrapped:
-            columns = [list(results)]
-        else:
-            columns = [list(c) for c in zip(*results)]
+        if not self.definition.simple_outputs:
+            results = map(tree.leaves, results)
+        elif self.definition.wrapped:
+            results = zip(results)
+        columns = [list(c) for c in zip(*results)]
         if whole:
             specs = self._specs(self.out_specs, len(columns), "out_specs")
             name = self.definition.name
@@ -483,7 +484,14 @@ class SpmdKernel:
                 _joined([np.asarray(p) for p in c], s, self.mesh, f"{name}: result {k}")
                 for k, (c, s) in enumerate(zip(columns, specs))
             ]
-        return columns[0] if self.definition.wrapped else self.definition.out_container(columns)
+        return self._nested(columns)
+
+    def _nested(self, flat):
+        """Results as the out_type of the kernel has them."""
+        found = flat
+        if not self.definition.simple_outputs:
+            found = tree.unflatten(self.definition.out_structure, flat)
+        return found[0] if self.definition.wrapped else self.definition.out_container(found)
 
     # ---- one process for each device ----
 
@@ -527,7 +535,7 @@ class SpmdKernel:
             self._counters,
             stream,
         )
-        return made[0] if self.definition.wrapped else self.definition.out_container(made)
+        return self._nested(made)
 
     def _agree(self, signature):
         """ValueError unless all ranks call with arrays of the same shapes and dtypes."""

@@ -398,6 +398,20 @@ def test_no_communication(rng, n):
     np.testing.assert_array_equal(y, x * 2 + np.repeat(np.arange(n), 8)[None, :, None])
 
 
+def test_nested_results(rng):
+    def body(x, o):
+        o["twice"][...] = x[...] * 2
+        o["rest"][0][...] = x[pl.ds(2, 2)]
+
+    out = {"twice": struct((4,)), "rest": (struct((2,)),)}
+    mesh, spec = plgpu.DeviceMesh((2,), "d"), plgpu.PartitionSpec("d")
+    f = plgpu.spmd(plgpu.kernel(body, out_type=out, interpret=True), mesh, spec, spec)
+    x = shards(rng, 2, (4,))
+    for found, join in ((f(x), np.concatenate), (f(np.concatenate(x)), lambda y: y)):
+        np.testing.assert_array_equal(join(found["twice"]), np.concatenate(x) * 2)
+        np.testing.assert_array_equal(join(found["rest"][0]), np.concatenate([a[2:] for a in x]))
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
