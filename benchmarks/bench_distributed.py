@@ -719,7 +719,7 @@ def configured(w, kind, m, k, cols, dtype, name, way):
 # ---- what the time of a product over devices consists of
 
 
-def only_tell(block, slots, first, n, source, targets, there=None, arrived=None):
+def only_tell(block, slots, first, n, source, targets, there=None, arrived=None, early=False):
     if there:
         lax.fori_loop(0, n, lambda j, _: there(j), None)
 
