@@ -43,7 +43,6 @@ _PIECE = 8192  # bytes that a worker moves at a time
 _ITEM = 32768  # bytes that one flag tells of, at most, on two devices
 _SLOTS = 4  # of staging memory, for the items of a worker
 _SMALL = 65536  # bytes of an array that all devices sum
-_BY_DEVICE = False  # blocks do not meet those of other devices, but devices do
 _DIRECT = 1 << 21  # bytes of a part from which on copies go directly to where they belong
 ENTRY, EXIT = range(2)  # kinds of flags
 DATA = ENTRY  # of items, which are sent where nothing else is to be told first
@@ -93,47 +92,6 @@ class Workers:
     def meet(self, kind):
         self.signal(kind)
         self.await_all(kind)
-
-    def begin(self):
-        """Others may access the arrays of this device: its kernel has begun."""
-        if not _BY_DEVICE:
-            return self.signal(ENTRY)
-        pl.when(self.number == 0)(lambda: self.signal(ENTRY))
-
-    def await_begun(self):
-        """Waits until the kernels of all others have begun."""
-        if not _BY_DEVICE:
-            return self.await_all(ENTRY)
-
-        def wait(k):
-            flag = self.flags.at[0, ENTRY, (self.me + k) % self.size]
-            plgpu.semaphore_wait(flag, self.epoch, decrement=False)
-
-        each(1, self.size, wait)
-
-    def close(self, done):
-        """The kernel ends when no other device accesses its arrays any more. done: a barrier of the
-        block's workers."""
-        if not _BY_DEVICE:
-            return self.meet(EXIT)
-        plgpu.barrier_arrive(done)
-        first = lax.axis_index("wg") == 0
-
-        @pl.when(first)
-        def _():
-            plgpu.barrier_wait(done)
-            flag = self.flags.at[0, EXIT, self.me]
-            ids = [{self.axis: d} for d in self.others()]
-            plgpu.semaphore_signal_parallel(
-                *(plgpu.SemaphoreSignal(flag, device_id=d) for d in ids)
-            )
-
-        def wait(k):
-            flag = self.flags.at[0, EXIT, (self.me + k) % self.size]
-            blocks = self.count // _THREADS
-            plgpu.semaphore_wait(flag, self.epoch * blocks, decrement=False)
-
-        pl.when(self.number == 0)(lambda: each(1, self.size, wait))
 
     def end(self):
         """The count is that of the launches, or of the items where there are some."""
@@ -337,7 +295,7 @@ def _gather(w, x, out, staging, view):
     w.exchange(staging, n, send, take)
 
 
-def _gather_directly(w, x, out, view, done):
+def _gather_directly(w, x, out, view):
     """Each device writes its array into the results of all."""
     major, inner = view
     x, out = x.reshape((major, inner)), out.reshape((major, w.size, inner))
@@ -347,12 +305,12 @@ def _gather_directly(w, x, out, view, done):
         for target in targets:
             target[at] = value
 
-    w.begin()
-    w.pieces(major, inner, x.dtype.itemsize, lambda *at: x[at], store, w.await_begun)
-    w.close(done)
+    w.signal(ENTRY)
+    w.pieces(major, inner, x.dtype.itemsize, lambda *at: x[at], store, lambda: w.await_all(ENTRY))
+    w.meet(EXIT)
 
 
-def _gather_in_bulk(w, x, out, view, ring, done):
+def _gather_in_bulk(w, x, out, view, ring):
     """The same by TMA; the array is contiguous in the results."""
     n = math.prod(view)
     x, out = x.reshape((n,)), out.reshape((w.size, n))
@@ -362,12 +320,12 @@ def _gather_in_bulk(w, x, out, view, ring, done):
     def at(k):
         return pl.ds((w.number + k * w.count) * ring.size, ring.size)
 
-    w.begin()
+    w.signal(ENTRY)
     ring.copy(
         w.trips(pieces),
         lambda k: x.at[at(k)],
         lambda k: [target.at[at(k)] for target in targets],
-        w.await_begun,
+        lambda: w.await_all(ENTRY),
     )
     if rest:
         last = pl.ds(pieces * ring.size, rest)
@@ -375,7 +333,7 @@ def _gather_in_bulk(w, x, out, view, ring, done):
             lambda: _copy(x, last, *((t, last.start) for t in targets))
         )
     ring.finish()
-    w.close(done)
+    w.meet(EXIT)
 
 
 def _others_sum(w):
@@ -415,19 +373,18 @@ def _scatter_sums(w, x, out, staging, view):
     w.exchange(staging, n, send, take)
 
 
-def _scatter_sums_of_columns(w, x, out, view, done):
+def _scatter_sums_of_columns(w, x, out, view):
     """Each device reads its part, which is in many places, from all."""
     major, inner = view
     x, out = x.reshape((major, w.size, inner)), out.reshape((major, inner))
-    w.begin()
-    w.await_begun()
+    w.meet(ENTRY)
     sources = [w.on(x, d).at[:, w.me] for d in range(w.size)]
 
     def move(*at):
         out[at] = _total([source[at] for source in sources], out.dtype)
 
     w.pieces(major, inner, x.dtype.itemsize, move, arrays=w.size)
-    w.close(done)
+    w.meet(EXIT)
 
 
 def _sum_in_two_steps(w, x, out, staging, view):
@@ -493,7 +450,7 @@ def _exchange(w, x, out, staging, view):
     w.exchange(staging, n, send, take)
 
 
-def _exchange_in_bulk(w, x, out, view, ring, done):
+def _exchange_in_bulk(w, x, out, view, ring):
     """Each device writes part d of its array into the result of device d, by TMA."""
     n = math.prod(view)
     x, out = x.reshape((w.size, n)), out.reshape((w.size, n))
@@ -513,8 +470,8 @@ def _exchange_in_bulk(w, x, out, view, ring, done):
         device, at = place(k)
         return [w.on(out, device).at[w.me, at]]
 
-    w.begin()
-    ring.copy(w.trips(pieces * w.size), source, target, w.await_begun)
+    w.signal(ENTRY)
+    ring.copy(w.trips(pieces * w.size), source, target, lambda: w.await_all(ENTRY))
     if rest:
         last = pl.ds(pieces * ring.size, rest)
         for k, d in enumerate(w.everyone()):
@@ -523,7 +480,7 @@ def _exchange_in_bulk(w, x, out, view, ring, done):
                 lambda d=d, t=target_of: _copy(x.at[d], last, (t, last.start))
             )
     ring.finish()
-    w.close(done)
+    w.meet(EXIT)
 
 
 # ---- kernels, by NVLink multicast ---------------------------------------------------------------
@@ -766,10 +723,9 @@ def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
         options["windows"] = [((2, 1 if sums_all else size, item * count), dtype)]
         if n % item and not sums_all:
             staging = [((item,), dtype)]  # the tail
-    elif kind.endswith(("_in_bulk", "_directly", "_of_columns")):
-        found = _bulk.scratch(_THREADS, dtype) if kind.endswith("_in_bulk") else {}
-        options["scratch_types"] = found | {"done": plgpu.Barrier(num_arrivals=_THREADS)}
-    else:
+    elif kind.endswith("_in_bulk"):
+        options["scratch_types"] = _bulk.scratch(_THREADS, dtype)
+    elif not kind.endswith(("_directly", "_of_columns")):
         part = pl.cdiv(n, size) if kind == "all_reduce" else n
         # sums begin earlier; not measured on two devices
         least = 4 if kind == "reduce_scatter" and size > 2 else 1
@@ -779,10 +735,8 @@ def _collective(mesh, axis, kind, dtype, out_shape, view, blocks, interpret):
 
     def body(refs, flags, epochs, **scratch):
         w = Workers(flags, epochs, axis, blocks * _THREADS)
-        more = {"done": scratch.pop("done")} if "done" in scratch else {}
-        if scratch:
-            more["ring"] = _bulk.Ring(**scratch)
-        _KERNELS[kind](w, *refs, view=view, **more)
+        ring = {"ring": _bulk.Ring(**scratch)} if scratch else {}
+        _KERNELS[kind](w, *refs, view=view, **ring)
         w.end()
 
     return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret, **options)
