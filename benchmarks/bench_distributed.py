@@ -34,8 +34,6 @@ import results
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax
 from pallas_mgpu.ops import (
-    _bulk,
-    _distributed_engine,
     _distributed_products,
     distributed,
     distributed_matmul,
@@ -490,23 +488,13 @@ def items(w):
         *(("reduce_scatter", 16 << 20, 128, {"_ITEM": n << 10}) for n in (8, 16, 32)),
         *(("all_gather", 1 << 20, 64, {"_DIRECT": n << 20}) for n in (1, 2)),
         *(("all_gather", 1 << 20, n, {"_ITEM": 4096}) for n in (32, 64, 128)),
-        *(("all_gather", 16 << 20, 64, names) for names in RINGS),
     ):
         yield partial(with_constants, w, kind, 64 << 10 if w.dry else size, blocks, names)
 
 
-# of _bulk.py
-RINGS = (
-    {"_STORES": 3},
-    {"_STORES": 4},
-    {"PIECE": 16384, "_SLOTS": 3, "_STORES": 1},
-    {"PIECE": 16384, "_SLOTS": 3, "_STORES": 2},
-)
-
-
 def with_constants(w, kind, size, blocks, names):
     distributed._collective.cache_clear()
-    with changed(names, _bulk if names in RINGS else distributed):
+    with changed(names, distributed):
         (row,) = collectives(w, sizes=[size], blocks=[2 if w.dry else blocks], kinds=[kind])
         found = row()
     distributed._collective.cache_clear()
@@ -615,16 +603,6 @@ def runs(of):
     return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"run": of})}}
 
 
-def streams(n):
-    return {"changes": {"_STREAMS": n, "module": _distributed_engine}}
-
-
-def early(**names):
-    """Slots that are filled again as soon as they were read."""
-    kind = _distributed_products.PullSumBlock
-    return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"early": True}), **names}}
-
-
 WAYS = {
     "all_gather_matmul": {
         "push": PUSH,
@@ -641,10 +619,6 @@ WAYS = {
         "pull, tile 128": PULL | {"config": TILE},
         "push, tile 256": PUSH | {"config": WIDE},
         "pull, tile 256": PULL | {"config": WIDE},
-        "pull, early": PULL | early(),
-        "pull, early, 4 KiB": PULL | early(_PIECE=(16, 128), _PIECES=4),
-        "engine, one kernel": {"transfer": "engines"},
-        "engine, one kernel, one stream": {"transfer": "engines"} | streams(1),
     },
     "matmul_all_reduce": {
         "push": PUSH,
@@ -699,8 +673,7 @@ def configured(w, kind, m, k, cols, dtype, name, way):
         want = w.summed(a, b)
         want = w.part(want) if scatters else want
     w.say("ours: a call")
-    changes = dict(way.get("changes", {}))
-    with changed(changes, changes.pop("module", _distributed_products)):
+    with changed(way.get("changes", {})):
         f = MADE[kind].__wrapped__(call)
         wrong = w.wrong(f(a, b, out=out), want, 2e-2)
     flop = 2 * (w.n * m if gathers or scatters else m) * k * cols
@@ -712,7 +685,7 @@ def configured(w, kind, m, k, cols, dtype, name, way):
 # ---- what the time of a product over devices consists of
 
 
-def only_tell(block, slots, first, n, source, targets, there=None, arrived=None, early=False):
+def only_tell(block, slots, first, n, source, targets, there=None, arrived=None):
     if there:
         lax.fori_loop(0, n, lambda j, _: there(j), None)
 

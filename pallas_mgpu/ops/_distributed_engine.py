@@ -16,16 +16,14 @@ Without GPUs, the copies are made before the kernel runs."""
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu._caches import cached
+from pallas_mgpu import pl
 from pallas_mgpu._symmetric import _torch, peer_tensor
 
 from . import _distributed_products as products
 from .distributed import Collective, Own
 from .matmul import matmul
 
-_STREAMS = 2  # of copies
 _CHUNK = 1 << 22  # elements of a product that are sent together, about: 128 tiles of 128 x 256
 
 
@@ -140,102 +138,6 @@ class OwnSumBlock(_Drained, _OwnSums):
     pass
 
 
-class SumPlan(_EnginePlan, products.SumPlan):
-    """All tiles in one kernel. Summands that leave lie by unit, so that those of a *batch* of tiles
-    are one copy, which begins when a counter of this device says that all of them are there."""
-
-    def __init__(self, x, cfg, blocks, parts):
-        # a kernel of each stream that waits for summands takes an SM, and with it a pair
-        super().__init__(x, cfg, max(blocks - 2 * _STREAMS, 2), parts)
-        self.batches = pl.cdiv(self.each, self.clusters)
-        self.batch = pl.cdiv(self.each, self.batches)  # tiles
-        self.batches = pl.cdiv(self.each, self.batch)
-        self.done, self.flags = self.batches, self.batches + 1
-
-    def staging(self):
-        share = self.parts - 1, self.units, self.chunks, self.consumers, *self.part
-        int32 = np.dtype(np.int32)
-        counters = Own((self.parts - 1, self.batches, 4), int32)  # of 16 bytes each
-        f32 = np.dtype(np.float32)
-        return [Own((1,), int32), (share, f32), Own(share, f32), counters]
-
-    def named_by_engine(self, refs):
-        return self.named(refs, "next_epoch", "staging", "leaving", "counters")
-
-    def units_of(self, k):
-        """The units of batch k."""
-        first = k * self.batch * self.cluster
-        return first, min(first + self.batch * self.cluster, self.units)
-
-
-class SumBlock(_Drained, products.SumBlock):
-    """Products for the other devices first, as in SumBlock of _distributed_products.py; copy
-    engines take them away."""
-
-    engines = True
-
-    def outgoing(self, w, c, me):
-        t = self.tiles().tile(w)
-        return self.leaving.at[t // self.plan.each, self.unit(t), c, me]
-
-    def arrivals(self, number):
-        return _by_unit_last(self.staging.at[number])
-
-    def batch_of(self, t):
-        return t % self.plan.each // self.plan.batch
-
-    def carry_summands(self, w):
-        t = self.tiles().tile(w)
-        counters = plgpu.ext.as_semaphores(self.counters)
-        plgpu.semaphore_signal(counters.at[t // self.plan.each, self.batch_of(t), 0])
-
-    def await_summands(self, t, c):
-        if c == 0:
-            batch = self.batch_of(t)
-            products.each(0, self.size - 1, lambda k: self.await_signal(self.other(k), batch))
-
-    def courier(self):
-        products.SumBlock.courier(self)
-        if not self.engines:
-            pl.when(self.block == 0)(self.copy)
-        super().courier()
-
-    def copy(self):
-        """Instead of engines."""
-        counters = plgpu.ext.as_semaphores(self.counters)
-        for step in range(self.size - 1):
-            to, before = (self.me + 1 + step) % self.size, step * self.plan.units
-            source = _by_unit_last(self.leaving.at[step])
-            there = self.on(self.staging, to).at[self.among(self.me, to)]
-            there = _by_unit_last(there)
-            for k in range(self.plan.batches):
-                first, last = self.plan.units_of(k)
-                target = self.epoch * (last - first)
-                plgpu.semaphore_wait(counters.at[step, k, 0], target, decrement=False)
-
-                def move(u, _, before=before, source=source, there=there):
-                    self.carry_share(before + u, (source, u), (there, u), lambda: None)
-
-                lax.fori_loop(first, last, move, None)
-                self.signal(to, k)
-
-
-def _by_unit_last(summands):
-    """By chunk, consumer and unit."""
-    return summands.transpose((1, 2, 0, 3, 4, 5))
-
-
-@cached
-def _waiting(times):
-    """A kernel that lasts until a counter has been raised so many times by each launch."""
-
-    def body(counter, next_epoch):
-        counter = plgpu.ext.as_semaphores(counter)
-        plgpu.semaphore_wait(counter.at[0], next_epoch[0] * times, decrement=False)
-
-    return plgpu.kernel(body, out_type=(), kernel_name="await_summands")
-
-
 class _Engine(Collective):
     """A kernel, and the copies that feed it."""
 
@@ -248,8 +150,7 @@ class _Engine(Collective):
             )
         super().__init__(mesh, body, name, *args, **options)
         self.plan, self.stream, self.there = plan, None, {}
-        if arrives is not None:
-            self.came = plgpu.symm_empty(*arrives, mesh)
+        self.came = plgpu.symm_empty(*arrives, mesh)
         self.next_epoch, self.flags = self.lasting[0], self.lasting[-2]
         for x in [self.next_epoch] if mesh.group is not None else self.next_epoch:
             x[...] = 1
@@ -329,49 +230,6 @@ class Scatter(_Engine):
                 self._tell(me, to, k, next_epoch, of, copy)
 
 
-class Sums(_Engine):
-    """One kernel, and copies of what it has computed so far."""
-
-    def __init__(self, plan, arrives, mesh, *args, **options):
-        super().__init__(plan, arrives, mesh, *args, **options)
-        self.came, self.leaving, self.counters = self.lasting[1:4]
-        self.streams = [None] * _STREAMS
-
-    def _load(self):
-        """Kernels are loaded before one runs that needs another device."""
-        for k in range(self.plan.batches):
-            first, last = self.plan.units_of(k)
-            reached = self.next_epoch * (last - first)
-            _waiting(last - first)(reached.repeat(4), self.next_epoch)
-
-    def __call__(self, a, b, out=None):
-        if self.mesh.group is None:
-            return Collective.__call__(self, a, b, out=out)
-        torch = _torch()
-        me = _torch(".distributed").get_rank(self.mesh.group)
-        if self.streams[0] is None:
-            self.streams = [torch.cuda.Stream() for _ in self.streams]
-            self._load()
-        current, n = torch.cuda.current_stream(), self.mesh.size
-        for stream in self.streams:
-            stream.wait_stream(current)
-        made = Collective.__call__(self, a, b, out=out)
-        for step in range(n - 1):
-            to = (me + 1 + step) % n
-            there = self._of_peer(self.came, to)[me - (me > to)]
-            for k in range(self.plan.batches):
-                first, last = self.plan.units_of(k)
-                with torch.cuda.stream(
-                    self.streams[(step * self.plan.batches + k) % len(self.streams)]
-                ):
-                    _waiting(last - first)(self.counters[step, k], self.next_epoch)
-                    there[first:last].copy_(self.leaving[step, first:last])
-                    self._of_peer(self.flags, to)[k, 0, me : me + 1].copy_(self.next_epoch)
-        for stream in self.streams:
-            current.wait_stream(stream)
-        return made
-
-
 def gathered(plan, *args, **options):
     x = plan.x
     return Gather(plan, ((plan.parts - 1, x.m, x.k), x.dtypes[0]), *args, **options)
@@ -380,7 +238,3 @@ def gathered(plan, *args, **options):
 def scattered(plan, *args, **options):
     x = plan.x
     return Scatter(plan, ((plan.others, x.m, x.n), np.dtype(np.float32)), *args, **options)
-
-
-def summed(plan, *args, **options):
-    return Sums(plan, None, *args, **options)

@@ -249,11 +249,10 @@ class DeviceBlock(_Block):
         target = self.epoch * times if n is None else (self.epoch - 1) * times + n
         plgpu.semaphore_wait(self.flags.at[flag, 0, device], target, decrement=False)
 
-    def carry(self, slots, first, n, source, targets, there=None, arrived=None, early=False):
+    def carry(self, slots, first, n, source, targets, there=None, arrived=None):
         """A warp copies pieces j < n from source(j) to all of targets(j), by TMA through slots of
         shared memory. there(j) is called when piece j is there. first: pieces carried before.
-        arrived: the barriers of the slots. early: slots are filled again once they have been read,
-        and there(n - 1) alone is called."""
+        arrived: the barriers of the slots."""
         ahead, arrived = _PIECES - _LEAVING, self.arrived if arrived is None else arrived
 
         def load(j):
@@ -267,17 +266,16 @@ class DeviceBlock(_Block):
             for target in others:
                 plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], target, commit_group=False)
             plgpu.copy_smem_to_gmem(slots.at[it % _PIECES], last)
-            # the piece so many before is there, or has left its slot
-            plgpu.wait_smem_to_gmem(_LEAVING, wait_read_only=early)
+            plgpu.wait_smem_to_gmem(_LEAVING)  # the piece so many before is there
             pl.when(j + ahead < n)(lambda: load(j + ahead))
-            if there and not early:
+            if there:
                 pl.when(j >= _LEAVING)(lambda: there(j - _LEAVING))
 
         for j in range(ahead):
             pl.when(j < n)(lambda j=j: load(j))
         lax.fori_loop(0, n, send, None)
         plgpu.wait_smem_to_gmem(0)
-        for j in reversed(range(1 if early else _LEAVING)):
+        for j in reversed(range(_LEAVING)):
             if there:
                 pl.when(j < n)(lambda j=j: there(n - 1 - j))
 
@@ -697,7 +695,7 @@ class SumBlock(DeviceBlock):
         write()
         plgpu.barrier_arrive(self.filled.at[slot])
 
-    def carry_share(self, before, source, target, signals, arrived=None, early=False):
+    def carry_share(self, before, source, target, signals, arrived=None):
         """A block's share of a tile, from a place (memory, number in it) to another one. signals():
         is called when a chunk is there, or, if it is fetched (arrived), all of it. before: shares
         carried before."""
@@ -721,7 +719,6 @@ class SumBlock(DeviceBlock):
             lambda j: [piece(*target, j)],
             there,
             arrived,
-            early,
         )
 
     def carry_summands(self, w):
@@ -916,8 +913,6 @@ class PullSumPlan(SumPlan):
 
 
 class PullSumBlock(SumBlock):
-    early = False  # are slots filled again as soon as they were read?
-
     def roles(self):
         return [*super().roles(), self.puller]
 
@@ -968,7 +963,6 @@ class PullSumBlock(SumBlock):
                     (here, unit),
                     lambda: self.raised(source, unit),
                     arrived,
-                    self.early,
                 )
 
             lax.fori_loop(0, own, share, None)

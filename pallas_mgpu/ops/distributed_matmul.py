@@ -62,7 +62,7 @@ class Call(NamedTuple):
         waits = "staging", *(["waiting"] if isinstance(plan, products.SumPlan) else [])
 
         def run(refs, flags, epochs, **scratch):
-            engines = self.transfer in ("engine", "engines")
+            engines = self.transfer == "engine"
             named = plan.named_by_engine(refs) if engines else plan.named(refs, *waits)
             body(named | scratch, flags, epochs)
 
@@ -106,15 +106,12 @@ def _scattered(call):
         "push": (products.SumPlan, products.SumBlock, None),
         "pull": (products.PullSumPlan, products.PullSumBlock, None),
         "engine": (engine.OwnSumPlan, engine.OwnSumBlock, engine.scattered),
-        "engines": (engine.SumPlan, engine.SumBlock, engine.summed),
     }[call.transfer]
     plan, size = call.plan(kind), distributed._size(call.mesh, call.axis)
 
     def body(named, flags, epochs):
         named["a"] = named["a"].reshape((size, call.m, named["a"].shape[1]))
-        of = block(plan, call.axis, named, flags, epochs)
-        of.engines = call.mesh.group is not None
-        of.run()
+        block(plan, call.axis, named, flags, epochs).run()
 
     make = functools.partial(make, plan) if make else Collective
     return call.make("matmul_reduce_scatter", plan, body, (call.m, call.n), make)
