@@ -249,6 +249,10 @@ int pmpy_torch_written(PyObject *tensor) {
   if (!list) return -1;
   PyList_SET_ITEM(list, 0, Py_NewRef(tensor));
   PyObject *none = PyObject_CallOneArg(increment, list);
+  if (!none && PyErr_ExceptionMatches(PyExc_TypeError)) { /* older torch: of one tensor */
+    PyErr_Clear();
+    none = PyObject_CallOneArg(increment, tensor);
+  }
   Py_DECREF(list);
   Py_XDECREF(none);
   return none ? 0 : -1;

@@ -1,6 +1,9 @@
 """Kernels as operators of PyTorch: what torch.library promises of an operator, on the CPU, where
 kernels run on the interpreter. Nothing cuts a graph of gradients silently."""
 
+import json
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -112,6 +115,29 @@ def test_export():
     assert "test_torch.scale" in program.graph_module.code
     x = torch.randn(5, 4)
     torch.testing.assert_close(program.module()(x), 2 * x + 1)
+
+
+LOAD = """
+import sys, torch
+import pallas_mgpu.torch
+program = torch.export.load(sys.argv[1])
+print(program.module()(torch.arange(40.0).view(5, 8)).tolist())
+"""
+
+
+def test_export_to_another_process(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return pt.softmax(x * 0.1) + 1
+
+    shapes = {"x": {0: torch.export.Dim("batch", min=2)}}
+    program = torch.export.export(Module(), (torch.ones(3, 8),), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "program.pt2")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, tmp_path / "program.pt2"], capture_output=True, text=True
+    )
+    want = torch.softmax(torch.arange(40.0).view(5, 8) * 0.1, -1) + 1
+    torch.testing.assert_close(torch.tensor(json.loads(done.stdout or done.stderr)), want)
 
 
 def test_fake_tensors():
