@@ -162,8 +162,13 @@ pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
   const from f = {.rank = t->rank};
   if (pm_bind_scalar(e, op)) return PM_OK;
   const char *map = NULL;
+  int32_t only;
   if (pm_wants_array(e, out)) {
     map = pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_same, &f, "r");
+  } else if (pm_layout_register_map(e->arena, pm_layout_in(e, in), pm_layout_in(e, out), &only)) {
+    const char *name = pm_declare(e, out, out);
+    pm_line(e, "%s = %s;", name, pm_at(e, in, pm_str(e, "%d", only)));
+    return PM_OK;
   }
   if (map) {
     pm_bind_registers(e, op, map);

@@ -764,12 +764,25 @@ static int64_t linear_index(const pm_layout *l, const int64_t *index) {
   return at;
 }
 
+/* The register in which every lane holds the only element; false: not all lanes hold it. */
+static bool only_element(const pm_layout *l, int32_t *reg) {
+  int64_t index[PM_MAX_RANK];
+  if (product(l->shape, l->rank) != 1) return false;
+  for (*reg = 0; *reg < pm_layout_regs(l); ++*reg) {
+    int tid = 0;
+    while (tid < 128 && pm_layout_index(l, tid, *reg, index)) tid++;
+    if (tid == 128) return true;
+  }
+  return false;
+}
+
 bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map) {
   int64_t n_from = pm_layout_regs(from), n_to = pm_layout_regs(to), index[PM_MAX_RANK];
-  if (from->kind == PM_SPLAT || to->kind == PM_SPLAT) {
+  if (from->kind == PM_SPLAT) {
     for (int64_t r = 0; r < n_to; r++) map[r] = 0;
-    return from->kind == PM_SPLAT;
+    return true;
   }
+  if (to->kind == PM_SPLAT) return only_element(from, map);
   /* held[element] == tid + 1 + 128 * register, if lane tid is the last that was seen to hold it */
   int32_t *held = PM_NEW(a, int32_t, product(from->shape, from->rank));
   for (int64_t r = 0; r < n_to; r++) map[r] = -1;

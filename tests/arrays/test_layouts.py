@@ -460,3 +460,23 @@ def test_scratch_of_reductions_that_is_too_small():
     for n in (-1, 1.5, None, True):
         with pytest.raises(ValueError, match="reduction_scratch_bytes must be an int"):
             plgpu.CompilerParams(reduction_scratch_bytes=n)
+
+
+@pytest.mark.parametrize("interpret", [True, "emulate"])
+def test_scalars_from_registers_of_all_lanes(rng, interpret):
+    """Elements that every lane holds become scalars without shared memory."""
+
+    @plgpu.kernel(
+        out_type=plgpu.ShapeDtypeStruct((100,), jnp.float32),
+        scratch_types=[plgpu.SMEM((100,), jnp.float32)],
+        interpret=interpret,
+    )
+    def kernel(x_ref, o_ref, s_ref):
+        s_ref[...] = x_ref[...]
+        a, b, c, d = plgpu.load(s_ref.at[96:100], layout=L.TMA_INDICES_4)
+        o_ref[...] = x_ref[...] * (a - b) + c * d
+
+    x = rng.integers(-9, 9, 100).astype(np.float32)
+    np.testing.assert_array_equal(kernel(x), x * (x[96] - x[97]) + x[98] * x[99])
+    text = kernel.lower(x, target="sm_90a").as_text("cuda")
+    assert "through shared memory" not in text and text.count("ld_shared<f32") == 1
