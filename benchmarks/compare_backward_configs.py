@@ -138,15 +138,15 @@ def rotary_attention(b, shape, backward):
 
 def norm_configs(n):
     C = ops.NormBackwardConfig
-    found = {"chosen": None, "3 stages": C(stages=3), "4 stages": C(stages=4)}
-    if n > 2048:
-        found |= {f"{m} members": C(members=m) for m in (2, 4)}
-    for cluster in (2, 4, 8) if n > 16384 else ():
-        found[f"cluster of {cluster}"] = C(cluster=cluster)
-    if n >= 4096:
-        found["alike"] = C()
-        found |= {f"roles, {k} stages": C(roles=True, stages=k) for k in (2, 3)}
-        found |= {f"roles, pivot, {k} stages": C(roles=True, pivot=True, stages=k) for k in (2, 3)}
+    found = {"chosen": None}
+    if n <= 8192:
+        found |= {"alike": C(), "alike, 3 stages": C(stages=3)}
+    if 2048 < n <= 8192:
+        found |= {f"alike, {m} members": C(members=m) for m in (2, 4)}
+    for cluster in (1, 2, 4, 8):
+        if 1024 <= n // cluster <= 8192:
+            made = {k: C(roles=True, cluster=cluster, stages=k) for k in (2, 3)}
+            found |= {f"roles, clusters of {cluster}, {k} stages": c for k, c in made.items()}
     return {f"ours, {name}": config for name, config in found.items()}
 
 

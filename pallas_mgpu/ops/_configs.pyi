@@ -64,7 +64,6 @@ class NormBackwardConfig(NamedTuple):
     height: int = 0
     stages: int = 0
     roles: bool = False
-    pivot: bool = False
 
 class NormConfig(NamedTuple):
     height: int = 1

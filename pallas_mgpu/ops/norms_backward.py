@@ -37,13 +37,8 @@ _OPERANDS = ("grad", "x", "weight", "add")
 _SHORT = 512  # elements of a row that do not pass through shared memory
 _HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
 _PART = 2048  # elements of a part of a longer row
-_CHOSEN = NormBackwardConfig()
-_FASTEST = [  # columns from, to
-    ("layer_norm", 4096, 6144, NormBackwardConfig(roles=True, pivot=True, stages=3)),
-    ("layer_norm", 6145, 8192, NormBackwardConfig(roles=True, stages=2)),
-    ("layer_norm", 16385, 65536, NormBackwardConfig(roles=True, pivot=True, stages=3)),
-    ("rms_norm", 16385, 32768, NormBackwardConfig(roles=True, stages=2)),
-]
+_RING, _ROLES = NormBackwardConfig(), NormBackwardConfig(roles=True)
+_WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of each role
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
 
 
@@ -79,8 +74,6 @@ class Problem(NamedTuple):
 
 class _Tile:
     """A tile of `height` rows, in parts of `width` elements, while it is traced."""
-
-    once = False  # statistics by one exchange, see _norms_backward_ring.py
 
     def __init__(self, x, refs, height, width):
         self.x, self.refs, self.height, self.width = x, refs, height, width
@@ -149,62 +142,24 @@ class _Tile:
 class _Row:
     """The statistics of a tile, and from them the normalised values and the gradient of a part."""
 
-    def __init__(self, t, complete=True):
-        """complete: with statistics; else one of the next two methods comes next."""
+    def __init__(self, t):
         self.t, self.held, self.mean = t, {}, None
-        if not complete:
-            return
         if t.x.name == "softmax":
-            (self.dot,) = t.sum(lambda k: (self.load("grad", k) * self.load("x", k),))
-        elif t.x.name == "layer_norm" and t.once:
-            self.take_sums(t.exchange(self.sums_of_segment()))
-        else:
-            if t.x.name == "layer_norm":
-                total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
-                self.mean, self.grads = total * _F32(1 / t.x.n), grads * _F32(1 / t.x.n)
-            squares, dot = t.sum(self.products)
-            self._take_products(squares, dot)
+            (self.dot,) = t.sum(self.dot_of_part)
+            return
+        if t.x.name == "layer_norm":
+            total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
+            self.mean, self.grads = total * _F32(1 / t.x.n), grads * _F32(1 / t.x.n)
+        self.scale(*t.sum(self.products))
 
-    def sums_of_segment(self, meanwhile=lambda k: None):
-        """What the statistics of a norm are made of, of the warpgroup's segment of a row: sums of
-        x * x and g * x; or of x and g, and of the same two about the segment's mean. meanwhile:
-        called while part k is in registers for the first time."""
-        t, of_rms, pivot = self.t, self.t.x.name == "rms_norm", None
-        if t.plan.pivot:
-            self.mean = pivot = t.pivot_of_segment()
-
-        def first(k):
-            found = () if of_rms else (self.y(k), self.g(k))
-            if of_rms or pivot is not None:
-                found += self.products(k)
-            meanwhile(k)
-            return found
-
-        sums = t.sum_of_segment(first)
-        if of_rms:
-            return sums
-        if pivot is not None:
-            total, grads, squares, dot = sums
-            mean = t.mean_of_segment(total)
-            squares = jnp.maximum(squares - total * mean, 0.0)
-            return [total + pivot * t.size_of_segment(), grads, squares, dot - grads * mean]
-        self.mean = t.mean_of_segment(sums[0])
-        return [*sums, *t.sum_of_segment(self.products, rolled=True)]
-
-    def take_sums(self, of_segments):
-        """The statistics from these sums of all segments."""
-        if self.t.x.name == "rms_norm":
-            squares, dot = (sum(of_segment[v] for of_segment in of_segments) for v in range(2))
-        else:
-            self.mean, grads, squares, dot = self.t.moments(of_segments)
-            self.grads = grads * _F32(1 / self.t.x.n)
-        self._take_products(squares, dot)
-        return self
-
-    def _take_products(self, squares, dot):
+    def scale(self, squares, dot):
+        """The factor of the norm, and the mean of g * y, from sums over the row."""
         n = _F32(1 / self.t.x.n)
         self.factor = lax.rsqrt(squares * n + _F32(self.t.x.eps))
         self.dot = dot * self.factor * n
+
+    def dot_of_part(self, k):
+        return (self.load("grad", k) * self.load("x", k),)
 
     def products(self, k):
         return jnp.square(self.y(k)), self.g(k) * self.y(k)
@@ -229,12 +184,15 @@ class _Row:
             self.held[name] = make()
         return self.held[name]
 
+    def raw_grad(self, k):
+        # after the barrier it is as it was loaded: float32 would take twice the registers
+        return lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32)
+
     def g(self, k):
         if self.t.x.dtypes[2] is None:
             return self.load("grad", k)
-        # after the barrier it is as it was loaded: float32 would take twice the registers
-        grad = lax.optimization_barrier(self.exact("grad", k))
-        return self._held("g", k, lambda: grad.astype(jnp.float32) * self.t.weight(k))
+        grad = self.raw_grad(k)
+        return self._held("g", k, lambda: grad * self.t.weight(k))
 
     def y(self, k):
         """Before the factor of the row."""
@@ -251,12 +209,91 @@ class _Row:
         out = out - self.y(k) * (self.factor * self.factor * self.dot)
         return out if self.t.x.dtypes[3] is None else out + self.load("add", k)
 
-    def sums(self, k, weight=True, bias=True):
+    def sums(self, k):
         """What part k adds to the gradients of the weight and the bias, if there are these."""
-        grad, found = lax.optimization_barrier(self.exact("grad", k)).astype(jnp.float32), []
-        if weight and self.t.x.dtypes[2] is not None:
+        grad, found = self.raw_grad(k), []
+        if self.t.x.dtypes[2] is not None:
             found.append(grad * self.y(k) * self.factor)
-        return found + ([grad] if bias and self.t.x.bias else [])
+        return found + ([grad] if self.t.x.bias else [])
+
+
+class _SentRow(_Row):
+    """A row whose statistics one warpgroup sends to another: see _norms_backward_roles.py."""
+
+    def __init__(self, t):
+        self.t, self.part, self.held, self.mean = t, None, {}, None
+
+    def _held(self, name, k, make):
+        """Registers hold a part while it is worked on."""
+        if k is not self.part:
+            self.part, self.held = k, {}
+        if name not in self.held:
+            self.held[name] = make()
+        return self.held[name]
+
+    def sums_of_segment(self, meanwhile):
+        """What statistics are made of, of the warpgroup's segment of a row: of softmax the sum of
+        grad * y; of rms_norm those of x * x and g * x; of layer_norm those of x and g, and of the
+        same two about the segment's mean. meanwhile: called while part k is in registers."""
+        t, name = self.t, self.t.x.name
+        if name == "layer_norm":
+            self.mean = t.pivot_of_segment()
+
+        def of_part(k):
+            found = (self.y(k), self.g(k)) if name == "layer_norm" else ()
+            found += self.dot_of_part(k) if name == "softmax" else self.products(k)
+            meanwhile(k)
+            return found
+
+        sums = t.sum_of_segment(of_part)
+        if name != "layer_norm":
+            return sums
+        total, grads, squares, dot = sums
+        mean = t.mean_of_segment(total)
+        squares = jnp.maximum(squares - total * mean, 0.0)
+        total = total + self.mean * t.size_of_segment()
+        return [total, grads, squares, dot - grads * mean]
+
+    def take_sums(self, sums):
+        """The statistics from these sums of all segments, an array (segment, sum)."""
+        if self.t.x.name == "layer_norm":
+            self.mean, grads, squares, dot = self.t.moments(sums)
+            self.grads = grads * _F32(1 / self.t.x.n)
+            self.scale(squares, dot)
+            return self
+        of_all = [jnp.sum(sums[:, v : v + 1], axis=0, keepdims=True) for v in range(sums.shape[1])]
+        if self.t.x.name == "softmax":
+            (self.dot,) = of_all
+        else:
+            self.scale(*of_all)
+        return self
+
+    def scaled_grad(self, k):
+        return self._held("scaled grad", k, lambda: self.load("grad", k) * self.factor)
+
+    def distance(self, k):
+        """From the mean: also where there is no element, whose gradient is 0."""
+        x = self.load("x", k)
+        return x if self.mean is None else x - self.mean
+
+    def result(self, k):
+        if self.t.x.name == "softmax":
+            return super().result(k)
+        out = self.scaled_grad(k)
+        if self.t.x.dtypes[2] is not None:
+            out = out * self.t.weight(k)
+        if self.mean is not None:
+            out = out - self.grads * self.factor
+        out = out - self.distance(k) * (self.factor * self.factor * self.dot)
+        return out if self.t.x.dtypes[3] is None else out + self.load("add", k)
+
+    def of_weight(self, k):
+        """What part k adds to the gradient of the weight, if there is one."""
+        has = self.t.x.dtypes[2] is not None
+        return [self.scaled_grad(k) * self.distance(k)] if has else []
+
+    def of_bias(self, k):
+        return [self.raw_grad(k)] if self.t.x.bias else []
 
 
 def _names(x):
@@ -482,16 +519,15 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
     problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
     operands = [v for v in (grad, x, weight, add) if v is not None]
-    configs = _chosen(problem) if config is None else [_checked(name, config)]
-    rings = (_ring(problem, x.device, operands, sms, c) for c in configs)
-    ring = next(filter(None, rings), None)
+    chosen = _chosen(problem) if config is None else _checked(name, config)
+    ring = _ring(problem, x.device, operands, sms, chosen)
     if config is not None and ring is None:
         raise ValueError(
             f"{name}_backward: rows of {n} elements cannot pass through shared memory with {config}"
         )
     of = x.dtype if weight is None else weight.dtype
     if ring:
-        kernel = ring(_Row, interpret)
+        kernel = ring(interpret)
         if not problem.sums:
             return kernel
         shape = kernel.definition.outs[1].shape
@@ -514,12 +550,14 @@ def _checked(name, config):
             f"{name}: a NormBackwardConfig has 1, 2 or 4 members and a cluster of 1, 2, 4 or 8;"
             f" got {config}"
         )
-    if c.pivot and not c.roles:
-        raise ValueError(f"{name}: a NormBackwardConfig has a pivot with roles only; got {config}")
-    if c.roles and (c.members or c.height):
+    if c.roles and (c.members == 4 or c.height):
         raise ValueError(
-            f"{name}: a NormBackwardConfig has, with roles, 0 members and a height of 0; got"
+            f"{name}: a NormBackwardConfig has, with roles, up to 2 members and a height of 0; got"
             f" {config}"
+        )
+    if c.cluster > 1 and not c.roles:
+        raise ValueError(
+            f"{name}: a NormBackwardConfig has a cluster with roles only; got {config}"
         )
     if c.height < 0 or c.stages < 0 or c.stages == 1:
         raise ValueError(
@@ -530,25 +568,25 @@ def _checked(name, config):
 
 
 def _chosen(x):
-    """The configs that are tried: first the fastest on an H100, of 16-bit arrays and without one to
-    add. Others were not compared."""
-    if x.dtypes[3] is None and all(d is None or d.itemsize == 2 for d in x.dtypes):
-        for name, shortest, longest, config in _FASTEST:
-            if x.name == name and shortest <= x.n <= longest:
-                return config, _CHOSEN
-    return (_CHOSEN,)
+    """The config that was the fastest on an H100."""
+    narrow = all(d is None or d.itemsize == 2 for d in (*x.dtypes[:2], x.dtypes[3]))
+    if x.name == "layer_norm" and narrow and _WIDE < x.n <= _PAIR:
+        return NormBackwardConfig(roles=True, members=1)
+    return _ROLES if x.n > (_PAIR if narrow else _HELD) else _RING
 
 
-def _ring(x, device, operands, sms, config=_CHOSEN):
+def _ring(x, device, operands, sms, config):
     """What makes the kernel whose rows pass through shared memory; None where they cannot be: TMA
     takes aligned rows. Lanes have too many statistics of short rows."""
     if x.n < _SHORT or not {"TMA", "CLUSTER"} <= set(_core.target(device)["features"]):
         return None
     if not all(v.aligned and v.shape[-1] * v.dtype.itemsize % 16 == 0 for v in operands):
         return None
-    module = _norms_backward_roles if config.roles else _norms_backward_ring
+    module, row = (_norms_backward_ring, _Row)
+    if config.roles:
+        module, row = _norms_backward_roles, _SentRow
     plan = module.plan(x, _names(x), sms, config)
-    return functools.partial(module.kernel, plan) if plan else None
+    return functools.partial(module.kernel, plan, row) if plan else None
 
 
 @plgpu.specialize
@@ -572,9 +610,9 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
     x = Problem("softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape)
     if inner > 1:
         return _columns(x, interpret)
-    ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device))
+    ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device), _ROLES)
     if ring:
-        return ring(_Row, interpret)
+        return ring(interpret)
     return _rows(x, 0, interpret)
 
 
