@@ -8,9 +8,10 @@ of the gradient of x is
     layer_norm   r * (g - mean(g) - y * mean(g * y))
 
 The statistics of a row are computed again from x, which is read anyway, so that a forward saves
-nothing. Aligned rows pass through shared memory: _norms_backward_ring.py. Here are the others, and
-the formulas. A block works on tiles of whole rows, about 2048 elements, one after the other; rows
-that registers do not hold are read in parts, once for each pass over the row.
+nothing. Aligned rows pass through shared memory: _norms_backward_ring.py, long ones
+_norms_backward_roles.py. Here are the others, and the formulas. A block works on tiles of whole
+rows, about 2048 elements, one after the other; rows that registers do not hold are read in parts,
+once for each pass over the row.
 
 Gradients of the weight and of the bias are sums over rows: each block adds up those of its own rows
 in registers, or in global memory where a row has parts, and further kernels add up the sums of the
