@@ -63,8 +63,8 @@ class Plan:
         self.part = pl.cdiv(width, self.parts * grain) * grain
         self.width = self.part * self.parts
         self.tiles = x.outer
-        most = int(clusters_at_once(sms, cluster))
-        self.programs = max(1, min(most, pl.cdiv(x.outer, self.teams)))
+        at_once = int(clusters_at_once(sms, cluster))
+        self.programs = max(1, min(at_once, pl.cdiv(x.outer, self.teams)))
         self.of_tile = [n for n in names if n != "weight"]
         self.kept = "weight" in names
         self.summed = x.sums if self.teams > 1 else 0
@@ -76,7 +76,8 @@ class Plan:
             used += _PAIRS * self.width * x.dtype_of("weight").itemsize
         size = _PAIRS * self.width * sum(x.dtype_of(n).itemsize for n in self.of_tile)
         chosen = max(2, min(3 if cluster <= 2 else 4, _FLIGHT[cluster == 8] // size))
-        self.stages = min((SMEM_BYTES - used) // size, cfg.stages or chosen, _GROUP - 1)
+        most = _GROUP // self.teams - 1  # an array has up to 32 barriers
+        self.stages = min((SMEM_BYTES - used) // size, cfg.stages or chosen, most)
         self.slots = max(self.stages, pl.cdiv(_ALONE - used, size))  # with those nobody uses
         self.buffers = (_GROUP if cluster > 1 else self.stages) + self.stages
         # where segments are long, registers of a lane of each role: statistics, gradients

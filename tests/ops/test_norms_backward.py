@@ -115,6 +115,7 @@ CONFIGS = [  # shape, config
     ((9, 4096), C(members=4)),
     ((9, 5000), C(roles=True)),
     ((150, 1032), C(roles=True, members=1, stages=2)),
+    ((9, 520), C(roles=True, members=1, stages=20)),
     ((300, 1032), C(roles=True, cluster=8, stages=2)),  # slots and buffers are used again
     ((5, 12296), C(roles=True, cluster=4)),
     ((2, 33000), C(roles=True, stages=2)),
