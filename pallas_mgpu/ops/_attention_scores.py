@@ -13,6 +13,7 @@ decisions in any order."""
 
 import copy
 import math
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -183,14 +184,9 @@ def options(
     keys: how many there are; 0: as k has. open_: are lengths known only when the kernel runs?"""
     keys = keys or k.shape[1]
     bias, cu_q, cu_k, seed = arrays
-    left, right = (None, None) if window is None else window
-    for side in (left, right):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
-            raise ValueError(
-                f"{name}: window must be (left, right), each None or an int from 0; got {window!r}"
-            )
-    softcap = 0.0 if softcap is None else float(softcap)
-    if not 0 <= softcap < math.inf:
+    left, right = _window(name, window)
+    softcap = 0.0 if softcap is None else _finite(name, "softcap", softcap)
+    if softcap < 0:
         raise ValueError(f"{name}: softcap must be positive and finite, got {softcap}")
     if not 0 <= dropout < 1:
         raise ValueError(f"{name}: dropout must be from 0 and less than 1, got {dropout}")
@@ -210,6 +206,36 @@ def options(
     shape = None if bias is None else bias.shape
     found = Scores(left, right, bool(bottom_right), softcap, shape, float(dropout), sequences)
     return PLAIN if causal and found == Scores(right=0) else found
+
+
+def _finite(name, what, x):
+    try:
+        found = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {what} must be a number or None, got {x!r}") from None
+    if not math.isfinite(found):
+        raise ValueError(f"{name}: {what} must be finite, got {found}")
+    return found
+
+
+def scale_of(name, scale, dim):
+    """What scores are multiplied with."""
+    return float(dim**-0.5) if scale is None else _finite(name, "scale", scale)
+
+
+def _window(name, window):
+    """Its sides, as ints or None."""
+    sides = (None, None) if window is None else window
+    fits = isinstance(sides, (tuple, list)) and len(sides) == 2
+    for side in sides if fits else ():
+        fits &= (
+            side is None or not isinstance(side, bool) and hasattr(side, "__index__") and side >= 0
+        )
+    if not fits:
+        raise ValueError(
+            f"{name}: window must be (left, right), each None or an int from 0; got {window!r}"
+        )
+    return tuple(None if side is None else operator.index(side) for side in sides)
 
 
 def _check_bias(name, bias, whole, dtype):

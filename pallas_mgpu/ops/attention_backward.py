@@ -238,7 +238,7 @@ def attention_backward(
     )
     if bias_gradient and bias is None:
         raise ValueError(f"{name}: bias_gradient needs the bias")
-    scale = float(dim**-0.5 if scale is None else scale)
+    scale = _attention_scores.scale_of("attention_backward", scale, dim)
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     how = causal, window, bottom_right, softcap, dropout
     scores = _attention_scores.options(name, q, k, arrays, *how)
