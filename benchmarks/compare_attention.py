@@ -53,7 +53,7 @@ PREFILL = [
 ]
 DECODE = [D(half=True), D(words=True), D(half=True, words=True), D(3, half=True, words=True),
           D(2, half=True, words=True)]  # fmt: skip
-MLA = [M(columns=64), M(shared=True), M(columns=64, shared=True)]
+MLA = [M(32), M(64, 1)]
 
 
 def show(name, us, errors, failed):

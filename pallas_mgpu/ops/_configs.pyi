@@ -55,8 +55,6 @@ class MixedConfig(NamedTuple):
 class MlaConfig(NamedTuple):
     block: int = 64
     stages: int = 0
-    columns: int = 128
-    shared: bool = False
 
 class NormBackwardConfig(NamedTuple):
     members: int = 0

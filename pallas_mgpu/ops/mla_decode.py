@@ -24,7 +24,7 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_scores import PLAIN, Scores
+from ._attention_scores import PLAIN, Scores, scale_of
 from ._common import SMEM_BYTES, Ring, overlap_launches, swizzled, warp_specialized
 from ._decode_shares import Shares, WithParts, check_array, check_pages, memory_of
 
@@ -34,21 +34,17 @@ _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is multiplied
 _ROWS = 64  # of a tile
 _ADDERS = 2
 _SCORER = _ADDERS
+_WIDTH = 128  # columns of an accumulator, at most
 _REGISTERS = {"producer": 24, "scorer": 112, "adder": 184}  # of a lane
-_SHARED_REGISTERS = {"producer": 24, "scorer": 88, "adder": 200}  # addresses of another block
 _PART = 32  # columns of a result that are merged at a time
 
 
 class MlaConfig(NamedTuple):
     """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots;
-    0: as many as fit. ``columns``: of an accumulator, 64 or 128; the parts of a slot that they read
-    are filled and freed one by one. ``shared``: two blocks with the same rows of the cache, for 128
-    heads or more, are a cluster and fetch half of them each, for both."""
+    0: as many as fit."""
 
     block: int = 64
     stages: int = 0
-    columns: int = 128
-    shared: bool = False
 
 
 class _Problem(NamedTuple):
@@ -78,6 +74,7 @@ class _Problem(NamedTuple):
 
 class _Plan:
     consumers = _ADDERS + 1
+    axes: dict[str, int] = {}
 
     def __init__(self, x, cfg, sms):
         self.x, self.block = x, cfg.block
@@ -86,11 +83,10 @@ class _Plan:
         self.heads = self.tiles // self.lanes
         units = x.batch * self.heads * pl.cdiv(x.keys, self.block)
         self.places = min(sms // self.lanes, units)
-        self.axes = {"pair": 2} if cfg.shared and self.lanes % 2 == 0 else {}
-        self.clusters = self.places * self.lanes // (1 + len(self.axes))
+        self.clusters = self.places * self.lanes
         self.piece = math.gcd(x.page, self.block) if x.page else self.block
         self.part = x.value_dim // _ADDERS  # columns of an adder
-        self.width = math.gcd(self.part, cfg.columns)  # of an accumulator
+        self.width = math.gcd(self.part, _WIDTH)  # of an accumulator
         # Columns of a slot that adders are done with at the same time are filled together: those of
         # the first accumulators, with all that are no values, then those of the second ones.
         self.groups = [
@@ -120,8 +116,7 @@ class _Plan:
         found |= Ring.barriers(1, 1, 1, prefix="q_")
         for i, group in enumerate(self.groups):
             copies = self.block // self.piece * len(group)
-            axes = tuple(self.axes)
-            found |= Ring.barriers(self.stages, copies, _ADDERS, axes, prefix=f"k{i}_")
+            found |= Ring.barriers(self.stages, copies, _ADDERS, prefix=f"k{i}_")
         return found | Ring.barriers(self.turns, 1, _ADDERS, prefix="p_")
 
 
@@ -136,7 +131,7 @@ class _Block(Shares):
         ]
 
     def run(self):
-        me, registers = lax.axis_index("wg"), _SHARED_REGISTERS if self.plan.axes else _REGISTERS
+        me = lax.axis_index("wg")
         roles = (
             (me < _ADDERS, "adder", "increase", lambda: self.adder(me)),
             (me == _SCORER, "scorer", "decrease", self.scorer),
@@ -145,7 +140,7 @@ class _Block(Shares):
         for here, name, action, work in roles:
 
             def role(name=name, action=action, work=work):
-                plgpu.set_max_registers(registers[name], action=action)
+                plgpu.set_max_registers(_REGISTERS[name], action=action)
                 work()
 
             pl.when(here)(role)
@@ -165,8 +160,6 @@ class _Block(Shares):
         self.queries.acquire(tile)
         plgpu.copy_gmem_to_smem(q.at[b, pl.ds(t * _ROWS, _ROWS)], self.q_smem, self.q_full.at[0])
 
-        shared = {"collective_axes": "pair"} if self.plan.axes else {}
-
         def one(j, it):
             key = (high - 1 - j) * self.block
             pieces = self.pieces(b, 0, key, length)
@@ -177,7 +170,7 @@ class _Block(Shares):
                     here = self.k_smem.at[slot] if rows is None else self.k_smem.at[slot, rows]
                     for columns in (pl.ds(*c) for c in group):
                         there, here_too = self.k.at[(*at, columns)], here.at[:, columns]
-                        plgpu.copy_gmem_to_smem(there, here_too, ring.full.at[slot], **shared)
+                        plgpu.copy_gmem_to_smem(there, here_too, ring.full.at[slot])
             return it + 1
 
         return tile + 1, lax.fori_loop(0, high - low, one, it0)
@@ -197,7 +190,8 @@ class _Block(Shares):
 
         def one(j, state):
             key = (high - 1 - j) * self.block
-            return self.score(tile, t, key, length, j == high - low - 1, it0 + j, *state)
+            last = j == high - low - 1
+            return self.score(tile, t, key, length, last, it0 + j, *state)
 
         lax.fori_loop(0, high - low, one, (m, sums))
         return tile + 1, it0 + (high - low)
@@ -471,12 +465,11 @@ def mla_decode(
     config = MlaConfig() if config is None else config
     if not isinstance(config, MlaConfig):
         raise TypeError(f"mla_decode: config must be an MlaConfig, got {config!r}")
-    if config.block not in (32, 64) or config.stages < 0 or config.columns not in (64, 128):
+    if config.block not in (32, 64) or config.stages < 0:
         raise ValueError(
-            "mla_decode: an MlaConfig has a block of 32 or 64, stages from 0 and 64 or 128 columns;"
-            f" got {config}"
+            f"mla_decode: an MlaConfig has a block of 32 or 64 and stages from 0; got {config}"
         )
-    scale = float(dim**-0.5 if scale is None else scale)
+    scale = scale_of("mla_decode", scale, dim)
     page = 0 if page_table is None else cache.shape[1]
     keys = page_table.shape[1] * page if page else cache.shape[1]
     given = kv_lengths is not None, page, bool(causal) and queries > 1
