@@ -28,7 +28,7 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_scores import PLAIN, Scores, Tile, options
+from ._attention_scores import PLAIN, Scores, Tile, options, scale_of
 from ._common import (
     SMEM_BYTES,
     Ring,
@@ -215,12 +215,11 @@ class _Block(Shares):
         x, p = self.x, self.plan
         group = x.heads // x.kv_heads
         q = self.q.reshape((x.batch * x.queries, x.kv_heads, group, x.dim))
-        row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (p.columns,), 0), p.rows - 1)
-        at = b * x.queries + row // group, head, row % group
-        if p.dim == x.dim:
-            value = q[at]
+        # numbers of single elements where those of rows would share a layout with the result's
+        if group > 1 and p.dim == x.dim and p.value_dim == x.value_dim:
+            value = q[self.place_of(b, head, lax.broadcasted_iota(jnp.int32, (p.columns,), 0))]
         else:
-            (at, keep), zero = self.elements(at, p.dim, x.dim), np.zeros((), x.dtype)
+            (at, keep), zero = self.elements(b, head, p.dim, x.dim), np.zeros((), x.dtype)
             value = pl.load(q, at, mask=keep, other=zero)
         scale = None
         if p.dtype != x.dtype:
@@ -239,13 +238,18 @@ class _Block(Shares):
         value = value * lax.broadcast_in_dim(1 / top, value.shape, [0])
         return value.astype(np.float16), plgpu.layout_cast(top, plgpu.Layout.WGMMA.reduce(0))
 
-    def elements(self, at, width, dim):
+    def place_of(self, b, head, row):
+        """Indices of rows of queries or of the result; of the last one for those beyond it."""
+        x, row = self.x, jnp.minimum(row, self.plan.rows - 1)
+        group = x.heads // x.kv_heads
+        return b * x.queries + row // group, head, row % group
+
+    def elements(self, b, head, width, dim):
         """Indices of single elements of rows with so many of them, and which are there."""
-        shape = self.plan.columns, width
-        row, head, member = at
-        row, member = (lax.broadcast_in_dim(i, shape, [0]) for i in (row, member))
-        column = lax.broadcasted_iota(jnp.int32, shape, 1)
-        return (row, head, member, jnp.minimum(column, dim - 1)), column < dim
+        row, column = (
+            lax.broadcasted_iota(jnp.int32, (self.plan.columns, width), i) for i in (0, 1)
+        )
+        return (*self.place_of(b, head, row), jnp.minimum(column, dim - 1)), column < dim
 
     def attend_segment(self, acc, me, found, carry):
         """The consumers alternate between blocks; each adds up a part of what others have. carry:
@@ -467,13 +471,12 @@ class _Block(Shares):
         if p.words:
             value = out_of_words(value)
         keep = row < p.rows
-        at = b * x.queries + row // group, head, row % group
         o = self.o.reshape((x.batch * x.queries, x.kv_heads, group, x.value_dim))
         mask = lax.broadcast_in_dim(keep, (p.columns, p.value_dim), [0])
         if p.value_dim == x.value_dim:
-            pl.store(o, at, value.T, mask=mask)
+            pl.store(o, self.place_of(b, head, row), value.T, mask=mask)
         else:
-            there, inside = self.elements(at, p.value_dim, x.value_dim)
+            there, inside = self.elements(b, head, p.value_dim, x.value_dim)
             pl.store(o, there, value.T, mask=mask & inside)
         if x.return_lse:
             lse = (jnp.where(m <= _MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
@@ -663,7 +666,7 @@ def attention_decode(
     right = 0 if causal else scores.right
     right = None if queries == 1 else right  # the last query sees the last key in any case
     scores = scores._replace(right=right, bottom_right=False)
-    scale = float(dim**-0.5 if scale is None else scale)
+    scale = scale_of("attention_decode", scale, dim)
     page = 0 if page_table is None else k.shape[1]
     keys = page_table.shape[1] * page if page else k.shape[1]
     shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale
