@@ -10,6 +10,7 @@ class AttentionConfig(NamedTuple):
     q_registers: bool = False
     programs: int = 0
     apart: bool = False
+    early: bool = False
 
 class AttentionDecodeConfig(NamedTuple):
     consumers: int = 0

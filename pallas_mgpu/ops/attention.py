@@ -34,6 +34,7 @@ from pallas_mgpu._caches import cached
 from pallas_mgpu._frameworks import special
 
 from . import (
+    _attention_parts,
     _attention_rotary,
     _attention_scores,
     _attention_tensor_memory,
@@ -55,7 +56,6 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     buffer,
-    overlap_launches,
     padded,
     store,
     warp_specialized,
@@ -68,7 +68,6 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
-_PART_BLOCKS = 8  # blocks of a part of the keys, at least: merging takes a few microseconds
 _QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
 _ROWS = 2**31 - 2  # of an array, at most
 _WIDTHS = (64, 96, 128, 192, 256)
@@ -83,7 +82,8 @@ class AttentionConfig(typing.NamedTuple):
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
     for P V and the next K after the softmax. ``hold``: also release K only then. ``q_registers``:
     keep Q in registers. ``programs``: the number of blocks; 0: one for each SM. ``apart``: wait for
-    P V before the softmax, which has the registers of P then."""
+    P V before the softmax, which has the registers of P then. ``early``: probabilities are
+    converted before O is rescaled, beside the exponentials."""
 
     consumers: int = 2
     block: int = 128
@@ -94,6 +94,7 @@ class AttentionConfig(typing.NamedTuple):
     q_registers: bool = False
     programs: int = 0
     apart: bool = False
+    early: bool = False
 
 
 def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
@@ -111,7 +112,7 @@ def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     if head_dim in (96, 128):
         # the producer needs registers for the addresses of pages, the consumers for ends of batches
         held = kind != "paged" and (causal or kind != "batches")
-        return AttentionConfig(min(2, most), 128, 2, q_registers=held)
+        return AttentionConfig(min(2, most), 128, 2, q_registers=held, early=held)
     return AttentionConfig(min(2, most), 64, 2)
 
 
@@ -227,8 +228,6 @@ class _Plan:
             "v_smem": buffer(self.stages, self.block, self.value_dim, dtype=x.dtype),
             "o_smem": buffer(consumers, 64, self.out, dtype=x.out_dtype),
         }
-        if self.cleans and consumers > 1:
-            found["cleaned"] = plgpu.Barrier()
         if x.return_lse:
             found["lse_smem"] = plgpu.SMEM((consumers, 64), _F32)
         found |= Ring.barriers(self.q_slots, consumers, consumers, prefix="q_")
@@ -516,12 +515,14 @@ class _Block(WarpSpecialized):
             # The loop of this wait ends the basic block: without it ptxas moves the wait for the
             # products up, before the exponentials.
             s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
+        p = self.arranged(s.astype(self.x.dtype)) if cfg.early else None
+        if cfg.late:
             self.k_ring.wait(now.it + 1)
         if not cfg.apart:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
-        p = self.arranged(s.astype(self.x.dtype))
+        p = p if cfg.early else self.arranged(s.astype(self.x.dtype))
         return _State(w, t, row, end, c, ended, tail, now.it + 1, new, sums, p, q)
 
     def is_last(self, now):
@@ -628,9 +629,8 @@ class _Block(WarpSpecialized):
         return s, m, sums, ended, tail, lax.cond(last & (now.t < p.total), following, same, q)
 
     def clean(self, me, values, now):
-        """The first consumer makes values 0 that come after the last key; the others, whose turn
-        comes later, wait for that."""
-
+        """The first consumer makes values 0 that come after the last key, before the turn of the
+        others."""
         n = 8 if self.plan.value_dim > 128 else 16
 
         def part(i, _):
@@ -642,14 +642,9 @@ class _Block(WarpSpecialized):
         def _():
             lax.fori_loop(now.tail // n, self.plan.block // n, part, None)
             plgpu.commit_smem()
-            if self.plan.consumers > 1:
-                plgpu.barrier_arrive(self.cleaned)
-
-        if self.plan.consumers > 1:
-            pl.when(me > 0)(lambda: plgpu.barrier_wait(self.cleaned))
 
     def last_of(self, t):
-        """The key after the last one that queries of a tile see, but for causal and window."""
+        """A key after all that queries of a tile see: beyond it there may be anything."""
         return self.keys_of(self.tile_of(t)[3])
 
     def masked(self, now, s):
@@ -719,7 +714,7 @@ class _Block(WarpSpecialized):
         """Stores a consumer's rows of tile t."""
         p, x = self.plan, self.x
         tile, part, head, b = self.tile_of(t)
-        at, head = tile * p.rows + me * 64, part * x.heads + head
+        at, row = tile * p.rows + me * 64, part * x.heads + head  # of the results of the parts
         sums = jnp.sum(sums, axis=1)
         value = value * _along_rows(self.reciprocal(sums), p.value_dim)
         value = self.result(value, b, head).astype(x.out_dtype)
@@ -728,13 +723,13 @@ class _Block(WarpSpecialized):
             first = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
         for c in range(0, p.value_dim, p.out):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.send(me, value[:, c : c + p.out], b, at, (head, pl.ds(first + c, p.out)))
+            self.send(me, value[:, c : c + p.out], b, at, (row, pl.ds(first + c, p.out)))
         if x.return_lse:
             top = self.scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
             at = pl.ds(at, 64)
-            there = (b, head, at) if p.parts == 1 else (b, at, head)
+            there = (b, row, at) if p.parts == 1 else (b, at, row)
             store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
 
     def send(self, me, value, b, row, columns):
@@ -803,8 +798,7 @@ class _ScoredBlock(_Block):
     def last_of(self, t):
         if not self.x.scores.sequences:
             return super().last_of(t)
-        tile = jnp.minimum(self.tile_of(t)[0], self.plan.q_tiles - 1)
-        return self.ranges.of_tile(tile * self.plan.rows, self.plan.rows)[1]
+        return self.ranges.arrays[1][scalar(self.x.queries) - 1]  # no row sees more keys
 
     def goes_on(self, now):
         return now.end.end > 0
@@ -948,63 +942,6 @@ def _kernel(x, cfg, cores, parts, interpret):
     )
 
 
-_MERGE_TILE = 1024  # elements of a block
-
-
-@cached
-def _merge(x, parts, interpret):
-    """Kernel: the result from those over parts of the keys, in the order of the parts."""
-    height = max(1, _MERGE_TILE // x.value_dim)
-    rows, tile = x.batch * x.queries * x.heads, (height, x.value_dim)
-
-    def body(o, lse, out, out_lse=None):
-        overlap_launches()
-        at = lax.axis_index("tile") * height + lax.broadcasted_iota(jnp.int32, tile, 0)
-        column, keep = lax.broadcasted_iota(jnp.int32, tile, 1), at < rows
-        at = jnp.minimum(at, rows - 1)
-        b, row, head = at // x.heads // x.queries, at // x.heads % x.queries, at % x.heads
-        heads = [part * x.heads + head for part in range(parts)]
-        logs = [lse[b, row, h] for h in heads]
-        values = [o[b, row, h, column].astype(_F32) for h in heads]
-        top = functools.reduce(jnp.maximum, logs)
-        base = jnp.where(top == -np.inf, _F32(0), top)
-        weights = [jnp.exp(log - base) for log in logs]
-        total = functools.reduce(jnp.add, weights)
-        value = functools.reduce(jnp.add, [w * v for w, v in zip(weights, values)])
-        value = jnp.where(total == 0, _F32(0), value / total)
-        pl.store(out, (b, row, head, column), value.astype(x.out_dtype), mask=keep)
-        if x.return_lse:
-            pl.store(out_lse, (b, head, row), base + jnp.log(total), mask=keep & (column == 0))
-
-    all_heads = x.batch, x.queries, parts * x.heads
-    return plgpu.kernel(
-        body,
-        out_type=x.results,
-        grid=(pl.cdiv(rows, height),),
-        grid_names=("tile",),
-        interpret=interpret,
-        kernel_name="attention_merge",
-        **in_shapes((*all_heads, x.value_dim), all_heads),
-    )
-
-
-def _parts(x, cfg, cores):
-    """Parts of the keys, a power of 2, where queries alone leave most SMs without work."""
-    tiles = x.batch * x.heads * pl.cdiv(x.queries, cfg.consumers * 64)
-    most = min(cores // tiles, pl.cdiv(x.keys, cfg.block) // _PART_BLOCKS, 16)
-    return 1 << (most.bit_length() - 1) if most > 1 else 1
-
-
-class _Divided(SeveralKernels):
-    """Attention to parts of the keys, then the sum of the results."""
-
-    def __init__(self, x, parts, kernel, interpret):
-        self.parts, self.merge = kernel, _merge(x, parts, interpret)
-
-    def __call__(self, *operands, out=None, stream=None):
-        return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
-
-
 _OTHERS = ("bias", "seed"), ("cos", "sin")  # operands before and after the ranges
 
 
@@ -1026,11 +963,6 @@ class _Packed(SeveralKernels):
         rest, angles = ([named[n] for n in names if n in named] for names in _OTHERS)
         more = *angles, *(named[n] for n in self.others)
         return self.attention(q, k, v, *rest, *ranges, *more, out=out, stream=stream)
-
-
-@cached
-def _divided(*how):
-    return _Divided(*how)
 
 
 class _Masked(SeveralKernels):
@@ -1178,7 +1110,7 @@ class _Flattened:
         return self.alone().lower(*args, **options)
 
 
-def _flattened(x, widths, divides, device, interpret):
+def _flattened(x, widths, device, interpret):
     """`_Flattened` of a problem, or None where its kernel is that of its lengths."""
     if x.batch == 1 or x.return_lse or _is_indexed(x):
         return None
@@ -1202,7 +1134,7 @@ def _flattened(x, widths, divides, device, interpret):
     kernel = _kernel(whole, config, plgpu.sm_count(device), 1, interpret)
 
     def alone():
-        return _of_wgmma(x, None, widths, divides, None, device, interpret, exact=True)
+        return _of_wgmma(x, None, widths, False, None, device, interpret, exact=True)
 
     return _Flattened(kernel, alone, kind, tuple(met.values()))
 
@@ -1236,13 +1168,16 @@ def _of_wgmma(
         how = None, widths, divides, block_mask, device, interpret
         return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
     if config is None:
+        few = True
         if divides:
-            parts = _parts(problem, _choose_for(problem, queries, width), cores)
-        if not exact and parts == 1:
-            found = _flattened(problem, widths, divides, device, interpret)
+            chosen = _choose_for(problem, queries, width)
+            parts = _attention_parts.parts_of(problem, chosen, cores)
+            few = 2 * _attention_parts.tiles_of(problem, chosen) <= cores
+        if not exact and (parts == 1 or not few):
+            found = _flattened(problem, widths, device, interpret)
             if found is not None:
                 return found
-        problem, queries = _open(problem, parts, device, interpret)
+        problem, queries = _open(problem, device, interpret)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
         if width > 128:
@@ -1256,7 +1191,7 @@ def _of_wgmma(
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)
     if parts > 1:
-        return _divided(problem, parts, kernel, interpret)
+        return _attention_parts.divided(problem, parts, kernel, interpret)
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel
 
 
@@ -1294,7 +1229,7 @@ def _choose(x):
     cache.check(q, k, v, target if of_hopper else repr(config), alone)
     invariant = batch_invariance("attention", x.batch_invariant, x.deterministic)
     queries, dim = q.shape[1], q.shape[3]
-    scale = float(dim**-0.5 if scale is None else scale)
+    scale = _attention_scores.scale_of("attention", scale, dim)
     arrays = x.bias, x.cu_seqlens_q, x.cu_seqlens_k, x.seed
     how = x.causal, x.window, x.bottom_right, x.softcap, x.dropout
     kept = {"keys": cache.keys(k), "open_": cache.is_open}

@@ -86,9 +86,9 @@ def test_growing_maxima(run, rng, spread):
     "config",
     [
         AttentionConfig(1, 64, 3),
-        AttentionConfig(2, 96, 2, lazy=False, late=False),
-        AttentionConfig(3, 80, 2, lazy=True, late=True, hold=True),
-        AttentionConfig(2, 48, 3, lazy=False, late=True, q_registers=True),
+        AttentionConfig(2, 96, 2, lazy=False, late=False, early=True),
+        AttentionConfig(3, 80, 2, lazy=True, late=True, hold=True, early=True),
+        AttentionConfig(2, 48, 3, lazy=False, late=True, q_registers=True, early=True),
         AttentionConfig(1, 64, 1, lazy=True, late=True, hold=True),
         AttentionConfig(2, 64, 1, lazy=False, late=False, q_registers=True),
     ],

@@ -119,8 +119,10 @@ NARROW = [
                                "bottom_right": True}),
     ((1, 200, 200, 1, 1, 128), {"config": AttentionConfig(1, 64, 3, lazy=False, late=False)}),
     ((1, 200, 300, 1, 1, 64), {"config": AttentionConfig(3, 128, 1, hold=True, late=False)}),
-    ((1, 200, 300, 1, 1, 128), {"config": AttentionConfig(3, 64, 4, apart=True), "causal": True}),
+    ((1, 200, 300, 1, 1, 128), {"config": AttentionConfig(3, 64, 4, apart=True, early=True),
+                                "causal": True}),
     ((1, 70, 130, 1, 1, 256), {"value_dim": 64, "softcap": 4.0}),
+    ((1, 3, 800, 1, 1, 64), {"scales": (1, 1, 1)}),  # in two parts
 ]  # fmt: skip
 WIDENED = [
     ((1, 130, 200, 2, 1, 128), np.int8, {"scales": (0, 1, 1)}),

@@ -253,6 +253,9 @@ def test_no_spills_of_five_products(dim, kind):
 def _errors(q, bias, cu, seed):
     return {
         "window must be": {"window": (-1, 0)},
+        "window must be [(]left": {"window": 5},
+        "window must be.*got [(]1, 2, 3": {"window": (1, 2, 3)},
+        "scale must be finite": {"scale": float("nan")},
         "softcap must be": {"softcap": -1.0},
         "dropout must be": {"dropout": 1.0, "seed": seed},
         "dropout and seed": {"dropout": 0.5},
@@ -269,6 +272,13 @@ def test_errors(words):
     options = _errors(q, bias, np.asarray([0, 8, 16], np.int32), np.zeros(1, np.int32))[words]
     with pytest.raises(ValueError, match=f"attention: .*{words}"):
         ops.attention(q, q, q, interpret=True, **options)
+
+
+def test_numbers_that_are_none():
+    q = np.zeros((1, 16, 2, 64), np.float16)
+    for what in ("scale", "softcap"):
+        with pytest.raises(TypeError, match=f"attention: {what} must be a number"):
+            ops.attention(q, q, q, interpret=True, **{what: "x"})
 
 
 def test_errors_of_gradients():

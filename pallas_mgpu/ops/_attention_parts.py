@@ -1,0 +1,132 @@
+"""Attention to keys that are divided among blocks, where queries alone leave SMs without work: into
+how many parts, and the kernel that merges their results.
+
+Each number of parts is a program, so there are few of them. What they cost is counted in blocks of
+keys of one SM. A part costs one block more than it has, the sum one and a tenth of one for each MB
+of its operands; while an SM does a block, memory delivers 4 MB of keys and values. Fitted to 54
+shapes on an H100, most of them random (benchmarks/NOTEBOOK.md)."""
+
+import functools
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import SeveralKernels, overlap_launches
+from ._open_rows import in_shapes
+
+_F32 = np.float32
+_PARTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+_PART_COST, _MERGE_COST, _MERGED_MB_COST = 1, 1, 0.1
+_MB_OF_A_BLOCK = 4.0  # that memory delivers in the time of a block
+_LEAST_PART = 3  # blocks of a part
+_ALIKE = 3  # blocks by which tiles may differ that are still done in waves
+_GAIN = 0.95  # what divided keys take of the time of whole ones, at most
+
+
+@cached
+def merge(x, parts, interpret):
+    """Kernel: the result from those over parts of the keys, in the order of the parts. A lane has 8
+    neighbouring columns of a row."""
+    groups, layout = x.value_dim // 8, plgpu.Layout.TCGEN05_TMEM_NATIVE(8)
+    units = x.batch * x.queries * x.heads * groups
+
+    def body(o, lse, out, out_lse=None):
+        overlap_launches()
+        o, out = (ref.reshape((x.batch, -1, ref.shape[2], groups, 8)) for ref in (o, out))
+        lane = plgpu.layout_cast(jnp.arange(128), layout.reduce(1))
+        at = lax.axis_index("tile") * 128 + lane
+        keep = at < units
+        at = jnp.minimum(at, units - 1)
+        at, group = at // groups, at % groups
+        b, row, head = at // x.heads // x.queries, at // x.heads % x.queries, at % x.heads
+        heads = [part * x.heads + head for part in range(parts)]
+        logs = [lse[b, row, h] for h in heads]
+        values = [o[b, row, h, group].astype(_F32) for h in heads]
+        top = functools.reduce(jnp.maximum, logs)
+        base = jnp.where(top == -np.inf, _F32(0), top)
+        weights = [jnp.exp(log - base) for log in logs]
+        total = functools.reduce(jnp.add, weights)
+        factor = jnp.where(total == 0, _F32(0), 1 / total)
+        weights = [lax.broadcast_in_dim(w * factor, (128, 8), [0]) for w in weights]
+        value = functools.reduce(jnp.add, [w * v for w, v in zip(weights, values)])
+        there = lax.broadcast_in_dim(keep, (128, 8), [0])
+        value = value.astype(x.out_dtype)
+        pl.store(out, (b, row, head, group, slice(None)), value, mask=there)
+        if x.return_lse:
+            pl.store(out_lse, (b, head, row), base + jnp.log(total), mask=keep & (group == 0))
+
+    all_heads = x.batch, x.queries, parts * x.heads
+    return plgpu.kernel(
+        body,
+        out_type=x.results,
+        grid=(pl.cdiv(units, 128),),
+        grid_names=("tile",),
+        interpret=interpret,
+        kernel_name="attention_merge",
+        **in_shapes((*all_heads, x.value_dim), all_heads),
+    )
+
+
+def _blocks_of_tiles(x, cfg):
+    """The number of blocks of keys of each tile of a head, as far as it is known here."""
+    rows, f = cfg.consumers * 64, x.scores
+    right = 0 if x.causal else f.right
+    shift = x.keys - x.queries if f.bottom_right else 0
+    first = np.arange(pl.cdiv(x.queries, rows)) * rows + shift
+    low = np.clip(first - f.left, 0, x.keys) if f.left is not None else 0 * first
+    high = np.clip(first + rows + right, 0, x.keys) if right is not None else 0 * first + x.keys
+    return np.maximum(-(-high // cfg.block) - low // cfg.block, 1)
+
+
+def _cost(x, blocks, cores, parts):
+    """What attention to divided keys takes. blocks: of each tile of a head. Tiles that are alike
+    are done in waves, others the longest first. A tile costs more than its blocks, because nothing
+    overlaps its first scores and its result."""
+    heads, each = x.batch * x.heads, -(-blocks // parts) + _PART_COST
+    longest, count = each.max(), heads * len(blocks) * parts
+    if longest - each.min() <= _ALIKE:
+        waves = -(-count // cores)
+        cost = waves * longest
+    else:
+        cost = max(longest, each.sum() * heads * parts / cores + longest / 2)
+    size, width = x.cached.itemsize, x.dim + x.value_dim
+    cost = max(cost, x.batch * x.kv_heads * x.keys * width * size / 1e6 / _MB_OF_A_BLOCK)
+    if parts == 1:
+        return cost
+    merged = parts * x.batch * x.queries * x.heads * x.value_dim * x.out_dtype.itemsize / 1e6
+    return cost + _MERGE_COST + _MERGED_MB_COST * merged
+
+
+def tiles_of(x, cfg):
+    return x.batch * x.heads * pl.cdiv(x.queries, cfg.consumers * 64)
+
+
+def parts_of(x, cfg, cores):
+    """Parts of the keys, where queries alone leave SMs without work."""
+    tiles = tiles_of(x, cfg)
+    if tiles >= 4 * cores:
+        return 1
+    blocks = _blocks_of_tiles(x, cfg)
+    some = [n for n in _PARTS if n == 1 or n * _LEAST_PART <= blocks.max()]
+    costs = {n: _cost(x, blocks, cores, n) for n in some}
+    best = min(some, key=costs.get)
+    return best if costs[best] < _GAIN * costs[1] else 1
+
+
+class _Divided(SeveralKernels):
+    """Attention to parts of the keys, then the sum of the results."""
+
+    def __init__(self, x, parts, kernel, interpret):
+        self.parts, self.merge = kernel, merge(x, parts, interpret)
+
+    def __call__(self, *operands, out=None, stream=None):
+        return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
+
+
+@cached
+def divided(*how):
+    return _Divided(*how)
