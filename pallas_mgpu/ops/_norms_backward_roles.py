@@ -246,13 +246,14 @@ class _Segment(_Tile):
         sums = [
             (s + first, k, jnp.sum(v, axis=0)) for k, t in enumerate(total) for s, v in enumerate(t)
         ]
-        if p.summed:
 
-            @pl.when(self.team > 0)
-            def _():
-                for s, k, v in sums:
-                    box[s, pl.ds(k * p.part, p.part)] = v
-                plgpu.barrier_arrive(full)
+        def give():
+            for s, k, v in sums:
+                box[s, pl.ds(k * p.part, p.part)] = v
+            plgpu.barrier_arrive(full)
+
+        if p.summed:
+            pl.when(self.team > 0)(give)
 
         @pl.when(self.team == 0)
         def _():
