@@ -45,6 +45,21 @@ def signature(definition):
     return inspect.Signature([*operands, *rest, *_KEYWORDS])
 
 
+def scratch_names(definition):
+    """Names of the scratch arguments of the body; None for those behind ``*refs``."""
+    scratch = definition.scratch
+    if isinstance(scratch, Mapping):
+        return list(scratch)
+    try:
+        parameters = inspect.signature(definition.body).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    names = [p.name for p in parameters if p.kind in _POSITIONAL]
+    if len(names) < len(scratch) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return [None] * len(scratch)
+    return names[len(names) - len(scratch) :]
+
+
 # ---- repr ----------------------------------------------------------------------------------------
 
 

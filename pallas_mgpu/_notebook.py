@@ -14,7 +14,7 @@ import types
 
 import numpy as np
 
-from . import _core
+from . import _core, _introspect
 from ._drawing import box, escape, shade
 from ._types import itemsize_bits
 
@@ -322,7 +322,11 @@ def _kernel_html(kernel):
     code = getattr(getattr(definition, "body", None), "__code__", None)
     parts = []
     if definition is not None:
-        rows = [("scratch", x) for x in map(repr, _scratch(definition.scratch))]
+        names = _introspect.scratch_names(definition)
+        rows = [
+            (f"scratch {name}" if name else "scratch", repr(x))
+            for name, x in zip(names, _scratch(definition.scratch))
+        ]
         rows += [("compiler_params", definition.params), ("interpret", definition.interpret)]
         parts.append(_table(rows))
     if code is not None:

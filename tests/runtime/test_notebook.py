@@ -1,6 +1,7 @@
 """What notebooks show: kernels and lowered kernels as HTML, and errors."""
 
 import html.parser
+import inspect
 import linecache
 import re
 import sys
@@ -119,7 +120,17 @@ def test_kernels():
     k = kernel(None)
     page = Page(k._repr_html_())
     assert "product(a, b)" in page.text and "test_timeline.py:" in page.text
-    assert [r[1] for r in page.rows if r[0] == "scratch"] == list(map(repr, k.definition.scratch))
+    names = list(inspect.signature(k.definition.body).parameters)[-len(k.definition.scratch) :]
+    shown = [r for r in page.rows if r[0].startswith("scratch")]
+    assert shown == [[f"scratch {n}", repr(x)] for n, x in zip(names, k.definition.scratch)]
+    x = plgpu.ShapeDtypeStruct((8,), np.float32)
+    kept = {"sums": plgpu.SMEM((4,), np.int32), "done": plgpu.Barrier()}
+    for body, scratch, heads in (
+        (lambda x, o, *, sums, done: None, kept, ["scratch sums", "scratch done"]),
+        (lambda x, o, *refs: None, [*kept.values()], ["scratch"] * 2),
+    ):
+        page = Page(plgpu.kernel(body, out_type=x, scratch_types=scratch)._repr_html_())
+        assert [r[0] for r in page.rows if r[0].startswith("scratch")] == heads
 
 
 def test_sass_with_lines(lowered):
