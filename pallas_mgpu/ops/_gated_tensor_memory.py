@@ -10,6 +10,7 @@ from pallas_mgpu._caches import cached
 
 from . import _tensor_memory
 from ._common import overlap_launches, store, warp_specialized
+from ._open_rows import in_shapes
 
 _CHUNK = 32  # columns of both factors that a lane holds at a time
 
@@ -111,6 +112,7 @@ def kernel_of(plan, block, interpret):
         named = dict(a=a, b=b, bias=None) | dict(zip(names, refs, strict=True))
         block(plan, named | scratch).run()
 
+    shapes = (x.m, None), *(None,) * (2 - packed)
     out = plgpu.ShapeDtypeStruct((x.m, plan.n), x.out_dtype)
     both = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
     return warp_specialized(
@@ -120,6 +122,7 @@ def kernel_of(plan, block, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="gated_matmul",
+        **in_shapes(*shapes),
     )
 
 

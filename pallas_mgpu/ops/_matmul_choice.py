@@ -418,11 +418,12 @@ def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False, is_open=False
     return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, crooked=crooked))
 
 
-def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1, grain=8):
+def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1, grain=8, is_open=False):
     """The same for operands with K contiguous: 8-bit ones, float32 as tf32. blocks: with scales of
-    blocks; in_bytes: of an element; grain: as for `candidates`."""
+    blocks; in_bytes: of an element; grain: as for `candidates`; is_open: as for `choose`."""
     crooked = crooked_rows((k, k), in_bytes)
-    swaps = m if in_bytes == 1 else _SWAPPED  # tf32 in several tiles was not timed
+    # tf32 in several tiles was not timed
+    swaps = m if in_bytes == 1 and not is_open else _SWAPPED
     found = candidates(m, n, k, sms, in_bytes, blocks, True, swaps, grain)
     how = {"in_bytes": in_bytes, "crooked": crooked}
     return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, **how))

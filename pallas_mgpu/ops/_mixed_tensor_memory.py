@@ -23,6 +23,7 @@ from pallas_mgpu._types import itemsize_bits
 
 from ._common import IssuedByWarps, Ring, StaticTiles, overlap_launches, warp_specialized
 from ._groups import in_bands
+from ._open_rows import in_shapes
 from ._tensor_memory import SMEM_BYTES
 
 _ROWS = 128  # of the weights in a tile
@@ -270,8 +271,16 @@ def build(plan, block, interpret):
         overlap_launches()
         block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch).run()
 
-    out_type = plgpu.ShapeDtypeStruct((plan.x.m, plan.x.n), plan.x.out_dtype)
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="mixed_matmul")
+    x = plan.x
+    shapes = (x.m, None), *(None,) * (1 if x.scale_dtype is None else 2)
+    return warp_specialized(
+        body,
+        plan,
+        plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),
+        interpret=interpret,
+        kernel_name="mixed_matmul",
+        **in_shapes(*shapes),
+    )
 
 
 @cached

@@ -99,7 +99,8 @@ class Scales:
 
     def __init__(self, forms, a, b, m, tile_rows):
         self.forms, self.a, self.m = forms, a, m
-        self.ragged = m % tile_rows != 0
+        over = m % tile_rows
+        self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.one = None
         for form, ref in zip(forms, (a, b)):
             if form == "one":
@@ -151,7 +152,8 @@ class BlockScales:
         self.a, self.b, self.m, self.consumers, self.dtype = a, b, m, consumers, dtype
         self.cols = min(tile[1], BLOCK)  # of a product
         self.products = tile[1] // self.cols
-        self.ragged = m % tile[0] != 0
+        over = m % tile[0]
+        self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.beyond_n, self.beyond_k = (x > y * BLOCK for x, y in zip(reach, b.shape))
 
     def load(self, row, col, block):

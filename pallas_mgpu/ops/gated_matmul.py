@@ -17,7 +17,8 @@ from pallas_mgpu._caches import cached
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import SeveralKernels, store, swizzled
 from ._matmul_choice import MatmulConfig, candidates, cycles
-from ._padding import padding_of, with_padding
+from ._open_rows import rows_of
+from ._padding import needs_padding, padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
 from .matmul import Product, _Block, _KernelPlan, matmul
@@ -225,7 +226,12 @@ def gated_matmul(
         how = SLOPES[activation], packed, bool(return_products), interpret
         kernel = _gated_tensor_memory.kernel(product, config, sms, *how)
         return _padded(kernel, (x, w, up), interpret)
-    config = config or _choose(product.m, n, product.k, sms, transposed)
+    m, operands = product.m, [a for a in (x, w, up) if a is not None]
+    if config is None and not (return_products or any(map(needs_padding, operands))):
+        kind = _NAME, product._replace(m=0), x.device, activation, packed, interpret
+        rows, m = rows_of(kind, m)
+        product = product._replace(m=rows)
+    config = config or _choose(m, n, product.k, sms, transposed)
     fits = isinstance(config, MatmulConfig) and _fits(config) and config.step in (64, 128)
     if not fits or config.consumers * config.tile_n > 512:
         raise ValueError(

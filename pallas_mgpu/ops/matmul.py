@@ -616,13 +616,13 @@ def _semaphores(plan):
 
 
 @cached
-def _kernel(x, cfg, sms, interpret):
-    """x: a Product."""
+def _kernel(x, cfg, sms, interpret, scales=()):
+    """x: a Product. scales: shapes of the scales that there are, where the rows are open."""
     whole, shape = x, (x.m, x.n)
     options = {"interpret": interpret, "kernel_name": "matmul"}
     if isinstance(x.m, plgpu.Dim):
         a = (None, x.m) if x.ta else (x.m, None)
-        options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None)
+        options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None), *scales
     if cfg.slices > 1:
         x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
     if x.activation in _ACTIVATIONS.values() and x.out_dtype.itemsize == 2:
@@ -870,10 +870,9 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     bias, scale_a, scale_b, None for no array."""
     a, b, bias, scale_a, scale_b = operands
     forms, in_bytes = forms_of(scale_a, scale_b, x.m, x.n, x.k), a.dtype.itemsize
-    if config is None and invariant:
-        config = choose_invariant(x.m, x.n, x.k, sms, in_bytes, forms.blocks)
-    grain = _grain(a.dtype)
-    config = config or choose_k_major(x.m, x.n, x.k, sms, forms.blocks, in_bytes, grain)
+    x = x._replace(forms=forms)
+    if config is None:
+        x, config = _choose_k_major(x, a, invariant, sms, interpret)
     _check_k_major_config(config, forms, in_bytes)
     pads = [
         transposing(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
@@ -883,8 +882,27 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     pads += [] if scale_a is None else [None]
     if scale_b is not None:
         pads.append(padding_of(scale_b, interpret) if forms.b == "each" else None)
-    product = _kernel(x._replace(ta=False, tb=True, forms=forms), config, sms, interpret)
+    scales = ()
+    if isinstance(x.m, plgpu.Dim):
+        shapes = [
+            (x.m, *s.shape[1:]) if by_rows else s and s.shape
+            for s, by_rows in ((scale_a, forms.a in ("each", "blocks")), (scale_b, False))
+        ]
+        scales = tuple(shape for shape in shapes if shape is not None)
+    product = _kernel(x._replace(ta=False, tb=True), config, sms, interpret, scales)
     return with_padding(product, pads)
+
+
+def _choose_k_major(x, a, invariant, sms, interpret):
+    """The product, perhaps with open rows, and the configuration."""
+    m, blocks, in_bytes = x.m, x.forms.blocks, a.dtype.itemsize
+    if not (x.ta or needs_padding(a)):
+        rows, m = rows_of(_kind(x, a, invariant, interpret), m)
+        x = x._replace(m=rows)
+    if invariant:
+        return x, choose_invariant(m, x.n, x.k, sms, in_bytes, blocks)
+    is_open = isinstance(x.m, plgpu.Dim)
+    return x, choose_k_major(m, x.n, x.k, sms, blocks, in_bytes, _grain(a.dtype), is_open)
 
 
 def _in_tensor_memory(x, operands, config, sms, interpret):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -35,7 +35,8 @@ from ._common import (
     swizzled,
 )
 from ._mixed_tensor_memory import TensorMemoryMixedConfig
-from ._padding import padding_of, with_padding
+from ._open_rows import rows_of
+from ._padding import needs_padding, padding_of, with_padding
 
 _BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8}  # of weights
 
@@ -104,10 +105,11 @@ class _Plan:
                     f"mixed_matmul: {round_} slots, for 2 turns of a group, do not fit; got {cfg}"
                 )
             self.stages = max(self.stages // round_, 1) * round_
-        self.clusters = self.total if self.parts > 1 else min(self.total, sms)
+        one_each = self.parts > 1 or _sizes.most(self.total) <= sms
+        self.clusters = self.total if one_each else _sizes.minimum(self.total, sms)
         self.axes = {"ck": cfg.split} if cfg.split > 1 else {}
         self.registers = REGISTERS.get(self.strips) if cfg.tile_m > 64 else None
-        self.by_tma = x.m == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
+        self.by_tma = _sizes.most(x.m) == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
 
     def scratch(self):
         x, cfg, rows_of_w = self.x, self.cfg, (self.rows, self.cfg.step)
@@ -287,6 +289,8 @@ def _kernel(x, cfg, sms, interpret):
 
 _INBOX = 96 << 10  # bytes of sums that a block receives, at most
 
+_EDGES = (1, 16, 32, 48, 64, 128, 512, 2048, 1 << 22)  # of rows that share a program
+
 # consumers, tile_m, turns, relative time of a tile: from 128 to 2048 rows by weights of int8 on an
 # H200, with a step of 64 and turns of 2 or a tile of 256
 _LARGE_TILES = ((2, 128, 1, 1.0), (1, 128, 2, 0.65), (3, 128, 1, 1.33), (2, 256, 1, 1.63))
@@ -424,6 +428,10 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
         _mixed_tensor_memory.check(config, product)
         kernel = _mixed_tensor_memory.kernel(product, config, sms, interpret)
     else:
+        if config is None and not needs_padding(x):
+            kind = name, product._replace(m=0), x.device, interpret
+            rows, m = rows_of(kind, m, _EDGES)
+            product = product._replace(m=rows)
         config = config or choose(m, n, k, groups, sms)
         _check_config(config, product, sms)
         kernel = _kernel(product, config, sms, interpret)
