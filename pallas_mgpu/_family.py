@@ -39,7 +39,7 @@ class _Maker:
         self.make, self.name = make, name
         self.signature = inspect.signature(make)
         self.made = {}
-        self.better, self.threads = None, {}
+        self.better, self.threads = getattr(make, "better", None), {}
 
     def bind(self, args, arrays, options):
         """The arguments, the order of the operands in them, and the key of `made`."""

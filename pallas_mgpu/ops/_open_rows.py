@@ -9,11 +9,16 @@ decision of `rows_of` is the only place that knows.
 A number of rows that comes again and again may get a program of its own later (specialize's
 ``better``): `settle` says so."""
 
+import functools
+import math
 import threading
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes
+from pallas_mgpu import _sizes, tree
 from pallas_mgpu._caches import cached
+from pallas_mgpu._frameworks import special
+
+from ._common import SeveralKernels
 
 STATIC = 3  # numbers of rows with a program of their own, for each kind of product
 # A bucket ends at an edge: the rows of one or two tiles, then four times as many; the last one has
@@ -60,6 +65,17 @@ def rows_of(kind, m, edges=_EDGES):
     return rows, min(edges[k], TYPICAL)
 
 
+def with_open_rows(problem, *kind):
+    """The problem of a kernel that works on each row alone, perhaps with a size for the number of
+    rows: of matrices alone. problem: a NamedTuple with `rows` and the `shape` of the arrays."""
+    if len(problem.shape) != 2:
+        return problem
+    n = problem.shape[1]
+    key = type(problem).__module__, problem._replace(rows=0, shape=(0, n)), kind
+    rows, _ = rows_of(key, problem.rows, ANY_ROWS)
+    return problem._replace(rows=rows, shape=(rows, n))
+
+
 def may_settle(kind):
     return _seen(kind).has_room()
 
@@ -86,3 +102,107 @@ def in_shapes(*shapes):
     """Options of plgpu.kernel for operands of such shapes, if one of them has open rows."""
     known = [shape for shape in shapes if shape is not None]
     return {"in_shapes": shapes} if any(map(_sizes.is_open, known)) else {}
+
+
+# ---- arrays of more dimensions -------------------------------------------------------------------
+
+
+class Reshaped(SeveralKernels):
+    """A kernel whose arrays are views of the caller's with other shapes. alone(): the kernel of the
+    caller's shapes, for arrays that cannot be reshaped or have no memory. operands: the shape of
+    each, None for its own; results: of each that of the kernel and that of the caller; kind, rows:
+    for `settle`."""
+
+    def __init__(self, kernel, alone, operands, results, kind, rows):
+        self.kernel, self.alone, self.operands, self.results = kernel, alone, operands, results
+        self.kind, self.rows = kind, rows
+
+    def __call__(self, *arrays, out=None, stream=None):
+        into, outs = None, [] if out is None else tree.leaves(out)
+        fits = not outs or [x.shape for x in outs] == [shape for _, shape in self.results]
+        every = [*arrays, *outs]
+        if not fits or special(every) or not all(map(_has_views, every)):
+            return self.alone()(*arrays, out=out, stream=stream)
+        arrays = [x.reshape(shape or x.shape) for x, shape in zip(arrays, self.operands)]
+        if outs:
+            into = [x.reshape(shape) for x, (shape, _) in zip(outs, self.results)]
+            into = tuple(into) if isinstance(out, (tuple, list)) else into[0]
+        found = self.kernel(*arrays, out=into, stream=stream)
+        if outs:
+            return out
+        if isinstance(found, tuple):
+            return tuple(x.reshape(shape) for x, (_, shape) in zip(found, self.results))
+        return found.reshape(self.results[0][1])
+
+    def lower(self, *args, **options):
+        """The kernel of the caller's shapes, lowered."""
+        return self.alone().lower(*args, **options)
+
+    def own(self, operands):
+        """specialize's ``better``: the program of these shapes, after many calls."""
+        if not may_settle(self.kind):
+            return None
+
+        def make():
+            kernel, given = self.alone(), [x for x in operands if x is not None]
+            if given[0].device is not None:
+                kernel.lower(*given).resources()  # for the cache on disk, from which calls take it
+            settle(self.kind, self.rows)
+            return kernel
+
+        return make
+
+
+def _has_views(x):
+    """Can it be reshaped without a copy?"""
+    if hasattr(x, "is_contiguous"):
+        return x.is_contiguous()
+    flags = getattr(x, "flags", None)
+    return hasattr(x, "reshape") and bool(getattr(flags, "c_contiguous", False))
+
+
+def rowwise(make):
+    """Decorator below specialize: for a function of arrays (..., N), each row of which is worked on
+    alone. From the fourth number of rows on, arrays with more than two dimensions are given to the
+    kernel of matrices, which serves many numbers of rows. A shape that comes often gets a program
+    of its own."""
+
+    @functools.wraps(make)
+    def made(*operands, **options):
+        x, lead = operands[0], operands[0].shape[:-1]
+        if x.ndim < 3 or 0 in x.shape or options.get("axis", -1) not in (-1, x.ndim - 1):
+            return make(*operands, **options)
+        rows, by_rows = math.prod(lead), [y and y.shape[: len(lead)] == lead for y in operands]
+        flat = [_matrix(y, len(lead)) if has else y for y, has in zip(operands, by_rows)]
+        alike = tuple(
+            y and (y.shape[bool(has) :], y.dtype, y.aligned) for y, has in zip(flat, by_rows)
+        )
+        kind = make.__name__, alike, x.device, tuple(sorted(options.items()))
+        if _seen(kind).is_static(rows):
+            return make(*operands, **options)
+        kernel = make(*flat, **options | ({"axis": -1} if "axis" in options else {}))
+        outs = [o.shape for o in getattr(getattr(kernel, "definition", None), "outs", ())]
+        if not any(map(_sizes.is_open, outs)):
+            return make(*operands, **options)
+        shapes = [y.shape if has else None for y, has in zip(flat, by_rows) if y is not None]
+        results = [((rows, *shape[1:]), (*lead, *shape[1:])) for shape in outs]
+        return Reshaped(kernel, lambda: make(*operands, **options), shapes, results, kind, rows)
+
+    made.better = better(made)
+    return made
+
+
+def better(make):
+    """specialize's ``better`` of functions that may make `Reshaped`."""
+
+    def found(*operands, **options):
+        kernel = make(*operands, **options)
+        return kernel.own(operands) if isinstance(kernel, Reshaped) else None
+
+    return found
+
+
+def _matrix(x, dims):
+    """The description of an array whose first dimensions are one."""
+    shape = math.prod(x.shape[:dims]), *x.shape[dims:]
+    return plgpu.ArrayInfo(shape, x.dtype, x.device, x.aligned)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import in_shapes, rowwise, with_open_rows
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -35,19 +36,25 @@ class Problem(NamedTuple):
     shape: tuple
 
 
+def _height(x):
+    """Rows of a tile; of open rows for any number of them."""
+    most = _TILE // x.n if _sizes.is_open(x.shape) else min(_TILE // x.n, x.rows)
+    return max(1, most)
+
+
 class _Rows:
     """A tile of whole rows in parts, while it is traced."""
 
     def __init__(self, x, start):
         self.x, self.start = x, start
-        self.height = max(1, min(_TILE // x.n, x.rows))
+        self.height = _height(x)
         self.width = x.n if x.n <= _HELD else _PART
         self.parts, self.shape = pl.cdiv(x.n, self.width), (self.height, self.width)
 
     def _place(self, k):
         """Where part k is, and which elements there are: None for all."""
         x, keep = self.x, None
-        if x.rows % self.height:
+        if self.height > 1 and (_sizes.is_open(x.shape) or x.rows % self.height):
             keep = lax.broadcasted_iota(jnp.int32, self.shape, 0) < x.rows - self.start
         if x.n % self.width:
             inside = lax.broadcasted_iota(jnp.int32, self.shape, 1) < x.n - k * self.width
@@ -95,15 +102,15 @@ class _Rows:
 @cached
 def _kernel(x, interpret):
     given = [name for name, dtype in zip(("x", "weight", "bias"), x.dtypes) if dtype is not None]
+    is_open = _sizes.is_open(x.shape)
 
     def body(*refs):
         overlap_launches()
         names = ["x", "residual", *given[1:], "out", "total"]
         found = dict(zip(names, refs))
-        for name in ("x", "residual", "out", "total"):
+        for name in () if is_open else ("x", "residual", "out", "total"):
             found[name] = found[name].reshape((x.rows, x.n))
-        height = max(1, min(_TILE // x.n, x.rows))
-        rows, held = _Rows(x, lax.axis_index("tile") * height), []
+        rows, held = _Rows(x, lax.axis_index("tile") * _height(x)), []
 
         def add(k):
             """The sum, which is stored, as it is rounded."""
@@ -142,10 +149,11 @@ def _kernel(x, interpret):
     return plgpu.kernel(
         body,
         out_type=(out, out),
-        grid=(pl.cdiv(x.rows, max(1, min(_TILE // x.n, x.rows))),),
+        grid=(pl.cdiv(x.rows, _height(x)),),
         grid_names=("tile",),
         interpret=interpret,
         kernel_name=f"add_{x.name}",
+        **in_shapes(x.shape, x.shape, *(None for _ in given[1:])),
     )
 
 
@@ -172,10 +180,11 @@ def _make(name, x, residual, vectors, eps, interpret):
     dtypes = x.dtype, *(None if v is None else v.dtype for v in given)
     n = x.shape[-1]
     problem = Problem(name, math.prod(x.shape[:-1]), n, float(eps), dtypes, x.shape)
-    return _kernel(problem, interpret)
+    return _kernel(with_open_rows(problem, x.device, interpret), interpret)
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def add_rms_norm(x, residual, weight=None, *, eps=1e-6, interpret=None):
     """``rms_norm(x + residual, weight)``, and the sum, in one kernel (Hopper).
 
@@ -189,6 +198,7 @@ def add_rms_norm(x, residual, weight=None, *, eps=1e-6, interpret=None):
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def add_layer_norm(x, residual, weight=None, bias=None, *, eps=1e-5, interpret=None):
     """``layer_norm(x + residual, weight, bias)``, and the sum, in one kernel (Hopper): as
     :func:`add_rms_norm`.

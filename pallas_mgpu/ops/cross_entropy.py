@@ -18,7 +18,7 @@ from pallas_mgpu._caches import cached
 from . import _cross_entropy_ring
 from ._common import overlap_launches
 from ._cross_entropy_ring import LOW as _LOW
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -156,6 +156,7 @@ def _check(name, logits, targets):
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
     """``logsumexp(logits) - logits[target]`` of each row, computed in float32 (Hopper).
 
@@ -174,6 +175,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
 
 
 @plgpu.specialize
+@rowwise
 def cross_entropy_backward(grad, logits, targets, lse, *, ignore_index=-100, interpret=None):
     """The gradient of :func:`cross_entropy` with respect to the logits (Hopper):
     ``grad * (exp(logits - lse) - onehot(targets))``.

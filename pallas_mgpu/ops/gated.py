@@ -15,7 +15,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 
 FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -165,6 +165,7 @@ def problem_of(name, gate, up, activation, out_dtype):
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None, interpret=None):
     """``activation(gate) * up``, computed in float32 (Hopper): SwiGLU, GeGLU and others.
 
@@ -180,6 +181,7 @@ def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None, inter
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def gated_linear_unit_backward(grad, gate, up=None, *, activation="silu", interpret=None):
     """The gradients of :func:`gated_linear_unit` with respect to ``gate`` and ``up`` (Hopper).
 

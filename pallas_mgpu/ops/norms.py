@@ -35,7 +35,7 @@ from pallas_mgpu._caches import cached
 from .._names import show
 from . import _norms_ring
 from ._common import SMS, overlap_launches, unaligned
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
@@ -759,6 +759,7 @@ def _check(name, config, inner, by_tma):
 
 
 @plgpu.specialize
+@rowwise
 def softmax(
     x,
     *,
@@ -788,6 +789,7 @@ def softmax(
 
 
 @plgpu.specialize
+@rowwise
 def rms_norm(
     x,
     weight=None,
@@ -818,6 +820,7 @@ def rms_norm(
 
 
 @plgpu.specialize
+@rowwise
 def layer_norm(
     x,
     weight=None,
