@@ -70,10 +70,13 @@ def with_open_rows(problem, *kind):
     rows: of matrices alone. problem: a NamedTuple with `rows` and the `shape` of the arrays."""
     if len(problem.shape) != 2:
         return problem
-    n = problem.shape[1]
-    key = type(problem).__module__, problem._replace(rows=0, shape=(0, n)), kind
-    rows, _ = rows_of(key, problem.rows, ANY_ROWS)
-    return problem._replace(rows=rows, shape=(rows, n))
+    rows, _ = rows_of(kind_of(problem, *kind), problem.rows, ANY_ROWS)
+    return problem._replace(rows=rows, shape=(rows, problem.shape[1]))
+
+
+def kind_of(problem, *kind):
+    """What distinguishes such programs but the rows."""
+    return type(problem).__module__, problem._replace(rows=0, shape=(0, problem.shape[1])), kind
 
 
 def may_settle(kind):
@@ -188,18 +191,12 @@ def rowwise(make):
         results = [((rows, *shape[1:]), (*lead, *shape[1:])) for shape in outs]
         return Reshaped(kernel, lambda: make(*operands, **options), shapes, results, kind, rows)
 
-    made.better = better(made)
-    return made
-
-
-def better(make):
-    """specialize's ``better`` of functions that may make `Reshaped`."""
-
-    def found(*operands, **options):
-        kernel = make(*operands, **options)
+    def better(*operands, **options):
+        kernel = made(*operands, **options)
         return kernel.own(operands) if isinstance(kernel, Reshaped) else None
 
-    return found
+    made.better = better
+    return made
 
 
 def _matrix(x, dims):

@@ -13,17 +13,19 @@ one after the other, and whole rows twice. Square blocks have a thread block eac
 With a given scale, blocks take parts of the array as a sequence, and keep the largest magnitudes of
 what they have seen; a second kernel finds the largest of all."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import Reshaped, in_shapes, kind_of, rowwise, with_open_rows
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -78,6 +80,21 @@ class Problem(NamedTuple):
         return lanes > 1 and rest == 0 and alike and self.n <= _WARP
 
     @property
+    def is_open(self):
+        """Do the rows stand for any number of them?"""
+        return _sizes.is_open(self.shape)
+
+    @property
+    def of_blocks(self):
+        """The same of the array as a matrix with a block in each row."""
+        rows = self.rows * self.groups
+        return self._replace(rows=rows, n=self.block, block=0, shape=(rows, self.block))
+
+    def matrix(self, ref):
+        """An array like x with two dims."""
+        return ref if self.is_open else ref.reshape((self.rows, self.n))
+
+    @property
     def scales_shape(self):
         return (*self.shape[:-1], self.groups) if self.block else self.shape[:-1]
 
@@ -118,17 +135,21 @@ class _Groups:
         self.at = pl.ds(self.start, self.height)
         self.shape = self.height, x.size
         self.layout = layout_of(x.size, x.vec)
+        self.ragged = x.is_open or self.count % self.height != 0
+
+    def _groups(self, ref):
+        return ref if self.x.is_open else ref.reshape((self.count, self.x.size))
 
     def load(self, ref):
-        ref, keep = ref.reshape((self.count, self.x.size)), None
-        if self.count % self.height:
+        ref, keep = self._groups(ref), None
+        if self.ragged:
             at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             keep = at < self.count - self.start
         return load_as(self.layout, ref, (self.at, slice(None)), keep).astype(jnp.float32)
 
     def store(self, ref, value):
-        ref, value = ref.reshape((self.count, self.x.size)), value.astype(ref.dtype)
-        if self.count % self.height:
+        ref, value = self._groups(ref), value.astype(ref.dtype)
+        if self.ragged:
             at = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             pl.store(ref, (self.at, slice(None)), value, mask=at < self.count - self.start)
         else:
@@ -138,15 +159,18 @@ class _Groups:
         at = plgpu.broadcasted_iota(jnp.int32, (self.height,), 0, layout=self.layout.reduce(1))
         return at < self.count - self.start
 
+    def _scales(self, ref):
+        return ref if self.x.is_open else ref.reshape((self.count,))
+
     def load_scales(self, ref):
-        ref, layout = ref.reshape((self.count,)), self.layout.reduce(1)
-        there = self._there() if self.count % self.height else None
+        ref, layout = self._scales(ref), self.layout.reduce(1)
+        there = self._there() if self.ragged else None
         found = load_as(layout, ref, (self.at,), there, 1.0)
         return lax.broadcast_in_dim(found.astype(jnp.float32), self.shape, [0])
 
     def store_scales(self, ref, scale):
-        ref = ref.reshape((self.count,))
-        if self.count % self.height:
+        ref = self._scales(ref)
+        if self.ragged:
             pl.store(ref, (self.at,), scale, mask=self._there())
         else:
             ref[self.at] = scale
@@ -208,7 +232,7 @@ class _Rows:
         x = self.x
         if x.n % x.block:
             return self.load(ref, k).reshape(self.groups, x.block)
-        ref, (at, keep) = ref.reshape((x.rows, x.groups, x.block)), self._groups_at(k)
+        ref, (at, keep) = ref.reshape((-1, x.groups, x.block)), self._groups_at(k)
         at = (*at, slice(None))
         value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=0)
         return value.astype(jnp.float32)
@@ -218,7 +242,7 @@ class _Rows:
         if x.n % x.block:
             self.store(ref, k, value.reshape(self.width))
             return
-        ref, (at, keep) = ref.reshape((x.rows, x.groups, x.block)), self._groups_at(k)
+        ref, (at, keep) = ref.reshape((-1, x.groups, x.block)), self._groups_at(k)
         at, value = (*at, slice(None)), value.astype(ref.dtype)
         if keep is None:
             ref[at] = value
@@ -246,8 +270,8 @@ def to_integers(x, value):
     return jnp.round(value) if x.to.name == "int8" else value
 
 
-def _kernel(x, body, out_type, interpret, name):
-    """Of thread blocks that take rows, or tiles of blocks."""
+def _kernel(x, body, out_type, interpret, name, *operands):
+    """Of thread blocks that take rows, or tiles of blocks. operands: their shapes."""
     grid, axis = x.rows, "row"
     if x.packed:
         grid, axis = pl.cdiv(x.rows * x.groups, _height(x)), "tile"
@@ -258,6 +282,7 @@ def _kernel(x, body, out_type, interpret, name):
         grid_names=(axis,),
         interpret=interpret,
         kernel_name=name,
+        **in_shapes(*operands),
     )
 
 
@@ -275,8 +300,9 @@ def _quantize(x, interpret):
     def body(source, out, scales):
         overlap_launches()
         rows = _Rows(x, lax.axis_index("row"))
-        source, out = (r.reshape((x.rows, x.n)) for r in (source, out))
-        scales = scales.reshape((x.rows, x.groups))
+        source, out = x.matrix(source), x.matrix(out)
+        at_row = (rows.row,) if x.is_open and not x.block else (rows.row, 0)
+        scales = scales if x.is_open else scales.reshape((x.rows, x.groups))
 
         def blocks(k):
             value = rows.load_groups(source, k)
@@ -304,7 +330,7 @@ def _quantize(x, interpret):
 
             largest = lax.fori_loop(0, rows.parts, most, largest)
         scale = scale_of(x, largest)
-        scales[rows.row, 0] = scale
+        scales[at_row] = scale
 
         def part(k):
             if rows.parts == 1:  # after the barrier it is as it was loaded: fewer registers
@@ -319,7 +345,8 @@ def _quantize(x, interpret):
         plgpu.ShapeDtypeStruct(x.shape, x.to),
         plgpu.ShapeDtypeStruct(x.scales_shape, x.scales),
     )
-    return _kernel(x, of_groups if x.packed else body, out_type, interpret, "quantize")
+    body = of_groups if x.packed else body
+    return _kernel(x, body, out_type, interpret, "quantize", x.shape)
 
 
 @cached
@@ -332,13 +359,14 @@ def _dequantize(x, interpret):
     def body(source, scales, out):
         overlap_launches()
         rows = _Rows(x, lax.axis_index("row"))
-        source, out = (r.reshape((x.rows, x.n)) for r in (source, out))
-        scales = scales.reshape((x.rows, x.groups))
+        source, out = x.matrix(source), x.matrix(out)
+        at_row = (rows.row,) if x.is_open and not x.block else (rows.row, 0)
+        scales = scales if x.is_open else scales.reshape((x.rows, x.groups))
 
         def part(k):
             if not x.block:
                 value = rows.load(source, k)
-                rows.store(out, k, value * scales[rows.row, 0].astype(jnp.float32))
+                rows.store(out, k, value * scales[at_row].astype(jnp.float32))
                 return
             value = rows.load_groups(source, k)
             at, there = rows.scales_at(k)
@@ -349,7 +377,24 @@ def _dequantize(x, interpret):
         rows.each(part)
 
     out_type = plgpu.ShapeDtypeStruct(x.shape, x.to)
-    return _kernel(x, of_groups if x.packed else body, out_type, interpret, "dequantize")
+    body, shapes = of_groups if x.packed else body, (x.shape, x.scales_shape)
+    return _kernel(x, body, out_type, interpret, "dequantize", *shapes)
+
+
+def _by_rows(make, x, device, interpret, operands, results):
+    """The kernel make(x, interpret), perhaps for any number of rows. Of packed blocks these are the
+    rows. operands, results: which they are, the elements (0) and the scales (1)."""
+    if not (x.block and x.packed):
+        return make(with_open_rows(x, device, make.__name__, interpret), interpret)
+    flat = x.of_blocks
+    found = with_open_rows(flat, device, make.__name__, interpret)
+    if not found.is_open:
+        return make(x, interpret)
+    shapes = [(flat.shape, x.shape), (flat.scales_shape, x.scales_shape)]
+    given, made = [shapes[k][0] for k in operands], [shapes[k] for k in results]
+    kind = kind_of(flat, device, make.__name__, interpret)
+    alone = functools.partial(make, x, interpret)
+    return Reshaped(make(found, interpret), alone, given, made, kind, flat.rows)
 
 
 # ---- square blocks ------------------------------------------------------------------------------
@@ -502,6 +547,7 @@ def _check(name, x, block, mx):
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def quantize(x, *, dtype="float8_e4m3fn", block=None, mx=False, interpret=None):
     """``x`` as 8-bit elements and scales, so that ``x`` is about ``q * scale`` (Hopper).
 
@@ -517,10 +563,12 @@ def quantize(x, *, dtype="float8_e4m3fn", block=None, mx=False, interpret=None):
     to = check_options("quantize", x, dtype, block, mx)
     if block == SQUARE:
         return _square(x.shape, x.dtype, to, False, interpret)
-    return _quantize(Problem.of(x.shape, x.dtype, to, block, mx), interpret)
+    problem = Problem.of(x.shape, x.dtype, to, block, mx)
+    return _by_rows(_quantize, problem, x.device, interpret, (0,), (0, 1))
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def dequantize(q, scales, *, block=None, out_dtype="bfloat16", interpret=None):
     """``q * scales``: the inverse of :func:`quantize` (Hopper).
 
@@ -546,7 +594,7 @@ def dequantize(q, scales, *, block=None, out_dtype="bfloat16", interpret=None):
         )
     if square:
         return _square(q.shape, q.dtype, to, True, interpret)
-    return _dequantize(x, interpret)
+    return _by_rows(_dequantize, x, q.device, interpret, (0, 1), (0,))
 
 
 @plgpu.specialize

@@ -16,6 +16,7 @@ from pallas_mgpu._caches import cached
 
 from . import gated
 from ._common import SeveralKernels, overlap_launches
+from ._open_rows import in_shapes, rowwise, with_open_rows
 from .gated import SLOPES, gated_linear_unit
 from .norms import rms_norm
 from .quantize import (
@@ -55,13 +56,11 @@ class _Groups:
 
     def _at(self, ref, start):
         x = self.x
+        columns = ref.shape[-1]
         if not x.block:
-            return ref.reshape((ref.size // ref.shape[-1], ref.shape[-1])), (
-                self.row,
-                pl.ds(start, x.n),
-            )
-        groups = ref.shape[-1] // x.block
-        ref = ref.reshape((ref.size // ref.shape[-1], groups, x.block))
+            ref = ref if x.is_open else ref.reshape((x.rows, columns))
+            return ref, (self.row, pl.ds(start, x.n))
+        ref = ref.reshape((-1, columns // x.block, x.block))
         return ref, (self.row, pl.ds(start // x.block + self.first, self.count), slice(None))
 
     def load(self, ref, start=0):
@@ -86,13 +85,13 @@ class _Groups:
         inverse = 1 / scale.astype(jnp.float32)
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0]) if x.block else inverse
         (out, at), value = self._at(out, 0), to_integers(x, value * inverse).astype(x.to)
-        scales = scales.reshape((x.rows, x.groups))
+        scales = scales if x.is_open else scales.reshape((x.rows, x.groups))
         if self.keep is None:
             out[at] = value
         else:
             pl.store(out, at, value, mask=self.keep)
         if not x.block:
-            scales[self.row, 0] = scale
+            scales[(self.row,) if x.is_open else (self.row, 0)] = scale
             return
         at = self.row, pl.ds(self.first, self.count)
         if self.there is None:
@@ -134,6 +133,7 @@ def _norm(x, eps, weighted, interpret):
         grid_names=("row",),
         interpret=interpret,
         kernel_name="rms_norm_quantize",
+        **in_shapes(x.shape, *(None,) * weighted),
     )
 
 
@@ -142,6 +142,7 @@ def _gated(x, packed, activation, interpret):
     count = _count(x, _PART) if x.block else 0
     parts = pl.cdiv(x.groups, count) if x.block else 1
     slope = SLOPES[activation]
+    shapes = [(*x.shape[:-1], 2 * x.n)] if packed else [x.shape] * 2
 
     def body(*refs):
         overlap_launches()
@@ -158,6 +159,7 @@ def _gated(x, packed, activation, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
         kernel_name="gated_linear_unit_quantize",
+        **in_shapes(*shapes),
     )
 
 
@@ -179,6 +181,7 @@ def _two_kernels(make, dtype, block, mx, interpret, **options):
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def rms_norm_quantize(
     x, weight=None, *, eps=1e-6, dtype="float8_e4m3fn", block=None, mx=False, interpret=None
 ):
@@ -200,10 +203,12 @@ def rms_norm_quantize(
     if n * x.dtype.itemsize > HELD or block == SQUARE or n % (block or 1):
         return _two_kernels(rms_norm, dtype, block, mx, interpret, eps=eps)
     problem = Problem.of(x.shape, x.dtype, to, block, mx)
-    return _norm(problem, float(eps), weight is not None, interpret)
+    how = float(eps), weight is not None, interpret
+    return _norm(with_open_rows(problem, x.device, name, *how), *how)
 
 
 @plgpu.specialize(in_place=False)
+@rowwise
 def gated_linear_unit_quantize(
     gate,
     up=None,
@@ -227,4 +232,5 @@ def gated_linear_unit_quantize(
     if not one:
         return _two_kernels(gated_linear_unit, dtype, block, mx, interpret, activation=activation)
     problem = Problem.of(x.shape, gate.dtype, to, block, mx)
-    return _gated(problem, up is None, activation, interpret)
+    how = up is None, activation, interpret
+    return _gated(with_open_rows(problem, gate.device, name, *how), *how)
