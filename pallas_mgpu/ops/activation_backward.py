@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import in_shapes, rowwise, with_open_rows
 from .gated import SLOPES
 from .norms_backward import WithSums, sums_of_rows
 
@@ -59,17 +60,19 @@ def _kernel(x, sms, interpret):
         plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
     tiles, shape = pl.cdiv(x.n, width), (_HEIGHT, width)
-    steps = pl.cdiv(x.rows, _HEIGHT)
-    chunks = max(1, min(steps, _RESIDENT * sms // tiles)) if x.bias else steps
-    steps = pl.cdiv(steps, chunks)
+    steps, is_open = 1, _sizes.is_open(x.shape)
+    if x.bias:
+        steps = pl.cdiv(x.rows, _HEIGHT)
+        steps = pl.cdiv(steps, max(1, min(steps, _RESIDENT * sms // tiles)))
     chunks = pl.cdiv(x.rows, steps * _HEIGHT)
     slope = (_OF_RESULT if x.of_result else _OF_ARGUMENT)[x.activation]
-    ragged = x.rows % (_HEIGHT * steps) or x.n % width
+    ragged = is_open or x.rows % (_HEIGHT * steps) or x.n % width
 
     def body(grad, value, out, *sums):
         overlap_launches()
         chunk, c = lax.axis_index("chunk"), lax.axis_index("tile") * width
-        grad, value, out = (r.reshape((x.rows, x.n)) for r in (grad, value, out))
+        if not is_open:
+            grad, value, out = (r.reshape((x.rows, x.n)) for r in (grad, value, out))
 
         def add(i, total):
             r = (chunk * steps + i) * _HEIGHT
@@ -105,10 +108,12 @@ def _kernel(x, sms, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=x.dtypes[0].itemsize == 2),
         kernel_name="activation_backward",
+        **in_shapes(x.shape, x.shape),
     )
 
 
 @plgpu.specialize
+@rowwise
 def activation_backward(
     grad, x, *, activation="silu", of_result=False, bias=False, out_dtype=None, interpret=None
 ):
@@ -143,8 +148,8 @@ def activation_backward(
     rows, n, sms = math.prod(x.shape[:-1]), x.shape[-1], plgpu.sm_count(x.device)
     dtypes = grad.dtype, x.dtype
     problem = Problem(rows, n, activation, bool(of_result), bool(bias), dtypes, x.shape)
-    kernel = _kernel(problem, sms, interpret)
     if not bias:
-        return kernel
+        return _kernel(with_open_rows(problem, x.device, interpret), sms, interpret)
+    kernel = _kernel(problem, sms, interpret)
     chunks = kernel.definition.outs[1].shape[0]
     return WithSums(kernel, sums_of_rows(chunks, n, np.dtype(_F32), to, sms, interpret))

@@ -14,11 +14,12 @@ import math
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 from .norms_backward import WithSums, sums_of_rows
 from .quantize import layout_of
 
@@ -40,7 +41,7 @@ class _Tiles:
         self.batch, self.length, self.heads, dim = shape
         self.first = first
         self.half, self.layout = dim // 2, None
-        self.height = max(1, min(size // self.half, self.length))
+        self.height = max(1, min(size // self.half, _sizes.most(self.length)))
         lanes, rest = divmod(self.half, _VECTOR)
         if normed and rest == 0 and lanes in (2, 4, 8, 16, 32):
             self.layout, at_once = layout_of(self.half, _VECTOR), 128 // lanes
@@ -62,7 +63,7 @@ class _Tile:
         start, shape = tile * tiles.height, (tiles.height, tiles.half)
         self.rows, self.shape, self.keep = pl.ds(start, tiles.height), shape, None
         self.positions = pl.ds(start + tiles.first, tiles.height) if tiles.first else self.rows
-        if tiles.length % tiles.height:
+        if _sizes.is_open([tiles.length]) or tiles.length % tiles.height:
             index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tiles.layout)
             self.keep = index < tiles.length - start
 
@@ -146,6 +147,7 @@ def kernel_of(shape, dtype, inverse, eps, interpret, first=0):
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="rotary",
+        **in_shapes(shape, *((shape[1], None),) * 2, *(None,) * (eps is not None)),
     )
 
 
@@ -217,8 +219,13 @@ def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None)
     _check("rotary", x, cos, sin, weight)
     if inverse and weight is not None:
         raise ValueError("rotary: inverse=True with weight; rotary_backward has both gradients")
-    eps = None if weight is None else float(eps)
-    return kernel_of(x.shape, np.dtype(x.dtype), bool(inverse), eps, interpret)
+    eps, shape = None if weight is None else float(eps), x.shape
+    how = np.dtype(x.dtype), bool(inverse), eps, interpret
+    if shape[0] == 1:  # sizes are those of the first dimension that has several
+        dtypes = (a and a.dtype for a in (cos, sin, weight))
+        kind = "rotary", shape[2:], *dtypes, x.device, how
+        shape = 1, rows_of(kind, shape[1], ANY_ROWS)[0], *shape[2:]
+    return kernel_of(shape, *how)
 
 
 @plgpu.specialize
