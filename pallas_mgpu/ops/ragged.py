@@ -28,7 +28,7 @@ import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -46,7 +46,8 @@ from ._common import (
     warp_specialized,
 )
 from ._groups import GroupedBlock, Product, in_bands
-from ._padding import padding_of, with_padding
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._padding import needs_padding, padding_of, with_padding
 from ._scaled import BLOCK, FP8, transposing
 
 _STEP = 128  # bytes of the summed dim in a slot
@@ -100,7 +101,7 @@ class _Plan:
         self.axes = {"c": cfg.cluster} if cfg.cluster > 1 else {}
         self.share = "c" if self.axes else None  # along this blocks share an operand
         rows = x.groups * x.k if edge else x.m
-        by_tma = rows == 1 or x.n * out_bytes % 16 == 0  # the result
+        by_tma = _sizes.most(rows) == 1 or x.n * out_bytes % 16 == 0  # the result
         self.engine = None if by_tma else "plain"
 
     def scratch(self, a_tile, b_tile, part):
@@ -133,7 +134,7 @@ class _DotPlan(_Plan):
         self.rows, self.steps = cfg.tile, pl.cdiv(x.k, self.step)
         self.cluster_cols = self.wide * cfg.cluster
         self.tiles_n = pl.cdiv(x.n, self.cluster_cols)
-        most = (pl.cdiv(x.m, self.rows) + x.groups) * self.tiles_n  # tiles
+        most = (pl.cdiv(_sizes.most(x.m), self.rows) + x.groups) * self.tiles_n  # tiles
         self.clusters = min(max(sms // cfg.cluster, 1), most)
         # What tiles may measure. Each width costs time to compile. Above the half, where most tiles
         # are, there are as many as keep small what is multiplied for nothing; below, the matrix
@@ -358,12 +359,15 @@ def _dot_kernel(x, cfg, sms, interpret):
         overlap_launches()
         *scales, o = others
         refs = dict(zip(("scale_lhs", "scale_rhs"), scales))
-        refs |= dict(a=a.reshape((x.m, a.shape[-1])), b=b, sizes=sizes, o=o.reshape((x.m, x.n)))
+        if x.each:
+            a, o = a.reshape((x.m, a.shape[-1])), o.reshape((x.m, x.n))
+        refs |= dict(a=a, b=b, sizes=sizes, o=o)
         _DotBlock(plan, refs | scratch).run()
 
     shape = (x.groups, x.each, x.n) if x.each else (x.m, x.n)
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="ragged_dot")
+    how = {"interpret": interpret, "kernel_name": "ragged_dot"}
+    return warp_specialized(body, plan, out_type, **how, **in_shapes((x.m, None), None, None))
 
 
 # ---- a sum for each group ------------------------------------------------------------------------
@@ -578,8 +582,8 @@ def _sum_kernel(x, cfg, sms, interpret):
         _SumBlock(plan, dict(a=a, b=b, sizes=sizes, o=o) | scratch).run()
 
     out_type = plgpu.ShapeDtypeStruct((x.groups, x.k, x.n), x.out_dtype)
-    name = "transposed_ragged_dot"
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name=name)
+    how = {"interpret": interpret, "kernel_name": "transposed_ragged_dot"}
+    return warp_specialized(body, plan, out_type, **how, **in_shapes(*[(x.m, None)] * 2, None))
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -676,6 +680,16 @@ def _make(name, kernel, plan, x, config, sms, operands, interpret, scales=()):
     return with_padding(kernel(x, config, sms, interpret), [*pads, None, *scales])
 
 
+def _open(x, operands, interpret, transposed=False):
+    """The product, perhaps with open rows, and the number of them that its kernel is tuned for."""
+    copied = operands if transposed else operands[:1]  # those with rows
+    if any(map(needs_padding, copied)):
+        return x, x.m
+    kind = "ragged_dot", x._replace(m=0), operands[0].device, interpret, transposed
+    rows, m = rows_of(kind, x.m, *([ANY_ROWS] if transposed else []))
+    return x._replace(m=rows), m
+
+
 def _check_scales(lhs, rhs, scale_lhs, scale_rhs, transposed):
     """Are there scales of blocks?"""
     fp8 = lhs.dtype.name in FP8
@@ -769,6 +783,8 @@ def ragged_dot(
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret)
         return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
     if config is None:
+        if not (scaled or each):
+            x, m = _open(x, (lhs, rhs), interpret)
         config = choose(m, n, groups, sms)
         if scaled:
             config = config._replace(tile=min(config.tile, BLOCK))
@@ -811,5 +827,7 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
         config = config or _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret, transposed=True)
         return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
-    config = config or choose_transposed(n, k, groups, sms)
+    if config is None:
+        x, _ = _open(x, (lhs, rhs), interpret, True)
+        config = choose_transposed(n, k, groups, sms)
     return _make(name, _sum_kernel, _SumPlan, x, config, sms, (lhs, rhs), interpret)
