@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops
@@ -352,7 +352,20 @@ def loss_backward(m, n):
     return arrays, gradient_of_loss(*arrays)
 
 
+def residual(m, n):
+    x, r, w, b = normal(m, n), normal(m, n, seed=1), normal(n), normal(n, seed=1)
+    total = x + r
+    return (x, r, w, b), (NORMS["layer_norm"](total, w, b), total)
+
+
+def rectified(m, n):
+    grad, x = normal(m, n), normal(m, n, seed=1)
+    return (grad, x), np.where(x > 0, grad, 0)
+
+
 EACH_ROW = {
+    "add_layer_norm": residual,
+    "activation_backward": rectified,
     "gated_linear_unit": halves,
     "gated_linear_unit, two arrays": two,
     "gated_linear_unit_backward": backward,
@@ -370,10 +383,191 @@ def test_each_row_alone(name, n, way):
     before = _core.plan_memory()["plans"]
     for m in ROWS:
         arrays, want = EACH_ROW[name](m, n)
-        got = plgpu.tree.leaves(function(*arrays, interpret=way))
+        how = {"activation": "relu"} if name == "activation_backward" else {}
+        got = plgpu.tree.leaves(function(*arrays, interpret=way, **how))
         for g, w in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
             np.testing.assert_allclose(np.asarray(g), w, rtol=1e-3, atol=1e-4)
     assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1
+
+
+def quantized(x, block=None, **options):
+    return x, ops.quantize(x, block=block, **options)
+
+
+def of_norm(x, block=None, **options):
+    return NORMS["rms_norm"](x, 1, 0), ops.rms_norm_quantize(x, block=block, **options)
+
+
+def of_unit(x, block=None, **options):
+    both = np.concatenate([x, x[:, ::-1]], axis=1)
+    return gated(x, x[:, ::-1]), ops.gated_linear_unit_quantize(both, block=block, **options)
+
+
+@pytest.mark.parametrize("function", [quantized, of_norm, of_unit])
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("n", [256, 384, 5000])
+def test_quantised_rows(function, block, n):
+    """Rows that lanes of a warp share, and others; blocks that fill them, and not."""
+    before, count = _core.plan_memory()["plans"], 0
+    for m in ROWS:
+        want, (q, scales) = function(normal(m, n), block, interpret=True)
+        assert scales.shape == ((m,) if block is None else (m, -(-n // block)))
+        back = (
+            np.asarray(q).astype(np.float32)
+            * np.repeat(scales.reshape(m, -1), block or n, axis=1)[:, :n]
+        )
+        np.testing.assert_allclose(back, want, rtol=0.07, atol=np.abs(want).max() / 400)
+        count = _core.plan_memory()["plans"] - before
+    if n % 128 == 0 or function is quantized or block is None and function is of_norm:
+        assert count == _open_rows.STATIC + 1
+
+
+def test_positions_of_rotary():
+    before = _core.plan_memory()["plans"]
+    for m in ROWS:
+        x, angles = normal(1, m, 3, 64), normal(m, 32, seed=1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        got = ops.rotary(x, cos, sin, interpret=True)
+        left, right = x[..., :32], x[..., 32:]
+        cos, sin = cos[:, None], sin[:, None]
+        want = np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1
+
+
+def test_arrays_of_more_dimensions(monkeypatch):
+    """They are matrices to the program, results have the caller's shapes, and `out` is filled."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    before, w = _core.plan_memory()["plans"], normal(96)
+    for lead in ((2, 5), (3, 1, 7), (1, 4, 1, 2)):
+        x, out = normal(*lead, 96), np.full((*lead, 96), np.nan, np.float32)
+        want = NORMS["rms_norm"](x.reshape(-1, 96), w, 0).reshape(x.shape)
+        assert ops.rms_norm(x, w, out=out, interpret=True) is out
+        for got in (out, ops.rms_norm(x, w, interpret=True)):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        q, scales = ops.quantize(x, interpret=True)
+        assert q.shape == x.shape and scales.shape == lead
+        backwards = np.empty_like(x)[..., ::-1]
+        with pytest.raises(ValueError, match="not contiguous"):
+            ops.rms_norm(x, w, out=backwards, interpret=True)
+        with pytest.raises(ValueError, match=r"out\[0\] must be float32 of shape"):
+            ops.rms_norm(x, w, out=out.reshape(-1, 96), interpret=True)
+    assert _core.plan_memory()["plans"] - before == 2
+
+
+def test_more_dimensions_that_come_often_get_a_program_of_their_own(monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    x = plgpu.ShapeDtypeStruct((2, 3, 64), np.float32)
+    first, deadline = ops.softmax.kernel(x), time.monotonic() + 60
+    while (found := ops.softmax.kernel(x)) is first:
+        assert time.monotonic() < deadline
+    assert found is first.alone()
+
+
+# ---- other products ------------------------------------------------------------------------------
+
+
+def of_rows(rng, m):
+    """8-bit floats with scales of rows and columns."""
+    a, b = (rng.standard_normal(s).astype(float8_e4m3fn) for s in ((m, 256), (192, 256)))
+    x, y = (rng.uniform(0.5, 2, s).astype(np.float32) for s in ((m, 1), (1, 192)))
+    how = {"transpose_b": True, "scale_a": x, "scale_b": y, "out_dtype": np.float32}
+    return ops.matmul, (a, b), how, f32(a) * x @ (f32(b) * y.T).T
+
+
+def of_blocks(rng, m):
+    a, b = (rng.standard_normal(s).astype(float8_e4m3fn) for s in ((m, 256), (192, 256)))
+    x, y = (rng.uniform(0.5, 2, s).astype(np.float32) for s in ((m, 2), (2, 2)))
+    how = {"transpose_b": True, "scale_a": x, "scale_b": y, "out_dtype": np.float32}
+    wide = np.repeat(np.repeat(y, 128, 0)[:192], 128, 1)
+    return ops.matmul, (a, b), how, f32(a) * np.repeat(x, 128, 1) @ (f32(b) * wide).T
+
+
+def of_int8(rng, m):
+    a, b = (rng.integers(-9, 9, s).astype(np.int8) for s in ((m, 256), (192, 256)))
+    return ops.matmul, (a, b), {"transpose_b": True, "out_dtype": np.int32}, f32(a) @ f32(b).T
+
+
+def of_tf32(rng, m):
+    a, b = (rng.standard_normal(s).astype(np.float32) for s in ((m, 128), (128, 192)))
+    return ops.matmul, (a, b), {"precision": "tf32"}, a @ b
+
+
+def mixed(rng, m):
+    x, w = rng.standard_normal((m, 256)).astype(bfloat16), rng.integers(-9, 9, (200, 256))
+    scales = rng.uniform(0.5, 2, (4, 200)).astype(np.float32)
+    want = f32(x) @ (w * np.repeat(scales, 64, 0).T).T
+    return ops.mixed_matmul, (x, w.astype(np.int8), scales), {"out_dtype": np.float32}, want
+
+
+def with_gate(rng, m):
+    x, w = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 128), (128, 256)))
+    both = f32(x) @ f32(w)
+    return ops.gated_matmul, (x, w), {}, gated(both[:, :128], both[:, 128:])
+
+
+def in_groups(rng, m):
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 128), (3, 128, 192)))
+    ends = np.sort(rng.integers(0, m + 1, 3))
+    want = np.zeros((m, 192), np.float32)
+    for start, end, matrix in zip((0, *ends), ends, b):
+        want[start:end] = f32(a[start:end]) @ f32(matrix)
+    sizes = np.diff([0, *ends]).astype(np.int32)
+    return ops.ragged_dot, (a, b, sizes), {"out_dtype": np.float32}, want
+
+
+def of_groups(rng, m):
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 128), (m, 192)))
+    ends = np.sort(rng.integers(0, m + 1, 3))
+    parts = list(zip((0, *ends), ends))
+    want = np.stack([f32(a[i:j]).T @ f32(b[i:j]) for i, j in parts])
+    sizes = np.diff([0, *ends]).astype(np.int32)
+    return ops.transposed_ragged_dot, (a, b, sizes), {"out_dtype": np.float32}, want
+
+
+def f32(x):
+    return np.asarray(x).astype(np.float32)
+
+
+PRODUCTS = [of_rows, of_blocks, of_int8, of_tf32, mixed, with_gate, in_groups, of_groups]
+
+
+@pytest.mark.parametrize("make", PRODUCTS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=("interpret", "host"),
+)
+def test_other_products_of_any_number_of_rows(make, way, monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 4)
+    rng, before = np.random.default_rng(5), _core.plan_memory()["plans"]
+    for m in (3, 17, 63, 65, 130, 200):
+        function, arrays, options, want = make(rng, m)
+        got = f32(function(*arrays, interpret=way, **options))
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2 * np.abs(want).max())
+    assert _core.plan_memory()["plans"] - before <= 5
+
+
+@pytest.mark.parametrize("make", PRODUCTS)
+def test_other_products_have_at_most_twelve_programs(make, monkeypatch):
+    """Of 200 random numbers of rows up to 8192, for operands without elements."""
+    rng, kernels = np.random.default_rng(0), set()
+    function, arrays, options, _ = make(rng, 1000)
+    given = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    for m in map(int, rng.integers(1, 8193, 200)):
+
+        def sized(x, m=m):
+            shape = tuple(m if n == 1000 else n for n in x.shape)
+            return plgpu.ShapeDtypeStruct(shape, x.dtype)
+
+        named = {k: sized(v) for k, v in given.items()}
+        kernel = function.kernel(*map(sized, arrays), **options | named)
+        kernels.add(getattr(kernel, "product", kernel))  # beside kernels that transpose b
+    assert len(kernels) <= 12
 
 
 # ---- caches that grow ----------------------------------------------------------------------------
