@@ -447,12 +447,12 @@ def test_arrays_of_more_dimensions(monkeypatch):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
         q, scales = ops.quantize(x, interpret=True)
         assert q.shape == x.shape and scales.shape == lead
-        backwards = np.empty_like(x)[..., ::-1]
-        with pytest.raises(ValueError, match="not contiguous"):
-            ops.rms_norm(x, w, out=backwards, interpret=True)
-        with pytest.raises(ValueError, match=r"out\[0\] must be float32 of shape"):
-            ops.rms_norm(x, w, out=out.reshape(-1, 96), interpret=True)
     assert _core.plan_memory()["plans"] - before == 2
+    backwards = np.empty_like(x)[..., ::-1]
+    with pytest.raises(ValueError, match="not contiguous"):
+        ops.rms_norm(x, w, out=backwards, interpret=True)
+    with pytest.raises(ValueError, match=r"out\[0\] must be float32 of shape"):
+        ops.rms_norm(x, w, out=out.reshape(-1, 96), interpret=True)
 
 
 def test_more_dimensions_that_come_often_get_a_program_of_their_own(monkeypatch):
