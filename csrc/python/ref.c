@@ -391,12 +391,43 @@ static PyObject *get_T(PyObject *self, void *c) {
   return permuted(self, dims, n);
 }
 
+static PyObject *get_shape(PyObject *self, void *c);
+
+/* New, or NULL: the arguments of reshape as a list. Sizes of the call (plgpu.dim) that are extents
+ * of the ref become what its type has for them; of other sizes pmpy_ints speaks. */
+static PyObject *typed_shape(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  const bool listed = n == 1 && PySequence_Check(args[0]);
+  PyObject *list = listed ? PySequence_List(args[0]) : PyList_New(n),
+           *shape = get_shape(self, NULL);
+  for (Py_ssize_t k = 0; list && !listed && k < n; k++) {
+    PyList_SET_ITEM(list, k, Py_NewRef(args[k]));
+  }
+  const pm_type *type = &self_of(self)->type;
+  for (Py_ssize_t k = 0; list && shape && k < PyList_GET_SIZE(list); k++) {
+    PyObject *given = PyList_GET_ITEM(list, k);
+    for (Py_ssize_t d = 0; list && d < type->rank && !PyLong_Check(given); d++) {
+      PyObject *extent = PyTuple_GET_ITEM(shape, d);
+      if (PyLong_Check(extent) || Py_TYPE(extent) != Py_TYPE(given)) continue;
+      if (PyObject_Hash(extent) != PyObject_Hash(given)) continue; /* == makes ops of sizes */
+      PyObject *known = PyLong_FromLongLong(type->dim[d]);
+      if (!known || PyList_SetItem(list, k, known)) Py_CLEAR(list);
+      break;
+    }
+  }
+  Py_XDECREF(shape);
+  if (!shape) Py_CLEAR(list);
+  return list;
+}
+
 static PyObject *ref_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n) {
   pmpy_trace *t = begin_ref("reshape", self);
   const pmpy_traced *r = self_of(self);
   pm_type to;
-  if (!t || !is_view_base(r, "reshape") || pmpy_reshape_args(&r->type, args, n, PM_E_VALUE, &to))
-    return NULL;
+  if (!t || !is_view_base(r, "reshape")) return NULL;
+  PyObject *shape = typed_shape(self, args, n);
+  const int failed = !shape || pmpy_reshape_args(&r->type, &shape, 1, PM_E_VALUE, &to);
+  Py_XDECREF(shape);
+  if (failed) return NULL;
   if (to.rank == r->type.rank && !memcmp(to.dim, r->type.dim, sizeof(int64_t) * to.rank))
     return Py_NewRef(self);
   pm_val v = pmpy_emit(t, PM_OP_RESHAPE_REF, &r->val, 1, &to, NULL, 0);
@@ -658,8 +689,13 @@ static PyObject *get_ndim(PyObject *self, void *c) {
 }
 
 static PyObject *get_size(PyObject *self, void *c) {
-  (void)c;
-  return PyLong_FromLongLong(pm_type_size(&self_of(self)->type));
+  PyObject *shape = get_shape(self, c), *size = shape ? PyLong_FromLong(1) : NULL;
+  for (Py_ssize_t d = 0; size && d < PyTuple_GET_SIZE(shape); d++) {
+    PyObject *extent = PyTuple_GET_ITEM(shape, d);
+    Py_SETREF(size, d ? PyNumber_Multiply(size, extent) : Py_NewRef(extent));
+  }
+  Py_XDECREF(shape);
+  return size;
 }
 
 /* The member of plgpu.MemorySpace. */
@@ -768,7 +804,7 @@ static PyType_Spec indexer_spec = {"pallas_mgpu._core.RefIndexer", sizeof(indexe
                                    indexer_slots};
 
 static PyGetSetDef ref_getset[] = {
-    {"shape", get_shape, NULL, "Tuple of ints.", NULL},
+    {"shape", get_shape, NULL, "Tuple of ints, and of sizes of the call (plgpu.dim).", NULL},
     {"dtype", get_dtype, NULL, "NumPy dtype; \"barrier\" for barriers.", NULL},
     {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
     {"size", get_size, NULL, "Number of elements.", NULL},

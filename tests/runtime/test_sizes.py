@@ -311,6 +311,33 @@ def test_what_is_missing_says_so():
         ).lower(x)
 
 
+def test_shapes_of_views_and_numbers_of_elements():
+    """A reshape may name the size, which stays whole; `size` is a product."""
+    ways = (lambda x: (M, 4, 32), lambda x: (x.shape[0], 4, 32), lambda x: (-1, 4, 32))
+    for way in ways:
+
+        def body(x, o, way=way):
+            i = lax.axis_index("i")
+            o[i] = x.reshape(way(x))[i].sum(axis=1) / x.size
+
+        kernel = plgpu.kernel(
+            body, out_type=plgpu.ShapeDtypeStruct((M, 4), F32), in_shapes=((M, 128),), grid=(M,),
+            grid_names=("i",), interpret=True,
+        )  # fmt: skip
+        for m in (1, 5):
+            x = np.random.default_rng(m).standard_normal((m, 128)).astype(F32)
+            want = x.reshape(m, 4, 32).sum(2) / x.size
+            np.testing.assert_allclose(kernel(x), want, rtol=1e-5, atol=1e-6)
+
+    def other(x, o):
+        o[0] = x.reshape((plgpu.dim("L"), 4, 32))[0].sum(axis=1)
+
+    with pytest.raises(TypeError, match="L is a size that is known when the kernel is called"):
+        plgpu.kernel(
+            other, out_type=plgpu.ShapeDtypeStruct((M, 4), F32), in_shapes=((M, 128),)
+        ).lower(x)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     """One compilation, no synchronisation, a new map for each size."""
