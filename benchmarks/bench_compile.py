@@ -79,16 +79,15 @@ def child(cache, serial, gpu):
 def main():
     from pallas_mgpu import _core
 
+    parser = argparse.ArgumentParser(description=__doc__)
+    results.argument(parser)
+    found = results.Results(__file__, parser.parse_args().json, "least to greatest")
     gpu = bool(_core.system_info()["devices"])
     first, cached = [], []
     for k in range(5):
         with tempfile.TemporaryDirectory() as cache:
             first.append(child(cache, 1, gpu))
             cached.append(child(cache, 2 + k, gpu))
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    results.argument(parser)
-    found = results.Results(__file__, parser.parse_args().json, "least to greatest")
 
     def row(name, samples, key):
         ms = [s[key] * 1e3 for s in samples]

@@ -9,7 +9,7 @@ tables. NAME is that of the benchmark, or it and a word after an underscore. Plo
 (pip install -e '.[bench]').
 
 A table has a row for each case and a column for each contestant: the median, in the unit of its
-work a second or in microseconds, with how many times as long as the fastest of this package's
+work a second, or in micro- or milliseconds, with how many times as long as the fastest of this package's
 contestants it takes. Above it stand the spread, the errors, and the fastest peer's time divided
 by ours over all cases. Long tables are folded."""
 
@@ -69,6 +69,9 @@ SECTIONS = {
     "bench_jax_kernels": "JAX's kernels",
     "bench_triton_style": "Kernels in the style of Pallas' Triton backend",
 }
+
+# What stands beside the times of a case: keys of its axes.
+NUMBERS = {"resources": ("registers", "spill_bytes", "smem_bytes")}
 
 
 class Plot(NamedTuple):
@@ -131,7 +134,7 @@ def value(row):
     """What a cell shows."""
     seconds = row["seconds"][0]
     if not row["work"]:
-        return f"{short(seconds * 1e6)} us"
+        return f"{short(seconds * 1e6)} us" if seconds < 0.01 else f"{short(seconds * 1e3)} ms"
     rate = row["work"] / seconds
     return f"{short(rate / 1e12)} T{row['unit']}/s"
 
@@ -142,10 +145,12 @@ def wide(row):
     return max(median - low, high - median) / median if median else 0.0
 
 
-def table(rows):
-    """The lines of a table of one benchmark's table and way."""
+def table(rows, numbers=()):
+    """The lines of a table of one benchmark's table and way. numbers: of each case, keys of axes,
+    that have a column."""
     names = list(dict.fromkeys(r["contestant"] for r in rows))
-    lines = ["| case | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    heads = [*names, *(x.replace("_", " ") for x in numbers)]
+    lines = ["| case | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for (case,), of_case in grouped(rows, "case").items():
         by_name = {r["contestant"]: r for r in of_case}
         own = [r["seconds"][0] for r in of_case if r["ours"]]
@@ -157,6 +162,7 @@ def table(rows):
                 continue
             ratio = f" ({row['seconds'][0] / min(own):.3f})" if own and len(of_case) > 1 else ""
             cells.append(value(row) + ratio)
+        cells += [str(of_case[0]["axes"].get(x, "-")) for x in numbers]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return lines
 
@@ -202,7 +208,7 @@ def section(data, note="", part=""):
         lines += ["", f"### {name}, {way}", "", f"{told[0].upper()}{told[1:]}."]
         if beside := beside_peers(rows):
             lines += ["", f"{beside}."]
-        made = table(rows)
+        made = table(rows, NUMBERS.get(data["benchmark"], ()))
         if len(made) - 2 > LONG:
             fold = f"<details><summary>{len(made) - 2} cases</summary>"
             lines += ["", fold, "", *made, "", "</details>"]

@@ -54,6 +54,15 @@ def test_tables_are_of_the_file(modules, tmp_path):
     assert "errors at most 1.0e-03, 2 of 4 checked" in text
 
 
+def test_long_times_and_numbers_of_cases(modules, tmp_path):
+    results, make = modules
+    found = results.Results("resources.py", tmp_path / "x.json")
+    found.add_samples("compile", "softmax", {"ops": [0.25]}, registers=56, spill_bytes=0)
+    text = make.section(results.read(tmp_path / "x.json"))
+    assert "| case | ops | registers | spill bytes | smem bytes |" in text
+    assert "| softmax | 250 ms | 56 | 0 | - |" in text
+
+
 def test_other_files_are_refused(modules, tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"rows": []}))
