@@ -55,10 +55,30 @@ def _seen(kind):
     return _Seen()
 
 
+class _Questions(threading.local):
+    """What this thread asks `is_static`: `open` notes the kinds and numbers of rows that share a
+    program; `exact`: none do."""
+
+    open: list | None = None
+    exact = False
+
+
+_questions = _Questions()
+
+
+def is_static(kind, m):
+    """Has this number of rows a program of its own?"""
+    if _questions.exact or _seen(kind).is_static(m):
+        return True
+    if _questions.open is not None:
+        _questions.open.append((kind, m))
+    return False
+
+
 def rows_of(kind, m, edges=_EDGES):
     """``(rows, m)``: the int m twice, or the size that stands for m's bucket and the int that its
     program is tuned for. kind: all else that distinguishes programs. edges: of the buckets."""
-    if m <= edges[0] or m > edges[-1] or _seen(kind).is_static(m):
+    if m <= edges[0] or m > edges[-1] or is_static(kind, m):
         return m, m
     k = next(k for k, edge in enumerate(edges) if m <= edge)
     rows = plgpu.dim("M", min=edges[k - 1] + 1, max=edges[k])
@@ -70,13 +90,10 @@ def with_open_rows(problem, *kind):
     rows: of matrices alone. problem: a NamedTuple with `rows` and the `shape` of the arrays."""
     if len(problem.shape) != 2:
         return problem
-    rows, _ = rows_of(kind_of(problem, *kind), problem.rows, ANY_ROWS)
-    return problem._replace(rows=rows, shape=(rows, problem.shape[1]))
-
-
-def kind_of(problem, *kind):
-    """What distinguishes such programs but the rows."""
-    return type(problem).__module__, problem._replace(rows=0, shape=(0, problem.shape[1])), kind
+    n = problem.shape[1]
+    key = type(problem).__module__, problem._replace(rows=0, shape=(0, n)), kind
+    rows, _ = rows_of(key, problem.rows, ANY_ROWS)
+    return problem._replace(rows=rows, shape=(rows, n))
 
 
 def may_settle(kind):
@@ -107,18 +124,59 @@ def in_shapes(*shapes):
     return {"in_shapes": shapes} if any(map(_sizes.is_open, known)) else {}
 
 
+# ---- programs of their own, later ----------------------------------------------------------------
+
+
+def own_program(make):
+    """specialize's ``better``: of calls that come often, the program of their number of rows. Its
+    sums may be in another order: not where the caller relies on that."""
+
+    def found(*operands, **options):
+        if options.get("deterministic") or options.get("batch_invariant"):
+            return None
+        _questions.open = []
+        try:
+            make(*operands, **options)
+        finally:
+            asked, _questions.open = _questions.open, None
+        if not asked or not may_settle(asked[0][0]):
+            return None
+
+        def make_own():
+            _questions.exact = True
+            try:
+                kernel = make(*operands, **options)
+            finally:
+                _questions.exact = False
+            given = [x for x in (*operands, *options.values()) if isinstance(x, plgpu.ArrayInfo)]
+            if given[0].device is not None:
+                if isinstance(kernel, SeveralKernels):  # which a call would have to compile
+                    return None
+                kernel.lower(*given).resources()  # for the cache on disk, from which calls take it
+            settle(*asked[0])
+            return kernel
+
+        return make_own
+
+    return found
+
+
+def better(make):
+    """Decorator below specialize: calls that come often get a program of their own."""
+    make.better = own_program(make)
+    return make
+
+
 # ---- arrays of more dimensions -------------------------------------------------------------------
 
 
 class Reshaped(SeveralKernels):
     """A kernel whose arrays are views of the caller's with other shapes. alone(): the kernel of the
     caller's shapes, for arrays that cannot be reshaped or have no memory. operands: the shape of
-    each, None for its own; results: of each that of the kernel and that of the caller; kind, rows:
-    for `settle`."""
+    each, None for its own; results: of each that of the kernel and that of the caller."""
 
-    def __init__(self, kernel, alone, operands, results, kind, rows):
+    def __init__(self, kernel, alone, operands, results):
         self.kernel, self.alone, self.operands, self.results = kernel, alone, operands, results
-        self.kind, self.rows = kind, rows
 
     def __call__(self, *arrays, out=None, stream=None):
         into, outs = None, [] if out is None else tree.leaves(out)
@@ -140,20 +198,6 @@ class Reshaped(SeveralKernels):
     def lower(self, *args, **options):
         """The kernel of the caller's shapes, lowered."""
         return self.alone().lower(*args, **options)
-
-    def own(self, operands):
-        """specialize's ``better``: the program of these shapes, after many calls."""
-        if not may_settle(self.kind):
-            return None
-
-        def make():
-            kernel, given = self.alone(), [x for x in operands if x is not None]
-            if given[0].device is not None:
-                kernel.lower(*given).resources()  # for the cache on disk, from which calls take it
-            settle(self.kind, self.rows)
-            return kernel
-
-        return make
 
 
 def _has_views(x):
@@ -181,7 +225,7 @@ def rowwise(make):
             y and (y.shape[bool(has) :], y.dtype, y.aligned) for y, has in zip(flat, by_rows)
         )
         kind = make.__name__, alike, x.device, tuple(sorted(options.items()))
-        if _seen(kind).is_static(rows):
+        if is_static(kind, rows):
             return make(*operands, **options)
         kernel = make(*flat, **options | ({"axis": -1} if "axis" in options else {}))
         outs = [o.shape for o in getattr(getattr(kernel, "definition", None), "outs", ())]
@@ -189,14 +233,9 @@ def rowwise(make):
             return make(*operands, **options)
         shapes = [y.shape if has else None for y, has in zip(flat, by_rows) if y is not None]
         results = [((rows, *shape[1:]), (*lead, *shape[1:])) for shape in outs]
-        return Reshaped(kernel, lambda: make(*operands, **options), shapes, results, kind, rows)
+        return Reshaped(kernel, lambda: make(*operands, **options), shapes, results)
 
-    def better(*operands, **options):
-        kernel = made(*operands, **options)
-        return kernel.own(operands) if isinstance(kernel, Reshaped) else None
-
-    made.better = better
-    return made
+    return better(made)
 
 
 def _matrix(x, dims):

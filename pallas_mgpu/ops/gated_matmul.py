@@ -17,7 +17,7 @@ from pallas_mgpu._caches import cached
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import SeveralKernels, store, swizzled
 from ._matmul_choice import MatmulConfig, candidates, cycles
-from ._open_rows import rows_of
+from ._open_rows import better, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
@@ -184,6 +184,7 @@ def _checked(x, w, up, activation, transposed):
 
 
 @plgpu.specialize(in_place=False)
+@better
 def gated_matmul(
     x,
     w,

@@ -61,7 +61,7 @@ from ._matmul_choice import (
     crooked_rows,
     cycles,
 )
-from ._open_rows import may_settle, rows_of, settle
+from ._open_rows import may_settle, own_program, rows_of, settle
 from ._padding import needs_padding, padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
@@ -1174,8 +1174,10 @@ def _own_program(a, b, **options):
     how = {name: options[name] for name in named}
     ta, tb = how.pop("transpose_a"), how.pop("transpose_b")
     promised = options["deterministic"] or options["batch_invariant"] or options["return_product"]
-    if promised or options["accumulate"] or a.dtype.itemsize != 2 or max(a.ndim, b.ndim) > 2:
+    if promised or options["accumulate"] or max(a.ndim, b.ndim) > 2:
         return None
+    if a.dtype.itemsize != 2:
+        return own_program(matmul.__wrapped__)(a, b, **options)
     if _tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device):
         return None
     x = _checked(a, b, **how, ta=bool(ta), tb=bool(tb))

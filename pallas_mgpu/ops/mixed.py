@@ -35,7 +35,7 @@ from ._common import (
     swizzled,
 )
 from ._mixed_tensor_memory import TensorMemoryMixedConfig
-from ._open_rows import rows_of
+from ._open_rows import better, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 
 _BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8}  # of weights
@@ -368,6 +368,7 @@ def _check_config(config, x, sms):
 
 
 @plgpu.specialize(in_place=False)
+@better
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
     """``x @ (weights * scales).T`` with float32 accumulation, for weights of 8 or 4 bits
     (Hopper, Blackwell).

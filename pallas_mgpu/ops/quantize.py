@@ -25,7 +25,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
-from ._open_rows import Reshaped, in_shapes, kind_of, rowwise, with_open_rows
+from ._open_rows import Reshaped, in_shapes, rowwise, with_open_rows
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -392,9 +392,7 @@ def _by_rows(make, x, device, interpret, operands, results):
         return make(x, interpret)
     shapes = [(flat.shape, x.shape), (flat.scales_shape, x.scales_shape)]
     given, made = [shapes[k][0] for k in operands], [shapes[k] for k in results]
-    kind = kind_of(flat, device, make.__name__, interpret)
-    alone = functools.partial(make, x, interpret)
-    return Reshaped(make(found, interpret), alone, given, made, kind, flat.rows)
+    return Reshaped(make(found, interpret), functools.partial(make, x, interpret), given, made)
 
 
 # ---- square blocks ------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from ._common import (
     warp_specialized,
 )
 from ._groups import GroupedBlock, Product, in_bands
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, better, in_shapes, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._scaled import BLOCK, FP8, transposing
 
@@ -719,6 +719,7 @@ def _check_scales(lhs, rhs, scale_lhs, scale_rhs, transposed):
 
 
 @plgpu.specialize(in_place=False)
+@better
 def ragged_dot(
     lhs,
     rhs,
@@ -799,6 +800,7 @@ def ragged_dot(
 
 
 @plgpu.specialize(in_place=False)
+@better
 def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
     """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
     (Hopper, Blackwell): the gradient of :func:`ragged_dot` with respect to its matrices.

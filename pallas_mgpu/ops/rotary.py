@@ -19,7 +19,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, better, in_shapes, rows_of
 from .norms_backward import WithSums, sums_of_rows
 from .quantize import layout_of
 
@@ -204,6 +204,7 @@ def _check(name, x, cos, sin, weight, grad=None):
 
 
 @plgpu.specialize
+@better
 def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None):
     """Rotary position embedding of queries or keys, computed in float32 (Hopper), with ``weight``
     of their RMS norm over each head (QK-norm): ``rotary(rms_norm(x, weight, eps=eps))`` in one

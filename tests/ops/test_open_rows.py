@@ -455,15 +455,6 @@ def test_arrays_of_more_dimensions(monkeypatch):
         ops.rms_norm(x, w, out=out.reshape(-1, 96), interpret=True)
 
 
-def test_more_dimensions_that_come_often_get_a_program_of_their_own(monkeypatch):
-    monkeypatch.setattr(_open_rows, "STATIC", 0)
-    x = plgpu.ShapeDtypeStruct((2, 3, 64), np.float32)
-    first, deadline = ops.softmax.kernel(x), time.monotonic() + 60
-    while (found := ops.softmax.kernel(x)) is first:
-        assert time.monotonic() < deadline
-    assert found is first.alone()
-
-
 # ---- other products ------------------------------------------------------------------------------
 
 
@@ -568,6 +559,23 @@ def test_other_products_have_at_most_twelve_programs(make, monkeypatch):
         kernel = function.kernel(*map(sized, arrays), **options | named)
         kernels.add(getattr(kernel, "product", kernel))  # beside kernels that transpose b
     assert len(kernels) <= 12
+
+
+@pytest.mark.parametrize("make", [of_rows, mixed, in_groups, "softmax", "more dimensions"])
+def test_rows_that_come_often(make, monkeypatch):
+    """They get a program of their own, unless bits have to stay."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    function, arrays, options = ops.softmax, (normal(*(2, 3, 64)[-2 - (make != "softmax") :]),), {}
+    if callable(make):
+        function, arrays, options, _ = make(np.random.default_rng(0), 100)
+    shared, deadline = function.kernel(*arrays, **options), time.monotonic() + 60
+    while (found := function.kernel(*arrays, **options)) is shared:
+        assert time.monotonic() < deadline
+    given = [*arrays, *(x for x in options.values() if isinstance(x, np.ndarray))]
+    assert "size" not in found.lower(*given).as_text("traced").split("threads")[0]
+    if function is ops.softmax:
+        same = function.kernel(*arrays, deterministic=True)
+        assert all(function.kernel(*arrays, deterministic=True) is same for _ in range(300))
 
 
 # ---- caches that grow ----------------------------------------------------------------------------
