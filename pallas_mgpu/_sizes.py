@@ -220,6 +220,8 @@ def combine(how, x, y):
         how in ("mul", "floordiv") and b.most == b.least == 1
     ):
         return x
+    if how == "mul" and a.most == a.least == 1 or how == "add" and a.most == a.least == 0:
+        return y  # sum() and math.prod() begin so
     if how == "mod" and b.how == "number" and a.multiple % b.a == 0:
         return 0
     if how == "min" and (a.most <= b.least or b.most <= a.least):

@@ -6,11 +6,12 @@ kernel writes the parts of an operand one after the other along K, those of A as
 and those of B as (high, low, high); one product of three times the K adds everything up."""
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches, unaligned
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 from ._padding import with_padding
 
 PARTS = 3
@@ -31,7 +32,7 @@ def _splitting(shape, axis, low, aligned, interpret):
     begin earlier, and write once more what others write, too."""
     (rows, cols), out = shape, _shape_of(shape, axis)
     width = min(cols, _WIDTH)
-    height = min(rows, max(_WIDTH // width, 1))
+    height = 1 if _sizes.is_open(shape) else min(rows, max(_WIDTH // width, 1))
     filled = cols if axis == 0 else cols * PARTS
 
     def body(x, o):
@@ -60,6 +61,7 @@ def _splitting(shape, axis, low, aligned, interpret):
         grid_names=("row", "col"),
         interpret=interpret,
         kernel_name="matmul_split",
+        **in_shapes(shape),
     )
 
 
@@ -77,6 +79,9 @@ def product(x, a, b, make, interpret):
     of_a, of_b = (a, a_shape, 0 if x.ta else 1), (b, b.shape, 1 if x.tb else 0)
     for (operand, shape, axis), low in zip((of_a, of_b), _LOW):
         infos.append(plgpu.ArrayInfo(_shape_of(shape, axis), bf16, operand.device))
+        if axis == 1 and operand is a and shape is a.shape:
+            kind = "matmul_split", shape[1], operand.aligned, operand.device, interpret
+            shape = rows_of(kind, shape[0], ANY_ROWS)[0], shape[1]
         kernels.append(_splitting(shape, axis, low, operand.aligned, interpret))
     inner = make(x._replace(k=x.k * PARTS, dtypes=(bf16, bf16)), *infos)
     return with_padding(inner, [*kernels, *(None,) * (x.bias_dtype is not None)])

@@ -6,11 +6,12 @@ padded rows by a kernel of their own, and results on other devices copied from t
 import math
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import SeveralKernels, overlap_launches, unaligned
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 
 _WIDTH = 4096  # elements that a block copies
 
@@ -22,10 +23,11 @@ def padding(shape, dtype, aligned, interpret):
     Blocks take a few rows, or a part of one. Where it does not come out even the last ones begin
     earlier, and copy once more what others copy too."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
+    is_open = _sizes.is_open(shape)
     whole = 16 // dtype.itemsize
     padded = pl.cdiv(cols, whole) * whole
     width = min(cols, _WIDTH)
-    height = min(rows, max(_WIDTH // width, 1))
+    height = 1 if is_open else min(rows, max(_WIDTH // width, 1))
 
     def body(x, o):
         overlap_launches()
@@ -47,6 +49,7 @@ def padding(shape, dtype, aligned, interpret):
         grid_names=("row", "col"),
         interpret=interpret,
         kernel_name="matmul_padding",
+        **in_shapes(shape),
     )
 
 
@@ -80,9 +83,16 @@ def needs_padding(x):
     return not x.aligned or rows > 1 and x.shape[-1] * x.dtype.itemsize % 16 != 0
 
 
-def padding_of(x, interpret):
-    """The kernel that copies the operand, or None where TMA can address it."""
-    return padding(x.shape, x.dtype, x.aligned, interpret) if needs_padding(x) else None
+def padding_of(x, interpret, by_rows=False):
+    """The kernel that copies the operand, or None where TMA can address it. by_rows: perhaps for
+    any number of rows."""
+    if not needs_padding(x):
+        return None
+    shape = x.shape
+    if by_rows and x.ndim == 2:
+        kind = "padding", shape[1], x.dtype, x.aligned, x.device, interpret
+        shape = rows_of(kind, shape[0], ANY_ROWS)[0], shape[1]
+    return padding(shape, x.dtype, x.aligned, interpret)
 
 
 class Padded(SeveralKernels):

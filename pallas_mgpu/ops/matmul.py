@@ -746,10 +746,9 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb, scaled=False):
     return Product(m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation)
 
 
-def _may_leave_open(x, a, b, config):
-    """Is there a form of the kernel for many numbers of rows? Where rows are an outer dimension,
-    and no operand is copied to padded rows first."""
-    return config is None and not (x.ta or x.accumulate or needs_padding(a) or needs_padding(b))
+def _may_leave_open(x, config):
+    """Is there a form of the kernel for many numbers of rows? Where they are an outer dimension."""
+    return config is None and not (x.ta or x.accumulate)
 
 
 def _kind(x, a, invariant, interpret):
@@ -760,7 +759,7 @@ def _kind(x, a, invariant, interpret):
 def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
     m = x.m
-    if _may_leave_open(x, a, b, config):
+    if _may_leave_open(x, config):
         rows, m = rows_of(_kind(x, a, invariant, interpret), x.m)
         x = x._replace(m=rows)
     if config is None and (invariant or x.accumulate or x.keep):
@@ -772,7 +771,8 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
         product = _few_rows.kernel(x, config, interpret)
     else:
         product = _kernel(x, config, sms, interpret)
-    pad_a = None if few_rows and x.ta else padding_of(a, interpret)  # a is then read as one row
+    # a of few rows is read as one row
+    pad_a = None if few_rows and x.ta else padding_of(a, interpret, isinstance(x.m, plgpu.Dim))
     return with_padding(product, [pad_a, padding_of(b, interpret), None])
 
 
@@ -875,7 +875,9 @@ def _k_major(x, operands, config, invariant, sms, interpret):
         x, config = _choose_k_major(x, a, invariant, sms, interpret)
     _check_k_major_config(config, forms, in_bytes)
     pads = [
-        transposing(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
+        transposing(a.shape, a.dtype, a.aligned, interpret)
+        if x.ta
+        else padding_of(a, interpret, isinstance(x.m, plgpu.Dim)),
         padding_of(b, interpret) if x.tb else transposing(b.shape, b.dtype, b.aligned, interpret),
     ]
     pads += [] if bias is None else [padding_of(bias, interpret)]
@@ -896,7 +898,7 @@ def _k_major(x, operands, config, invariant, sms, interpret):
 def _choose_k_major(x, a, invariant, sms, interpret):
     """The product, perhaps with open rows, and the configuration."""
     m, blocks, in_bytes = x.m, x.forms.blocks, a.dtype.itemsize
-    if not (x.ta or needs_padding(a)):
+    if not x.ta:
         rows, m = rows_of(_kind(x, a, invariant, interpret), m)
         x = x._replace(m=rows)
     if invariant:
@@ -1182,8 +1184,10 @@ def _own_program(a, b, **options):
         return None
     x = _checked(a, b, **how, ta=bool(ta), tb=bool(tb))
     kind, interpret = _kind(x, a, False, options["interpret"]), options["interpret"]
-    if not (_may_leave_open(x, a, b, options["config"]) and may_settle(kind)):
+    if not (_may_leave_open(x, options["config"]) and may_settle(kind)):
         return None
+    if needs_padding(a) or needs_padding(b):
+        return None  # several kernels, which a call would have to compile
     rows, typical = rows_of(kind, x.m)
     sms = plgpu.sm_count(a.device)
     if isinstance(rows, int) or _time_of(x, typical, sms, True) < _GAIN * _time_of(x, x.m, sms):
