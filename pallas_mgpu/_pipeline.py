@@ -15,6 +15,7 @@ from ._clipped import Span, window
 from ._control import fori_loop, scoped, when
 from ._names import accepts, show
 from ._schedule import unravel
+from ._sizes import Dim
 from ._trace import Array, Ref, check_arity, env, parameter_names, type_text
 from ._types import (
     GMEM,
@@ -69,6 +70,7 @@ def _size(d):
 
 
 def _grid_entry(g):
+    g = g._plgpu_traced() if isinstance(g, Dim) else g
     """A Python int, or a traced scalar."""
     if isinstance(g, Array):
         if g.shape != () or g.dtype.kind not in "iu":

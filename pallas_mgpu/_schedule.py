@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from . import _core
+from . import _core, _sizes
 from ._control import cond, fori_loop, scoped, when, while_loop
 from ._names import show
 from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait, commit_smem
@@ -226,7 +226,7 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
     for n in names:
         if n not in sizes:
             raise ValueError(f"{what}: {show(n)} is not a grid axis; those are {list(sizes)}")
-    left = [n for n, size in sizes.items() if size > 1 and n not in names]
+    left = [n for n, size in sizes.items() if _sizes.most(size) > 1 and n not in names]
     if left or len(set(names)) < len(names):
         raise ValueError(
             f"{what}: grid_names must name all axes of the grid once, {list(sizes)}; got {names}"
@@ -246,8 +246,10 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
     total = 1
     for size in sizes.values():
         total *= size
-    if total >= _MOST_POINTS:
-        raise ValueError(f"{what}: at most {_MOST_POINTS} points are handed out, got {total}")
+    most = _sizes.most(total)
+    if most >= _MOST_POINTS:
+        got = total if isinstance(total, int) else f"{total}, up to {most}; give plgpu.dim a max="
+        raise ValueError(f"{what}: at most {_MOST_POINTS} points are handed out, got {got}")
     return names, sizes, wide, total
 
 

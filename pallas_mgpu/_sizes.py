@@ -9,6 +9,8 @@ once for each call. In a kernel's body a `Dim` becomes an int32 scalar where an 
 that promises and factors give."""
 
 import math
+import numbers
+import operator
 
 from . import _core
 from ._names import accepts, show
@@ -60,9 +62,10 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
 class Dim:
     """A size that is known when a kernel is called: what :func:`dim` makes, and arithmetic on it.
 
-    ``+ - * // %`` with ints and other sizes give sizes. Together with arrays, in index
-    expressions and as bounds of loops, it is an int32 scalar. Comparisons give a bool where the
-    bounds decide them, else a traced bool; outside of a kernel they raise TypeError then.
+    ``+ - * // %`` with ints and other sizes give sizes. Together with arrays and other numbers, for
+    functions of arrays, in index expressions and as bounds of loops, it is an int32 scalar.
+    Comparisons give a bool where the bounds decide them, else a traced bool; outside of a
+    kernel they raise TypeError then.
     """
 
     __slots__ = ("how", "a", "b", "name", "least", "most", "multiple")
@@ -168,35 +171,33 @@ class Dim:
     def __ge__(self, other):
         return self._compare(other, ">=")
 
-    def __add__(self, other):
-        return combine("add", self, other)
-
-    def __radd__(self, other):
-        return combine("add", other, self)
-
-    def __sub__(self, other):
-        return combine("sub", self, other)
-
-    def __rsub__(self, other):
-        return combine("sub", other, self)
-
-    def __mul__(self, other):
-        return combine("mul", self, other)
-
-    def __rmul__(self, other):
-        return combine("mul", other, self)
-
-    def __floordiv__(self, other):
-        return combine("floordiv", self, other)
-
-    def __rfloordiv__(self, other):
-        return combine("floordiv", other, self)
-
-    def __mod__(self, other):
-        return combine("mod", self, other)
-
     def __neg__(self):
         return combine("sub", 0, self)
+
+    def __abs__(self):
+        return combine("max", self, -self)
+
+
+def _operator(name, how=None):
+    """Methods for an operator of `operator` and its reflection. how: the arithmetic that gives a
+    size; of other numbers, and without one, an int32 scalar in a kernel takes the size's place."""
+    apply = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+
+    def of(x, y):
+        found = combine(how, x, y) if how else NotImplemented
+        numbers_alone = all(isinstance(v, (Dim, numbers.Number)) for v in (x, y))
+        if found is not NotImplemented or not (numbers_alone and tracing()):
+            return found
+        return apply(*(v._plgpu_traced() if isinstance(v, Dim) else v for v in (x, y)))
+
+    return lambda self, other: of(self, other), lambda self, other: of(other, self)
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "lshift", "rshift", "and",
+              "or", "xor"):  # fmt: skip
+    _given = _operator(_name, _name if _name in _VALUES else None)
+    for _method, _function in zip((f"__{_name}__", f"__r{_name}__"), _given):
+        setattr(Dim, _method, _function)
 
 
 def _size(x):

@@ -13,6 +13,7 @@ from . import _core, _ops, tree
 from ._control import cond, fori_loop, scoped, when
 from ._pipeline import Operand, _grid_size, check_slots, rings_of, slots_of
 from ._schedule import unravel
+from ._sizes import Dim
 from ._trace import Array, env, parameter_names
 from ._types import Barrier, ClusterBarrier, GenericBlockSpec
 
@@ -429,6 +430,7 @@ def emit_pipeline_warp_specialized(
     Specs, refs and threads that do not fit raise ValueError or NotImplementedError.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    grid = (g._plgpu_traced() if isinstance(g, Dim) else g for g in grid)
     grid = tuple(g if isinstance(g, Array) else g.__index__() for g in grid)
     ins, outs = _Specs(in_specs, "in_specs"), _Specs(out_specs, "out_specs")
     if ins.leaves and not grid:

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _core, tree
 from .._names import show
+from .._sizes import Dim
 from .._trace import Array, Ref, tracing
 from .._types import ints, is_integer
 from .._types import itemsize_bits as _itemsize_bits
@@ -98,7 +99,7 @@ class _Scalar:
         self.dtype = np.dtype(dtype)
 
     def __call__(self, x):
-        if isinstance(x, (Array, Ref)):
+        if isinstance(x, (Array, Ref, Dim)):
             return _core.convert(_core.as_array(x), self.dtype)
         return self.dtype.type(x)
 

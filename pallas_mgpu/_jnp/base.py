@@ -10,17 +10,18 @@ import math
 import numpy as np
 
 from .. import _core, tree
+from .._sizes import Dim
 from .._trace import Array, Ref, tracing
 from .._types import ints, is_integer
 
 # ---- operands ------------------------------------------------------------------------------------
 
 
-_TRACED = frozenset((Array, Ref))  # neither can be derived from
+_TRACED = frozenset((Array, Ref, Dim))  # none has a derived class
 
 
 def is_traced(*xs):
-    """Is any of them a traced array or a ref?"""
+    """Is any of them a traced array, a ref or a size of the call?"""
     for x in xs:  # any() of a generator takes twice as long
         if type(x) in _TRACED:
             return True

@@ -338,6 +338,77 @@ def test_shapes_of_views_and_numbers_of_elements():
         ).lower(x)
 
 
+SCALARS = {
+    "minimum": (lambda m: jnp.minimum(m, 5), lambda m: min(m, 5)),
+    "square root": (lambda m: jnp.sqrt(jnp.float32(m)), lambda m: m**0.5),
+    "float": (lambda m: m * 0.5, lambda m: m * 0.5),
+    "reflected": (lambda m: 1.5 - m, lambda m: 1.5 - m),
+    "quotient": (lambda m: m / 4, lambda m: m / 4),
+    "power": (lambda m: m**2, lambda m: m**2),
+    "bits": (lambda m: (m >> 1) & 3, lambda m: (m >> 1) & 3),
+    "clip": (lambda m: jnp.clip(m, 0, 7), lambda m: min(m, 7)),
+    "exponential": (lambda m: jnp.exp(-m), lambda m: np.exp(-m)),
+    "magnitude": (lambda m: abs(2 - m), lambda m: abs(2 - m)),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_sizes_are_scalars_in_arithmetic(name):
+    of_size, of_int = SCALARS[name]
+
+    def body(x, o):
+        o[...] = jnp.full((32,), of_size(x.shape[0])).astype(jnp.float32)
+
+    kernel = plgpu.kernel(
+        body, out_type=plgpu.ShapeDtypeStruct((32,), F32), in_shapes=((M, 32),), interpret=True
+    )
+    for m in (1, 9):
+        np.testing.assert_allclose(kernel(np.ones((m, 32), F32)), of_int(m), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "way", [plgpu.InterpretParams(detect_races=True), "emulate"], ids=("interpret", "host")
+)
+def test_pipelines_over_sizes(way):
+    """emit_pipeline, the one of specialised warps, and dynamic scheduling, over grids of sizes."""
+    rows = plgpu.dim("R", max=1000)
+    blocks = [plgpu.BlockSpec((16, 32), lambda i: (i, 0))]
+    how = {"in_specs": blocks, "out_specs": blocks, "max_concurrent_steps": 2}
+
+    def double(_, x_s, o_s):
+        o_s[...] = 2 * x_s[...]
+
+    def plain(x, o):
+        plgpu.emit_pipeline(double, grid=(pl.cdiv(rows, 16),), **how)(x, o)
+
+    def specialised(x, o):
+        plgpu.emit_pipeline_warp_specialized(
+            double, grid=(pl.cdiv(rows, 16),), num_compute_wgs=1, memory_registers=40, wg_axis="t",
+            **how,
+        )(x, o)  # fmt: skip
+
+    def scheduled(x, o):
+        @plgpu.dynamic_scheduling_loop(("i",))
+        def _(info):
+            o[info.index[0]] = 2 * x[info.index[0]]
+
+    options = {plain: {}, specialised: {"num_threads": 2, "thread_name": "t"}}
+    options[scheduled] = {"grid": (rows,), "grid_names": ("i",)}
+    for body, given in options.items():
+        kernel = plgpu.kernel(
+            body, out_type=plgpu.ShapeDtypeStruct((rows, 32), F32), in_shapes=((rows, 32),),
+            interpret=way, **given,
+        )  # fmt: skip
+        for m in (1, 16, 50):
+            x = np.random.default_rng(m).standard_normal((m, 32)).astype(F32)
+            np.testing.assert_array_equal(kernel(x), 2 * x)
+    with pytest.raises(ValueError, match="handed out, got M, up to .*give plgpu.dim a max="):
+        plgpu.kernel(
+            scheduled, out_type=plgpu.ShapeDtypeStruct((M, 32), F32), in_shapes=((M, 32),),
+            grid=(M,), grid_names=("i",),
+        ).lower(np.ones((4, 32), F32))  # fmt: skip
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     """One compilation, no synchronisation, a new map for each size."""
