@@ -30,6 +30,7 @@ import pickle
 import queue
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -104,8 +105,16 @@ def _answer(tuned, command, configs, on_gpu, leaves, structure):
     return None if why in (None, True) else str(why or "check returned False")
 
 
-def serve(fd, *where):
+def _end_with(parent):
+    """A candidate that hangs must not stay when the process that would kill it was killed."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def serve(fd, parent, *where):
     """Loads what `where` says, then answers commands until the other side is gone."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = multiprocessing.connection.Connection(fd)
     with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
         try:
@@ -161,7 +170,7 @@ class _Child:
         code = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv!r}; "
         code += f"from {__name__} import serve; serve"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{code}({other.fileno()}, *{where!r})"],
+            [sys.executable, "-c", f"{code}({other.fileno()}, {os.getpid()}, *{where!r})"],
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
         )

@@ -5,6 +5,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,24 @@ def test_other_shapes_are_tuned_anew_and_interrupted_tuning_resumes(tuned, monke
     tuned.EVENTS.clear()
     assert tuned.add_one.tune(x) == "fast"
     assert [e["event"] for e in tuned.EVENTS] == ["best"]
+
+
+def test_what_hangs_ends_with_the_process_that_tunes(tuned, tmp_path):
+    """Also if that is killed, and so kills nothing."""
+    path = tmp_path / "pid"
+    code = "import numpy, tuned; tuned.add_one.configs = ['hangs', 'fast']; tuned.add_one.timeout ="
+    env = os.environ | {"TUNED_PID": str(path)}
+    process = subprocess.Popen([sys.executable, "-c", f"{code} 99; tuned.add_one(1)"], env=env)
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    stat = Path(f"/proc/{path.read_text()}/stat")
+    while stat.exists() and stat.read_text().split()[2] != "Z":  # nobody may wait for it
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_imports_are_not_the_time_of_a_candidate(tuned, monkeypatch):

@@ -1,6 +1,7 @@
 """A function that test_autotune.py tunes: child processes import it."""
 
 import os
+import pathlib
 import time
 
 import numpy as np
@@ -28,6 +29,8 @@ def timer(f):
 )
 def add_one(x, *, config):
     if config == "hangs" and os.environ.get("TUNED_HANGS"):
+        if "TUNED_PID" in os.environ:
+            pathlib.Path(os.environ["TUNED_PID"]).write_text(str(os.getpid()))
         time.sleep(1000)
     if config in ("raises", "hangs"):
         raise ZeroDivisionError("as intended")
