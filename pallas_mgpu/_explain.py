@@ -9,6 +9,7 @@ import pallas_mgpu as plgpu
 from . import _core
 from ._estimate import estimate
 from ._estimate_machine import GPUS
+from ._sizes import Known
 
 _OPERAND = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
@@ -74,13 +75,18 @@ def run(argv):
     parser.add_argument("kernel", help="file.py:name of a kernel or of a function that makes one")
     parser.add_argument("operands", nargs="*", help="as float32[1024,512]")
     parser.add_argument("--gpu", default="H200", choices=tuple(GPUS))
-    parser.add_argument("--size", action="append", default=[], help="M=4096, of a plgpu.dim")
+    parser.add_argument(
+        "--size", action="append", default=[], help="M=4096, of a plgpu.dim that no operand has"
+    )
     parser.add_argument("--cold", action="store_true", help="nothing is in the L2")
     args = parser.parse_args(argv)
     try:
         operands = [_operand(x) for x in args.operands]
-        sizes = dict(_size(x) for x in args.size)
-        lowered = _lowered(_find(args.kernel), operands, args.kernel)
+        found = _find(args.kernel)
+        shapes = getattr(getattr(found, "definition", None), "in_shapes", None) or ()
+        known = Known(shapes, [x.shape for x in operands]).symbols
+        sizes = {dim.name: n for dim, n in known.items()} | dict(_size(x) for x in args.size)
+        lowered = _lowered(found, operands, args.kernel)
         print(estimate(lowered, gpu=args.gpu, sizes=sizes, cold=args.cold))
     except (ValueError, OSError, NotImplementedError) as e:
         print(f"error: {e}")

@@ -218,6 +218,7 @@ def test_measured_times(monkeypatch):
 
 KERNELS = """
 import pallas_mgpu as plgpu
+from pallas_mgpu import lax
 from pallas_mgpu import numpy as jnp
 
 @plgpu.kernel(out_type=plgpu.ShapeDtypeStruct((1000,), jnp.float32))
@@ -226,6 +227,14 @@ def add_one(x_ref, o_ref):
 
 def lowered():
     return add_one.lower(plgpu.ShapeDtypeStruct((1000,), jnp.float32))
+
+M = plgpu.dim("M", max=100000)
+
+@plgpu.kernel(out_type=plgpu.ShapeDtypeStruct((M, 256), jnp.float32), in_shapes=((M, 256),),
+              grid=(M,), grid_names=("i",))
+def rows(x_ref, o_ref):
+    i = lax.axis_index("i")
+    o_ref[i] = x_ref[i] + 1
 
 number = 3
 """
@@ -243,6 +252,14 @@ def test_explain(file, capsys):
         assert main(["explain", *rest]) == 0
         out = capsys.readouterr().out
         assert out.startswith("add_one on H200: about ") and "launch" in out
+
+
+def test_explain_takes_sizes_from_operands(file, capsys):
+    blocks = []
+    for rest in (["float32[5000,256]"], ["float32[5000,256]", "--size", "M=70"]):
+        assert main(["explain", f"{file}:rows", *rest]) == 0
+        blocks.append(capsys.readouterr().out.splitlines()[1].split(" blocks")[0])
+    assert blocks == ["5000", "70"]
 
 
 @pytest.mark.parametrize(
