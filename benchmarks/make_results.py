@@ -9,9 +9,9 @@ tables. NAME is that of the benchmark, or it and a word after an underscore. Plo
 (pip install -e '.[bench]').
 
 A table has a row for each case and a column for each contestant: the median, in the unit of its
-work a second, or in micro- or milliseconds, with how many times as long as the fastest of this package's
-contestants it takes. Above it stand the spread, the errors, and the fastest peer's time divided
-by ours over all cases. Long tables are folded."""
+work a second, or in micro- or milliseconds, with how many times as long as the fastest of this
+package's contestants it takes. Above it stand the spread, the errors, and the fastest peer's time
+divided by ours over all cases. Long tables are folded."""
 
 import argparse
 import re
