@@ -26,7 +26,7 @@ import functools
 import math
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -39,6 +39,7 @@ from ._common import (
     unaligned,
     warp_specialized,
 )
+from ._open_rows import in_shapes
 
 SLOTS = 32  # barriers of an array
 # Registers of a lane, at least, where writers keep weights. Writers that move them on need more of
@@ -61,7 +62,7 @@ class Plan:
         self.whole, self.tail = divmod(n, chunk)
         self.chunks = self.whole + (self.tail > 0)
         self.stages = min(room // (chunk * itemsize), SLOTS) // pairs  # of a pair
-        self.clusters = min(programs, rows)
+        self.clusters = _sizes.minimum(programs, rows)
         launched = 512 // (self.consumers + 1) // 8 * 8
         of_pair = ((self.consumers + 1) * launched - PRODUCER_REGISTERS) // pairs
         gatherer = FEW_REGISTERS if unroll else GATHERER_REGISTERS
@@ -460,11 +461,14 @@ def kernel(x, ring, interpret):
 
     def body(source, *refs, **scratch):
         overlap_launches()
-        flat = (plan.rows, plan.n)
-        given = dict(x=source.reshape(flat), o=refs[-1].reshape(flat), vectors=x.given(refs))
+        ends, flat = (source, refs[-1]), (plan.rows, plan.n)
+        if not _sizes.is_open(x.shape):
+            ends = [ref.reshape(flat) for ref in ends]
+        given = dict(x=ends[0], o=ends[1], vectors=x.given(refs))
         _Block(plan, given | scratch).run()
 
     out_type = plgpu.ShapeDtypeStruct(x.shape, x.dtype)
     approx = plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2)
     options = {"compiler_params": approx, "interpret": interpret}
+    options |= in_shapes(x.shape, *(None for v in x.vectors if v is not None))
     return warp_specialized(body, plan, out_type, kernel_name=x.name, **options)

@@ -42,6 +42,7 @@ from ._warp_mma import room_of_block
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
 _RING_BYTES = 180224  # of a row: more slots than it takes
+_RING_ROWS = 2  # for each SM, at least
 _GROUPS = 32  # of 16 bytes a lane that a pair has of a row, from which a ring moves weights on
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
@@ -574,7 +575,7 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
     held = name == "softmax"
     cluster = 1
     if n > 16384 or n * itemsize > _BLOCK_BYTES:
-        if in_place and outer >= 2 * sms and n * itemsize <= _RING_BYTES:
+        if in_place and outer >= _RING_ROWS * sms and n * itemsize <= _RING_BYTES:
             consumers = 2
             chunk = _norms_ring.choose(outer, n, itemsize, consumers, sms)
             # as fast as all chunks unrolled, and half the time to compile; with a part of a chunk
@@ -708,12 +709,14 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             f"{name}: clusters of blocks, which {gpu['name']} lacks; use a NormConfig with cluster"
             " 1, or no config"
         )
-    if default and x.ndim == 2 and axes == 1 and inner == 1 and not config.ring:
+    if default and x.ndim == 2 and axes == 1 and inner == 1:
         kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
-        rows, _ = rows_of(kind, outer, ANY_ROWS)
+        # a ring has a row for every block, and another configuration serves fewer rows
+        edges = (_RING_ROWS * sms - 1, ANY_ROWS[1]) if config.ring else ANY_ROWS
+        rows, _ = rows_of((*kind, bool(config.ring)), outer, edges)
         if rows is not outer:
             problem = problem._replace(shape=(rows, n))
-            if not invariant:  # one height for any number
+            if not (invariant or config.ring):  # one height for any number
                 at_once = 128 // _row_lanes(n, size) if n <= _NARROW else 1
                 height = max(2048 // n // at_once, 1) * at_once
                 config = config._replace(height=height)
