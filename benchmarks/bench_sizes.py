@@ -11,6 +11,7 @@ long they take. Last, what a launch takes on the host with sizes that stay and w
 change from call to call."""
 
 import argparse
+import functools
 import random
 import time
 
@@ -155,6 +156,55 @@ def attentions(lengths):
         )
 
 
+def products(rows, n, k):
+    """Other products than those of 16-bit operands, and a norm of arrays with three dimensions."""
+    random_of = functools.partial(torch.randn, device="cuda")
+    gate, up = (random_of(k, n).bfloat16() for _ in range(2))
+    both, weight = torch.cat([gate, up], 1), random_of(k).bfloat16()
+    narrow = torch.randint(-100, 100, (n, k), device="cuda", dtype=torch.int8)
+    b, y = random_of(n, k).to(torch.float8_e4m3fn), torch.rand(1, n, device="cuda") + 0.5
+    wide = narrow.bfloat16()
+
+    def of_8_bits(a, b, x, y):
+        how = {"transpose_b": True, "scale_a": x, "scale_b": y, "out_dtype": "bfloat16"}
+        return ops.matmul.kernel(a, b, **how)
+
+    def of_rows(m):
+        return random_of(m, k).to(torch.float8_e4m3fn), torch.rand(m, 1, device="cuda") + 0.5
+
+    def scaled(a, b, x, y):
+        return torch._scaled_mm(a, b.T, x, y, out_dtype=torch.bfloat16)
+
+    def in_rows(*shape):
+        return random_of(*shape, k).bfloat16()
+
+    cases = {  # kernel, operands for a number of rows, torch
+        "matmul, float8": (of_8_bits, lambda m: ((v := of_rows(m))[0], b, v[1], y), scaled),
+        "mixed_matmul": (
+            ops.mixed_matmul.kernel,
+            lambda m: (in_rows(m), narrow),
+            lambda h, _: torch.nn.functional.linear(h, wide),
+        ),
+        "gated_matmul": (
+            ops.gated_matmul.kernel,
+            lambda m: (in_rows(m), both),
+            lambda h, _: torch.nn.functional.silu(h @ gate) * (h @ up),
+        ),
+        "rms_norm, three dims": (
+            ops.rms_norm.kernel,
+            lambda m: (in_rows(2, m), weight),
+            lambda h, w: torch.nn.functional.rms_norm(h, h.shape[-1:], w, eps=1e-6),
+        ),
+    }
+    for m in rows:
+        for name, (make, operands, reference) in cases.items():
+            first = [
+                lambda i=i, make=make, operands=operands: make(*operands(i))
+                for i in range(5, 5 + _open_rows.STATIC)
+            ]
+            compare(name, make, operands(m), first, reference)
+
+
 def main():
     rows = ROWS[::3] if ARGS.quick else ROWS
     for n, k in WEIGHTS[:1] if ARGS.quick else WEIGHTS:
@@ -199,6 +249,7 @@ def main():
                 others,
                 lambda x, y: torch.nn.functional.silu(x) * y,
             )
+    products(rows, 4096, 4096)
     attentions(LENGTHS[1::2] if ARGS.quick else LENGTHS)
     random_rows(4096, 4096)
     often(4096, 4096)
