@@ -895,11 +895,14 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     return with_padding(product, pads)
 
 
+_K_MAJOR_EDGES = (1, 16, 64, 128, 256, 512, 1024, 1 << 22)  # few rows matter most
+
+
 def _choose_k_major(x, a, invariant, sms, interpret):
     """The product, perhaps with open rows, and the configuration."""
     m, blocks, in_bytes = x.m, x.forms.blocks, a.dtype.itemsize
     if not x.ta:
-        rows, m = rows_of(_kind(x, a, invariant, interpret), m)
+        rows, m = rows_of(_kind(x, a, invariant, interpret), m, _K_MAJOR_EDGES)
         x = x._replace(m=rows)
     if invariant:
         return x, choose_invariant(m, x.n, x.k, sms, in_bytes, blocks)

@@ -289,7 +289,7 @@ def _kernel(x, cfg, sms, interpret):
 
 _INBOX = 96 << 10  # bytes of sums that a block receives, at most
 
-_EDGES = (1, 16, 32, 48, 64, 128, 512, 2048, 1 << 22)  # of rows that share a program
+_EDGES = (1, 16, 32, 64, 128, 256, 512, 2048, 1 << 22)  # of rows that share a program
 
 # consumers, tile_m, turns, relative time of a tile: from 128 to 2048 rows by weights of int8 on an
 # H200, with a step of 64 and turns of 2 or a tile of 256

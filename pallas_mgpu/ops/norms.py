@@ -49,6 +49,8 @@ _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; 
 _PART = 4096  # elements in registers at a time otherwise
 _COLUMNS = 64  # of a tile along another axis than the last, if lanes load it
 _ROW_BYTES = (128, 64, 32)  # of such a tile in SMEM, the widest that fits
+_LONG_COLUMN = 2048  # bytes
+_WARPS = 2048  # bytes that the four warps load at once
 _COLUMN_BYTES = 65536  # of a block's part of it, as long as the cluster can grow
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 _NARROW = 512  # elements of a row up to which it always has them so
@@ -568,7 +570,13 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
         at_once = 128 // _row_lanes(n, itemsize)  # rows of the four warps
         tile = _NARROW_TILE if outer * n >= 16 * sms * _NARROW_TILE else 2048
         height = max(min(tile // n // at_once, pl.cdiv(outer, at_once)), 1) * at_once
+    elif name == "layer_norm" and itemsize == 2 and n < 4096 and n * itemsize % _WARPS:
+        height = max(height, min(2, outer))
     if not staged:
+        if name == "softmax" and itemsize == 2 and n > _NARROW:
+            height = 1
+        if n > 2 * _HELD and (name == "layer_norm" or name == "softmax" and itemsize == 4):
+            return NormConfig(1, _blocks(n, _HELD), 0 if n <= 16 * _HELD else _PART, False)
         return NormConfig(height, _blocks(n, _PART), _PART, False)
     # softmax keeps the row in registers, or it would compute each exponential twice; the others
     # where one block has the row, which is faster than reading SMEM again (but not in clusters)
@@ -583,11 +591,14 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
             groups = n // consumers // (2048 // itemsize)
             unroll = int(itemsize == 2 and n % chunk == 0 and groups >= _GROUPS)
             return NormConfig(ring=chunk, consumers=consumers, unroll=unroll)
-        cluster = _blocks(n, _HELD if held else _BLOCK_BYTES // itemsize)
+        most = _HELD if held else _BLOCK_BYTES // itemsize
+        cluster = _blocks(n, most // 2 if name == "layer_norm" and n >= 65536 else most)
     width = pl.cdiv(n, cluster)
     if width * itemsize > _STAGED_BYTES:
         return NormConfig(1, cluster, _PART, False)
-    whole = (held or cluster == 1) and width <= 2 * _HELD
+    # elements of a row that the warps do not share evenly take masks, and too many registers
+    crooked = n > 4096 and n * itemsize % _WARPS
+    whole = (held or cluster == 1 and not crooked) and width <= 2 * _HELD
     return NormConfig(height, cluster, 0 if whole else _PART)
 
 
@@ -596,12 +607,25 @@ def _choose_columns(n, inner, itemsize, staged):
     for row in rows if staged else ():
         height = row // itemsize
         cluster = _blocks(n * height * itemsize, _COLUMN_BYTES)
-        rows = pl.cdiv(n, cluster)
-        if rows * height * itemsize <= _STAGED_BYTES:
-            held = rows * height <= _HELD
-            return NormConfig(height, cluster, 0 if held else _PART // height, True)
-    height = min(_COLUMNS, inner)
-    return NormConfig(height, 1, max(_PART // height, 1), False)
+        elements = pl.cdiv(n, cluster) * height
+        if elements * itemsize > _STAGED_BYTES:
+            continue
+        if row > 64 and n * itemsize > _LONG_COLUMN and elements > _HELD:
+            # narrower tiles that registers hold are faster
+            narrow = 64 // itemsize
+            cluster = _blocks(n * narrow, 2 * _HELD)
+            elements = pl.cdiv(n, cluster) * narrow
+            if elements <= 2 * _HELD:
+                whole = elements < 2 * _HELD or cluster < 8
+                return NormConfig(narrow, cluster, 0 if whole else _PART // narrow, True)
+        held = elements <= (2 * _HELD if row == 32 and itemsize == 4 else _HELD)
+        return NormConfig(height, cluster, 0 if held else _PART // height, True)
+    height, part = min(_COLUMNS, inner), _PART
+    if staged:  # columns too long for shared memory
+        height, part = min(32, inner), 2 * _PART
+    elif itemsize == 2 and inner >= 2 * _COLUMNS:
+        height, part = 2 * _COLUMNS, 2 * _PART
+    return NormConfig(height, 1, max(part // height, 1), False)
 
 
 def _without_clusters(config, n, itemsize, gpu):
