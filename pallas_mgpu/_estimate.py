@@ -33,7 +33,8 @@ class Estimate:
     ``read``, ``written``: bytes that the SMs read and write. ``memory``: bytes that pass between
     L2 and memory. ``blocks``: of the launch. ``occupancy``: blocks of an SM at once. ``waves``:
     rounds of blocks. ``gpu``: which GPU it is for. ``assumed``: lines of Python with branches and
-    waits that the graph does not decide, and what the estimate assumes for them.
+    waits that the graph does not decide, and what the estimate assumes for them; that registers
+    spill, which takes time that is not counted.
     """
 
     kernel: str
@@ -106,11 +107,12 @@ def _sizes(graph, sizes):
 
 
 def _registers(lowered):
-    """Of a lane, by the compiler; None without one."""
+    """Of a lane, and bytes of it that spill, by the compiler; (None, 0) without one."""
     try:
-        return lowered.resources()["registers"]
+        found = lowered.resources()
+        return found["registers"], found["spill_bytes"]
     except RuntimeError:
-        return None
+        return None, 0
 
 
 class _Launch:
@@ -222,7 +224,12 @@ def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
             f"plgpu.estimate: the kernel is lowered for {graph.target}, of which nothing was"
             ' measured; lower it with target="sm_90a"'
         )
-    return _of_graph(graph, _registers(lowered), facts, sizes, values, cold)
+    registers, spilled = _registers(lowered)
+    found = _of_graph(graph, registers, facts, sizes, values, cold)
+    if not spilled:
+        return found
+    note = f"{spilled} bytes of registers spill, which is not counted: see lowered.spills()"
+    return dataclasses.replace(found, assumed=(*found.assumed, note))
 
 
 def _of_graph(graph, registers, facts, sizes, values, cold):

@@ -216,6 +216,38 @@ def test_measured_times(monkeypatch):
     assert sum(x <= 0.20 for x in errors) >= 0.9 * len(errors)
 
 
+def product_of(columns):
+    """Lowered: one thread multiplies a tile of 128 rows and so many columns."""
+    a, b = (plgpu.ShapeDtypeStruct(s, np.float16) for s in ((128, 256), (256, columns)))
+
+    def body(a_ref, b_ref, o_ref):
+        def compute(acc):
+            def step(_, x, y):
+                plgpu.wgmma(acc, x, y)
+                plgpu.wgmma_wait(1)
+
+            blocks = [
+                plgpu.BlockSpec((128, 64), lambda k: (0, k), delay_release=1),
+                plgpu.BlockSpec((64, columns), lambda k: (k, 0), delay_release=1),
+            ]
+            plgpu.emit_pipeline(step, grid=(4,), max_concurrent_steps=3, in_specs=blocks)(
+                a_ref, b_ref
+            )
+            return acc[...]
+
+        o_ref[...] = pl.run_scoped(compute, plgpu.ACC((128, columns)))
+
+    out = plgpu.ShapeDtypeStruct((128, columns), np.float32)
+    return plgpu.kernel(body, out_type=out).lower(a, b)
+
+
+def test_spills_are_told():
+    """Of more sums than one warpgroup has registers for."""
+    kernel = product_of(256)
+    assert any("bytes of registers spill" in text for text in plgpu.estimate(kernel).assumed)
+    assert not plgpu.estimate(product_of(64)).assumed
+
+
 KERNELS = """
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax
