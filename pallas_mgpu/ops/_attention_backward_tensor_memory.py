@@ -301,9 +301,9 @@ class _Block(GradientBlock):
                     self.part(at, head, query, self.row + at, lse, delta, hides)
                     for at in range(c, c + _STORED, self.plan.part)
                 ]
+                plgpu.wait_load_tmem()
                 for buffer, values in zip((self.p_smem, self.ds_smem), zip(*parts)):
                     self.store_columns(buffer, c, jnp.concatenate(values, axis=1))
-            plgpu.wait_load_tmem()
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.p_ready)
 

@@ -37,6 +37,7 @@ _F32 = np.float32
 _OPERANDS = ("grad", "x", "weight", "add")
 _SHORT = 512  # elements of a row that do not pass through shared memory
 _HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
+_HELD_WITH_ADDED = 5000  # of float32, with an array to add; others spill less than parts take
 _PART = 2048  # elements of a part of a longer row
 _RING, _ROLES = NormBackwardConfig(), NormBackwardConfig(roles=True)
 _WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of each role
@@ -303,7 +304,10 @@ def _names(x):
 
 def _tile_of(x):
     """Rows of a tile, and elements of each that are in registers at once."""
-    return max(1, min(2048 // x.n, x.outer)), x.n if x.n <= _HELD // max(x.sums, 1) else _PART
+    held, add = _HELD // max(x.sums, 1), x.dtypes[3]
+    if x.sums == 1 and add is not None and add.itemsize == x.dtypes[1].itemsize == 4:
+        held = _HELD_WITH_ADDED
+    return max(1, min(2048 // x.n, x.outer)), x.n if x.n <= held else _PART
 
 
 @cached
