@@ -114,13 +114,12 @@ def _backward(x, interpret):
         target, total = targets[i], lse[i]
         factor = jnp.where(target == x.ignore, _F32(0), grad[i].astype(jnp.float32))
 
-        def part(k, carry):
+        def part(k, _):
             value = jnp.exp(row.load(k) - total)
             here = k * row.width + jnp.arange(row.width) == target
             row.store(out, k, (value - here.astype(jnp.float32)) * factor)
-            return carry
 
-        lax.fori_loop(0, row.parts, part, jnp.int32(0))
+        lax.fori_loop(0, row.parts, part, None)
 
     return plgpu.kernel(
         body,

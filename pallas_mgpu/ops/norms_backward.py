@@ -332,21 +332,20 @@ def _rows(x, programs, interpret):
             tile.store("out", 0, row.result(0))
             return tuple(t + s for t, s in zip(total, row.sums(0)))
 
-        def in_parts(i, carry):
+        def in_parts(i, _):
             row = _Row(tile.at(me + i * programs))
 
-            def part(k, carry):
+            def part(k, _):
                 tile.store("out", k, row.result(k))
                 at = pl.ds(k * width, width)
                 for ref, s in zip(sums, row.sums(k)):
                     s, here = jnp.sum(s, axis=0), ref.at[me, at]
                     here[...] = s + jnp.where(i == 0, 0.0, here[...])
-                return carry
 
-            return lax.fori_loop(0, parts, part, carry)
+            lax.fori_loop(0, parts, part, None)
 
         if parts > 1:
-            lax.fori_loop(0, mine, in_parts, jnp.int32(0))
+            lax.fori_loop(0, mine, in_parts, None)
             return
         zero = tuple(jnp.zeros((height, width), jnp.float32) for _ in sums)
         total = lax.fori_loop(0, mine, whole, zero)
