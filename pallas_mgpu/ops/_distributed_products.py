@@ -181,10 +181,10 @@ def checked(config, what, m, tmem):
         raise NotImplementedError(f"{what}: config= on Blackwell; leave it out")
     _check_config(config, m, False, False)
     whole = isinstance(config, MatmulConfig) and config.slices == config.shares == 1
-    if not whole or config.swapped:
+    if not whole or config.swapped or config.consumer_rows > 64:
         raise ValueError(
-            f"{what}: config must be a MatmulConfig without slices, shares and swapped operands;"
-            f" got {config}"
+            f"{what}: config must be a MatmulConfig without slices, shares, swapped operands"
+            f" and consumer_rows; got {config}"
         )
     if _fitted(config).stages < 2:
         raise ValueError(f"{what}: shared memory must have room for two slots; got {config}")

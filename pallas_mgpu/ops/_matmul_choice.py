@@ -34,7 +34,9 @@ class MatmulConfig(NamedTuple):
     without scales of blocks; no effect under ``vmap`` and for rows at run time. ``swapped``: the
     transpose of the result is computed from the swapped operands: tiles have 64 columns of the
     result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first block of a
-    split adds up all of the tile. Without ``transpose_a`` and scales of blocks."""
+    split adds up all of the tile. Without ``transpose_a`` and scales of blocks. ``consumer_rows``:
+    64, or 128 with up to 2 consumers, a ``tile_n`` up to 200, a split of 1 and without scales of
+    blocks; tiles then have twice the rows (if swapped, columns of the result)."""
 
     consumers: int = 2
     tile_n: int = 256
@@ -50,6 +52,7 @@ class MatmulConfig(NamedTuple):
     slices: int = 1
     shares: int = 1
     swapped: bool = False
+    consumer_rows: int = 64
 
 
 class Plan:
@@ -59,7 +62,8 @@ class Plan:
         """along: bytes of what goes along the columns, bias and scales. apart: sums of a split have
         memory of their own beside the ring."""
         self.cfg, self.consumers = cfg, cfg.consumers
-        self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
+        self.height = cfg.consumer_rows
+        self.rows, self.cols = self.height * cfg.consumers, cfg.tile_n
         self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
         self.tiles_n = pl.cdiv(_sizes.most(n) if cfg.swapped else n, self.cols * cfg.cluster_n)
         self.tiles = self.tiles_m * self.tiles_n  # of clusters
@@ -82,11 +86,12 @@ class Plan:
         if cfg.swapped:  # that has 64 columns
             self.chunk = max(c for c in range(8, 65, 8) if self.width % c == 0)
         self.chunks = self.width // self.chunk
-        self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
+        stores = self.chunks * self.height // 64
+        self.buffers = max(b for b in range(1, cfg.buffers + 1) if stores % b == 0)
         # rows of sums that are sent, if there are no more
         self.sent = min(64, pl.cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
-        used += cfg.consumers * max(self.cols, 64) * along
+        used += cfg.consumers * max(self.cols, self.height) * along
         sums = 0  # that travel, otherwise where the ring was
         if cfg.split > 1 and cfg.swapped:
             sums = cfg.consumers * 64 * self.cols * cfg.split * 4
@@ -124,6 +129,8 @@ _PADDING = 1.08  # rows of several such tiles, as a multiple of A's
 # What the choice does not take yet, for bench_gemm_suite.py --wide to measure
 _WIDE_TILES = ((3, 160), (3, 96), (3, 64))
 _LONG_TILES = ((2, 128), (1, 256), (1, 128), (2, 64))  # with slots of 256 bytes of a row
+_TALL_TILES = ((2, 192), (2, 160), (2, 128), (2, 96), (2, 64))  # with 128 rows of a consumer
+_TALL = 200  # most columns of these
 
 
 def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, grain=8):
@@ -171,6 +178,11 @@ def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
     of more rows than a tile has, and slots of 256 bytes of a row."""
     found, step = [], 128 // in_bytes
     tiles = [MatmulConfig(*tile, step=step) for tile in _WIDE_TILES if tile[1] % 64 == 0 or tb]
+    tiles += [
+        MatmulConfig(*tile, step=step, consumer_rows=128)
+        for tile in _TALL_TILES
+        if tile[1] % 64 == 0 or tb
+    ]
     if 16 * step <= k:
         tiles += [MatmulConfig(*tile, step=2 * step) for tile in _LONG_TILES]
     for cfg, p in _in_pairs(tiles, m, n, k, sms, in_bytes):
@@ -178,6 +190,9 @@ def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
         found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
     if m > _SWAPPED:
         for cfg, p in _in_pairs(_swapped_tiles(m, in_bytes, 8), m, n, k, sms, in_bytes):
+            found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+        for cfg, p in _in_pairs(_tall_tiles(m, in_bytes, 8), m, n, k, sms, in_bytes):
+            found += [cfg, *(cfg._replace(shares=s) for s in _shares_of(p, sms))]
             found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
     known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=m))
     return [cfg for cfg in found if cfg not in known]
@@ -188,11 +203,12 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
     the Plan of each."""
     for tile in tiles:
         rows, cols = (n, m) if tile.swapped else (m, n)
-        if rows <= 64 * (tile.consumers - 1) or tile.tile_n >= max(2 * cols, 64):
+        height = tile.consumer_rows * tile.consumers
+        if rows <= height - tile.consumer_rows or tile.tile_n >= max(2 * cols, 64):
             continue
         pairs = ((1, 2), (2, 1)) if tile.swapped else ((2, 1), (1, 2))  # first that share weights
         for cluster, cluster_n in (*pairs, (1, 1)):
-            if cluster > 1 and rows <= 64 * tile.consumers:
+            if cluster > 1 and rows <= height:
                 continue
             if cluster_n > 1 and cols <= tile.tile_n:
                 continue
@@ -211,6 +227,14 @@ def _swapped_tiles(m, in_bytes, grain):
         if count * tile <= _PADDING * m:
             for consumers in (1, 2, 3) if tile <= 192 else (1, 2):
                 yield MatmulConfig(consumers, tile, step=128 // in_bytes, swapped=True)
+
+
+def _tall_tiles(m, in_bytes, grain):
+    """The same with 128 rows of a consumer."""
+    for count in range(pl.cdiv(m, _TALL), pl.cdiv(m, _TALL) + 3):
+        tile = pl.cdiv(pl.cdiv(m, count), grain) * grain
+        if count * tile <= _PADDING * m:
+            yield MatmulConfig(2, tile, step=128 // in_bytes, swapped=True, consumer_rows=128)
 
 
 def _swapped(m, n, k, sms, in_bytes):
@@ -355,16 +379,17 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
         way = max(way, rates.few_way, slot / rates.few_intake)
     latency = rates.latency / (p.stages - cfg.lag)
     # what products read from shared memory and what arrives there
-    smem = (p.consumers * (64 + p.cols) + p.rows + p.cols) * line
+    smem = (p.rows // 64 * (64 + p.cols) + p.rows + p.cols) * line
     step = (
         max(tensor, smem / rates.smem, l2, way, latency)
         + rates.step
         + smem / rates.heat
         + fetched * active / rates.power
     )
-    epilogue = rates.epilogue + rates.column * p.width
+    stores = p.chunks * p.height // 64
+    epilogue = rates.epilogue + rates.column * p.width * p.height / 64
     if p.buffers == 1:  # a part is written when the one before has left
-        epilogue += rates.alone * (p.chunks - 1)
+        epilogue += rates.alone * (stores - 1)
     if cfg.split > 1:  # the sums travel
         sent = p.sent * cfg.consumers * p.cols * 4 * (cfg.split if cfg.swapped else 1)
         epilogue += rates.split + sent / rates.exchange

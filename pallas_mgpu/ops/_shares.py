@@ -90,17 +90,17 @@ class SharedTiles:
 
 class Parts:
     """Where clusters leave parts of tiles. ``memory``: sums [rounds, clusters, blocks of a
-    cluster, consumers, 64, columns]; ``done``: semaphores [rounds, tiles abreast, blocks of a
+    cluster, consumers, rows, columns]; ``done``: semaphores [rounds, tiles abreast, blocks of a
     cluster, consumers]; ``rank``: of this block in its cluster."""
 
     def __init__(self, memory, done, rank):
         self.memory, self.done, self.rank = memory, done, rank
 
     @staticmethod
-    def scratch(shares, size, consumers, columns, dtype):
-        """size: blocks of a cluster."""
+    def scratch(shares, size, consumers, rows, columns, dtype):
+        """size: blocks of a cluster; rows: of a consumer."""
         parts = shares.abreast * (shares.each - 1)
-        shape = shares.rounds, parts, size, consumers, 64, columns
+        shape = shares.rounds, parts, size, consumers, rows, columns
         return plgpu.ext.SharedScratch(shape, dtype)
 
     @staticmethod

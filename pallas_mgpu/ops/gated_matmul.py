@@ -141,7 +141,12 @@ class _Apart(SeveralKernels):
 def _fits(config):
     """K is not divided, and tiles have two halves of 64 columns or more."""
     undivided = config.split == config.slices == config.shares == 1
-    return undivided and not config.swapped and config.tile_n in (128, 256)
+    return (
+        undivided
+        and not config.swapped
+        and config.consumer_rows == 64
+        and config.tile_n in (128, 256)
+    )
 
 
 def _choose(m, n, k, sms, transposed):

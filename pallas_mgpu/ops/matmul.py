@@ -150,7 +150,7 @@ class _KernelPlan(Plan):
         axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": cfg.split}
         self.axes = {name: size for name, size in axes.items() if size > 1}  # of the cluster
         # more accumulators than an even share of the registers has room for
-        wide = self.cols > 128 or x.forms.blocks and self.cols == 128
+        wide = self.cols * self.height > 128 * 64 or x.forms.blocks and self.cols == 128
         self.registers = REGISTERS.get(self.consumers) if wide else None
         # the result; rows of slices are long enough
         rows, columns = (x.n, x.m) if x.swapped else (x.m, x.n)
@@ -175,7 +175,7 @@ class _KernelPlan(Plan):
         )
         buffer = (self.chunk, 64) if x.swapped else (64, self.chunk)
         o_tiled, part = swizzled(buffer[1], x.out_dtype), (self.sent, self.width)
-        biases = 64 if x.swapped else self.width
+        biases = self.height if x.swapped else self.width
         ring = {
             "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtypes[0], transforms=a_tiled),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtypes[1], transforms=b_tiled),
@@ -200,7 +200,7 @@ class _KernelPlan(Plan):
         shared = [axis for axis in ("cm", "cn") if axis in self.axes]
         found |= Ring.barriers(self.stages, 2, self.consumers, shared)
         if self.shares:
-            tile = self.consumers, self.cols
+            tile = self.consumers, self.height, self.cols
             found["parts"] = Parts.scratch(self.shares, self.cluster, *tile, x.sums)
         if x.accumulate:
             parts = cfg.step * x.dtypes[0].itemsize // (self.chunk * x.out_dtype.itemsize)
@@ -394,14 +394,14 @@ class _Block(WarpSpecialized):
         first = col  # column of the block's part of the result
         if not self.x.swapped:
             first = col + self.rank("ck") * p.width
-        self.fetch_vectors(me, row + me * 64, first)
+        self.fetch_vectors(me, row + me * p.height, first)
         scaled = None
         if self.x.forms.blocks:
             values = self.sum_blocks(me, it0, k0, row, col, scales)
         elif scales is None:
             values, _ = self.sum(me, it0, steps=steps)
         else:
-            rows = pl.ds(row + me * 64, p.sent if cfg.split > 1 else 64)
+            rows = pl.ds(row + me * p.height, p.sent if cfg.split > 1 else p.height)
             load = functools.partial(self.load_scales, me, rows, scales)
             values, loaded = self.sum(me, it0, load, steps)
             scaled = functools.partial(scales, loaded)
@@ -439,7 +439,7 @@ class _Block(WarpSpecialized):
         """Bias, and scales of the columns, for the epilogue."""
         along = pl.ds(col, self.plan.width)
         if self.bias is not None:
-            there = pl.ds(row, 64) if self.x.swapped else along
+            there = pl.ds(row, self.plan.height) if self.x.swapped else along
             plgpu.copy_gmem_to_smem(
                 self.bias.at[there], self.bias_smem.at[me], self.row_full.at[me]
             )
@@ -447,23 +447,29 @@ class _Block(WarpSpecialized):
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
             plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
 
-    def part_of_result(self, me, c, row, col):
-        """The place of part c of the columns in the result."""
+    def part_of_result(self, c, row, col):
+        """The place of part c of the columns in the result, of up to 64 rows from `row` on."""
         p = self.plan
         height = p.sent if self.cfg.split > 1 else 64
-        where = pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk)
+        where = pl.ds(row, height), pl.ds(col + c * p.chunk, p.chunk)
         return where[::-1] if self.x.swapped else where
 
-    def store_part(self, me, number, value, targets):
-        """Store number `number` of a tile, through one of the store buffers."""
-        p = self.plan
-        if not p.single or number >= p.buffers:
-            pending = (p.buffers - 1) * len(targets)
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        how = {"engine": None if p.by_tma else "plain"}
-        value = value.T if self.x.swapped else value
-        buffer = self.o_smem.at[me, number % p.buffers, pl.ds(0, value.shape[0])]
-        store(buffer, value.astype(self.x.out_dtype), *targets, **how)
+    def store_part(self, me, number, value, c, row, col, targets):
+        """A consumer's part c of the columns, as store number `number` of a tile, which are as many
+        as it has 64 rows, each through one of the store buffers."""
+        p, how = self.plan, {"engine": None if self.plan.by_tma else "plain"}
+        for first in range(0, p.height, 64):
+            if not p.single or number >= p.buffers:
+                pending = (p.buffers - 1) * len(targets)
+                plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            rows = value if p.height == 64 else value[first : first + 64]
+            rows = rows.T if self.x.swapped else rows
+            buffer = self.o_smem.at[me, number % p.buffers, pl.ds(0, rows.shape[0])]
+            where = self.part_of_result(c, row + (me * p.height + first), col)
+            there = [target.at[where] for target in targets]
+            store(buffer, rows.astype(self.x.out_dtype), *there, **how)
+            number += 1
+        return number
 
     def await_bias(self, me):
         if self.bias is not None and self.x.forms.b != "each":
@@ -487,7 +493,7 @@ class _Block(WarpSpecialized):
                 it = it0 + s
                 slot = ring.slot(it)
                 ring.wait(it)
-                mine = pl.ds(me * 64, 64)
+                mine = pl.ds(me * p.height, p.height)
                 a = self.a_smem.at[slot, :, mine].T if x.ta else self.a_smem.at[slot, mine]
                 plgpu.wgmma(acc, a, self.b_smem.at[slot].T if x.tb else self.b_smem.at[slot])
                 plgpu.wgmma_wait(1 if late else 0)
@@ -503,7 +509,7 @@ class _Block(WarpSpecialized):
                 ring.release(it0 + (steps - 1))
             return [value], loaded
 
-        return pl.run_scoped(multiply, plgpu.ACC((64, p.cols), x.sums))
+        return pl.run_scoped(multiply, plgpu.ACC((p.height, p.cols), x.sums))
 
     def sum_blocks(self, me, it0, k0, row, col, scales):
         """The same with scales that change along K; in parts of 128 columns if there are more."""
@@ -573,7 +579,7 @@ class _Block(WarpSpecialized):
         self.await_bias(me)
         of_value, number = p.width // len(values), 0
         for c in range(p.chunks):
-            where = self.part_of_result(me, c, row, col)
+            where = c, row, col
             i, first = divmod(c * p.chunk, of_value)
             part = values[i][:, first : first + p.chunk]
             if x.out_dtype != x.sums:
@@ -585,20 +591,18 @@ class _Block(WarpSpecialized):
                 bias = self.bias_smem[me, at].astype(jnp.float32)
                 part = part + lax.broadcast_in_dim(bias, part.shape, [int(not x.swapped)])
             if x.keep:
-                self.store_part(me, number, part, [self.before.at[where]])
-                number += 1
+                number = self.store_part(me, number, part, *where, [self.before])
             if x.activation is not None:
                 part = x.activation(part)
             if x.accumulate:
                 part = part + self.load_there(me, it + c, part.shape[0])
-            self.store_part(me, number, part, [result.at[where] for result in results])
-            number += 1
+            number = self.store_part(me, number, part, *where, results)
 
     def load_there(self, me, it, height):
         """The part of what the result is added to that step `it` brought."""
         ring, slot = self.ring, self.ring.slot(it)
         ring.wait(it)
-        value = self.there_smem[slot, 0, pl.ds(me * 64, height)].astype(jnp.float32)
+        value = self.there_smem[slot, 0, pl.ds(me * self.plan.height, height)].astype(jnp.float32)
         # other blocks fill slots of A along "cn": they need to know of this load
         plgpu.barrier_arrive(ring.empty.at[slot], relaxed="cn" not in self.plan.axes)
         return value
@@ -660,6 +664,8 @@ def _check_k_major_config(config, forms, in_bytes):
             f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, or be"
             f" {2 * BLOCK} with 2 consumers and a split of 1, got {config}"
         )
+    if forms.blocks and config.consumer_rows > 64:
+        raise ValueError(f"matmul: scales of blocks with 64 rows of a consumer, got {config}")
     _check_tile(config)
 
 
@@ -671,6 +677,16 @@ def _check_tile(c):
             "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, with swapped a multiple"
             f" of 8 up to 256, with 3 consumers up to 192; got {c}"
         )
+    if c.consumer_rows not in (64, 128) or c.consumer_rows > 64 and not _tall(c):
+        raise ValueError(
+            "matmul: consumer_rows is 64 or 128, 128 with 1 or 2 consumers, a tile_n up to 200 and a"
+            f" split of 1; got {c}"
+        )
+
+
+def _tall(c):
+    """Is there a kernel whose consumers have 128 rows of such tiles?"""
+    return c.consumers < 3 and c.tile_n <= 200 and c.split == 1
 
 
 def _check_config(config, m, ta, tb):
