@@ -214,8 +214,12 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
                 continue
             cfg = tile._replace(cluster=cluster, cluster_n=cluster_n)
             p = Plan(rows, cols, k, 4, cfg, sms, in_bytes)
+            if tile.consumer_rows > 64:  # slots are few and large: rather one more of them
+                one = cfg._replace(buffers=1)
+                more = Plan(rows, cols, k, 4, one, sms, in_bytes)
+                cfg, p = (one, more) if more.stages > p.stages else (cfg, p)
             if p.stages >= 2:
-                if in_bytes == 1:
+                if in_bytes == 1 and tile.consumer_rows == 64:
                     cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
                 yield cfg, p
 
