@@ -43,6 +43,7 @@ class MatmulConfig(NamedTuple):
     slices: int = 1
     shares: int = 1
     swapped: bool = False
+    consumer_rows: int = 64
 
 class MixedConfig(NamedTuple):
     consumers: int = 2

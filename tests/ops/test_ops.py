@@ -228,6 +228,41 @@ CASES = {  # shape, ta, tb, configuration, options
         C(2, 152, 2, 2, swapped=True),
         {"out_dtype": bf16},
     ),
+    "128 rows of a consumer": (
+        (300, 200, 150),
+        False,
+        True,
+        C(2, 64, 0, 2, consumer_rows=128),
+        {"bias": True, "activation": "relu"},
+    ),
+    "128 rows of a consumer, transposed, persistent": (
+        (400, 130, 200),
+        True,
+        False,
+        C(1, 64, 2, 1, buffers=1, consumer_rows=128),
+        {"out_dtype": bf16},
+    ),
+    "128 rows of a consumer, shares, persistent": (
+        (300, 200, 330),
+        False,
+        True,
+        C(1, 64, 0, 1, shares=3, consumer_rows=128),
+        {"bias": True, "out_dtype": "float32"},
+    ),
+    "128 rows of a consumer, slices": (
+        (150, 72, 330),
+        False,
+        False,
+        C(2, 64, 0, 1, slices=2, consumer_rows=128),
+        {"bias": True},
+    ),
+    "128 rows of a consumer, swapped": (
+        (150, 300, 200),
+        False,
+        True,
+        C(2, 80, 2, 1, cluster_n=2, swapped=True, consumer_rows=128),
+        {"bias": True, "activation": "relu"},
+    ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
     "parts that store buffers do not divide": (
@@ -439,6 +474,8 @@ def test_out_and_spellings(rng):
         (dict(config=C(tile_n=64, split=16)), ValueError, "leaves a multiple of 8 columns"),
         (dict(config=C(1, 64, cluster=4, split=4)), ValueError, "up to 8 blocks a cluster"),
         (dict(config=C(3, 192, cluster=1, split=2)), ValueError, "0 slots, .* needs 2"),
+        (dict(config=C(2, 64, consumer_rows=96)), ValueError, "consumer_rows is 64 or 128"),
+        (dict(config=C(2, 256, consumer_rows=128)), ValueError, "a tile_n up to 200"),
     ],
 )
 def test_errors(change, exception, match):

@@ -167,6 +167,15 @@ CONFIGS = {  # extents, configuration, options
 }
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_128_rows_of_a_consumer(run, rng, swapped):
+    m, n, k = (75, 300, 272) if swapped else (300, 75, 272)
+    config = C(2, 64, 2, 1, step=128, swapped=swapped, consumer_rows=128)
+    check(run, rng, m, n, k, ((m, 1), (1, n)), config=config, bias=F32)
+    with pytest.raises(ValueError, match="scales of blocks"):
+        check(run, rng, m, n, k, blocks_of(m, n, k), config=config)
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("form", ["each", "blocks"])
 def test_configurations(run, rng, case, form):
