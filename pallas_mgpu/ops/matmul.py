@@ -672,10 +672,10 @@ def _check_k_major_config(config, forms, in_bytes):
 def _check_tile(c):
     """Widths that the tensor cores and the registers of a lane take."""
     widths = range(8, 257, 8) if c.swapped else (16, 32, *range(64, 257, 32))
-    if c.tile_n not in widths or c.consumers == 3 and c.tile_n > 192:
+    if c.tile_n not in widths or c.consumers == 3 and c.tile_n > 200:
         raise ValueError(
             "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, with swapped a multiple"
-            f" of 8 up to 256, with 3 consumers up to 192; got {c}"
+            f" of 8 up to 256, with 3 consumers up to 200; got {c}"
         )
     if c.consumer_rows not in (64, 128) or c.consumer_rows > 64 and not _tall(c):
         raise ValueError(
