@@ -82,29 +82,49 @@ class Plan:
             self.single = False
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols if cfg.swapped else self.cols // cfg.split
-        self.chunk = math.gcd(128 // out_bytes, self.width)  # columns of a store buffer
-        if cfg.swapped:  # that has 64 columns
-            self.chunk = max(c for c in range(8, 65, 8) if self.width % c == 0)
-        self.chunks = self.width // self.chunk
-        stores = self.chunks * self.height // 64
-        self.buffers = max(b for b in range(1, cfg.buffers + 1) if stores % b == 0)
         # rows of sums that are sent, if there are no more
         self.sent = min(64, pl.cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
-        used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
-        used += cfg.consumers * max(self.cols, self.height) * along
         sums = 0  # that travel, otherwise where the ring was
         if cfg.split > 1 and cfg.swapped:
             sums = cfg.consumers * 64 * self.cols * cfg.split * 4
         elif cfg.split > 1:
             sums = cfg.consumers * self.sent * (self.cols + self.width) * 4
-        used += sums if apart else 0
+        vectors = cfg.consumers * max(self.cols, self.height) * along
         slot = (self.rows + self.cols) * cfg.step * in_bytes
-        most = min((SMEM_BYTES - used) // slot, 12)
-        if sums > SMEM_BYTES - used and not apart:
-            most = 0
+
+        def slots(chunk):
+            """That fit beside store buffers of so many columns."""
+            self._set_buffers(chunk)
+            used = cfg.consumers * self.buffers * 64 * chunk * out_bytes + vectors
+            used += sums if apart else 0
+            if sums > SMEM_BYTES - used and not apart:
+                return 0
+            return min((SMEM_BYTES - used) // slot, 12)
+
+        if not cfg.swapped:
+            most = slots(math.gcd(128 // out_bytes, self.width))
+        elif self.width <= 64:
+            most = slots(self.width)
+        else:  # as wide as takes no slot, or none that hides latency where there are more tiles
+            step = self.rows * self.cols * cfg.step * in_bytes / _RATES.tensor
+            hides = 12 if self.single else math.ceil(_RATES.latency / step) + 1
+            enough = min(slots(8), cfg.stages or 12, hides)
+            parts = range(pl.cdiv(self.width, 64), self.width // 8 + 1)
+            widths = (pl.cdiv(self.width, 8 * count) * 8 for count in parts)
+            most = slots(next(w for w in widths if slots(w) >= enough))
         self.stages = min(cfg.stages or most, most)
         if self.single:
             self.stages = min(self.stages, max(self.steps, 2))
+
+    def _set_buffers(self, chunk):
+        """Store buffers have so many columns; the last part of a row may be narrower."""
+        self.chunk, self.chunks = chunk, pl.cdiv(self.width, chunk)
+        stores, most = self.chunks * self.height // 64, self.cfg.buffers
+        if self.cfg.swapped:
+            self.buffers = min(stores, most)
+        else:
+            self.buffers = max(b for b in range(1, most + 1) if stores % b == 0)
+        self.uneven = stores % self.buffers > 0  # a tile does not end with the last buffer
 
 
 # consumers, tile_n

@@ -117,11 +117,13 @@ class Scales:
         mask = jnp.arange(rows.size) < self.m - rows.start
         return pl.load(scales, (rows,), mask=mask, other=0.0)
 
-    def load_columns(self, columns, chunk, chunks):
-        """A list, of each part of the tile. columns: where they lie in SMEM."""
+    def load_columns(self, columns, width, chunk):
+        """A list, of each part of the tile, `chunk` of its `width` columns. columns: where they
+        lie in SMEM."""
+        starts = range(0, width, chunk)
         if self.forms.b != "each":
-            return [None] * chunks
-        return [columns[pl.ds(c * chunk, chunk)] for c in range(chunks)]
+            return [None] * len(starts)
+        return [columns[pl.ds(c, min(chunk, width - c))] for c in starts]
 
     def __call__(self, loaded, c, part):
         """Part c of the columns. loaded: load_rows(), load_columns()."""

@@ -426,7 +426,7 @@ class _Block(WarpSpecialized):
         p, tiles = self.plan, self.tiles()
         rank = self.rank("cm") * self.cfg.cluster_n + self.rank("cn")
         parts = Parts(self.parts, self.done, rank)
-        values = [values[0][:, c : c + p.chunk] for c in range(0, p.cols, p.chunk)]
+        values = list(self.parts_of(values))
 
         @pl.when(~t.ends)
         def _():
@@ -447,25 +447,20 @@ class _Block(WarpSpecialized):
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
             plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
 
-    def part_of_result(self, c, row, col):
-        """The place of part c of the columns in the result, of up to 64 rows from `row` on."""
-        p = self.plan
-        height = p.sent if self.cfg.split > 1 else 64
-        where = pl.ds(row, height), pl.ds(col + c * p.chunk, p.chunk)
-        return where[::-1] if self.x.swapped else where
-
-    def store_part(self, me, number, value, c, row, col, targets):
-        """A consumer's part c of the columns, as store number `number` of a tile, which are as many
-        as it has 64 rows, each through one of the store buffers."""
+    def store_part(self, me, number, value, row, col, targets):
+        """A consumer's part of the columns, from `col` on, as store number `number` of a tile, and
+        as one more for its second 64 rows, each through one of the store buffers. Returns the
+        number of the next store."""
         p, how = self.plan, {"engine": None if self.plan.by_tma else "plain"}
         for first in range(0, p.height, 64):
             if not p.single or number >= p.buffers:
-                pending = (p.buffers - 1) * len(targets)
-                plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+                before = 0 if p.uneven and number == 0 else p.buffers - 1
+                plgpu.wait_smem_to_gmem(before * len(targets), wait_read_only=True)
             rows = value if p.height == 64 else value[first : first + 64]
-            rows = rows.T if self.x.swapped else rows
+            where = pl.ds(row + (me * p.height + first), rows.shape[0]), pl.ds(col, rows.shape[1])
+            if self.x.swapped:
+                rows, where = rows.T, where[::-1]
             buffer = self.o_smem.at[me, number % p.buffers, pl.ds(0, rows.shape[0])]
-            where = self.part_of_result(c, row + (me * p.height + first), col)
             there = [target.at[where] for target in targets]
             store(buffer, rows.astype(self.x.out_dtype), *there, **how)
             number += 1
@@ -480,7 +475,7 @@ class _Block(WarpSpecialized):
         if self.x.forms.b == "each":
             plgpu.barrier_wait(self.row_full.at[me])
             columns = self.scale_smem.at[me]
-        return of_rows, scales.load_columns(columns, self.plan.chunk, self.plan.chunks)
+        return of_rows, scales.load_columns(columns, self.plan.width, self.plan.chunk)
 
     def sum(self, me, it0, meanwhile=None, steps=None):
         """This consumer's part of the tile, float32 in registers, in a list; and what meanwhile()
@@ -572,16 +567,21 @@ class _Block(WarpSpecialized):
 
     # ---- epilogue
 
+    def parts_of(self, values):
+        """The parts of the columns that have a store buffer each; the last one may be narrower."""
+        for i in range(len(values)):
+            value = values[i]
+            for first in range(0, value.shape[1], self.plan.chunk):
+                yield value[:, first : min(first + self.plan.chunk, value.shape[1])]
+
     def epilogue(self, me, values, results, row, col, scaled=None, it=None):
         """Scales, bias and activation; stores. values: one or more parts of the columns. results:
         refs of (M, N), all of which get the result. it: step after the products of the tile."""
         p, x = self.plan, self.x
         self.await_bias(me)
-        of_value, number = p.width // len(values), 0
-        for c in range(p.chunks):
-            where = c, row, col
-            i, first = divmod(c * p.chunk, of_value)
-            part = values[i][:, first : first + p.chunk]
+        number = 0
+        for c, part in enumerate(self.parts_of(values)):
+            where = row, col + c * p.chunk
             if x.out_dtype != x.sums:
                 part = part.astype(jnp.float32)
             if scaled is not None:
