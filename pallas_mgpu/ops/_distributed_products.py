@@ -149,7 +149,7 @@ def plan_of(kind, x, blocks, parts, tmem, given, **options):
     for cfg in candidates(x.m, x.n, x.k, blocks):
         if cfg.split * cfg.slices * cfg.shares > 1 or cfg.cluster * cfg.cluster_n > blocks:
             continue
-        if cfg.consumers > 2 or not kind.fits(x, cfg):
+        if cfg.consumers > 2 or cfg.consumer_rows > 64 or not kind.fits(x, cfg):
             continue
         alone = cfg.cluster == cfg.cluster_n == 1
         steps = pl.cdiv(x.k, cfg.step)

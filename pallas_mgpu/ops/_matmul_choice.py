@@ -107,7 +107,7 @@ class Plan:
             most = slots(self.width)
         else:  # as wide as takes no slot, or none that hides latency where there are more tiles
             step = self.rows * self.cols * cfg.step * in_bytes / _RATES.tensor
-            hides = 12 if self.single else math.ceil(_RATES.latency / step) + 1
+            hides = 12 if self.single else max(math.ceil(_RATES.latency / step) + 1, 4)
             enough = min(slots(8), cfg.stages or 12, hides)
             parts = range(pl.cdiv(self.width, 64), self.width // 8 + 1)
             widths = (pl.cdiv(self.width, 8 * count) * 8 for count in parts)
@@ -133,6 +133,8 @@ _TILES = (
     *((1, 192), (1, 160), (1, 128), (1, 96), (2, 64), (1, 64), (1, 32)),
 )
 
+_TALL_TILES = (192, 160, 128)  # columns, with two consumers of 128 rows
+
 # blocks: below each other (B is shared), side by side (A is shared), along K. Clusters of four that
 # share, or that share and divide K, took up to twice the time of two blocks on every shape.
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
@@ -145,12 +147,12 @@ _SHARES = 8  # most parts of K of the last tiles
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
 _SWAPPED = 128  # most rows of A that become columns of one tile
 _PADDING = 1.08  # rows of several such tiles, as a multiple of A's
+_NARROWEST = 72  # rows of these, at least, up to the next number of rows
+_MEDIUM = 1024
 
 # What the choice does not take yet, for bench_gemm_suite.py --wide to measure
 _WIDE_TILES = ((3, 160), (3, 96), (3, 64))
 _LONG_TILES = ((2, 128), (1, 256), (1, 128), (2, 64))  # with slots of 256 bytes of a row
-_TALL_TILES = ((2, 192), (2, 160), (2, 128), (2, 96), (2, 64))  # with 128 rows of a consumer
-_TALL = 200  # most columns of these
 
 
 def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, grain=8):
@@ -178,42 +180,40 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, gr
             p = Plan(m, n, k, 4, cfg, sms, in_bytes)
             if p.stages < 2:
                 continue
-            if in_bytes == 1:  # a power of two: slots are then counted by masks and shifts
+            if blocks or in_bytes == 1 and m <= _SWAPPED:  # slots are counted by masks and shifts
                 cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
-            found.append(cfg)
-            if split == 1:
-                found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
-            if split == 1 and not blocks:
-                found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
+            found += [cfg] if split > 1 else _divided(cfg, p, sms, blocks)
             if split == 1 == consumers and in_bytes == 2 and m <= 128 >= tile_n and k >= 256:
                 found.append(cfg._replace(step=128))  # memory gives 256 bytes of a row faster
-    if _SWAPPED < m <= swaps and not blocks:
-        for cfg, p in _in_pairs(_swapped_tiles(m, in_bytes, grain), m, n, k, sms, in_bytes):
-            found += [cfg, *(cfg._replace(shares=s) for s in _shares_of(p, sms))]
+    if blocks or in_bytes > 2:  # tf32 in these was not timed
+        return found
+    tiles = [
+        MatmulConfig(2, cols, step=step, consumer_rows=128)
+        for cols in _TALL_TILES
+        if tb or cols % 64 == 0
+    ]
+    if _SWAPPED < m <= swaps:
+        tiles += _swapped_tiles(m, in_bytes, grain)
+    for cfg, p in _in_pairs(tiles, m, n, k, sms, in_bytes):
+        found += _divided(cfg, p, sms)
     return found
 
 
+def _divided(cfg, p, sms, blocks=False):
+    """The configuration, and those that divide K among more blocks. p: its Plan."""
+    found = [cfg, *(cfg._replace(slices=s) for s in _slices_of(p, sms))]
+    return found + [cfg._replace(shares=s) for s in _shares_of(p, sms) if not blocks]
+
+
 def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
-    """Configurations that `candidates` leaves out: more widths of tiles, slices of swapped operands
-    of more rows than a tile has, and slots of 256 bytes of a row."""
+    """Configurations that `candidates` leaves out: more widths of tiles and slots of 256 bytes of a
+    row."""
     found, step = [], 128 // in_bytes
     tiles = [MatmulConfig(*tile, step=step) for tile in _WIDE_TILES if tile[1] % 64 == 0 or tb]
-    tiles += [
-        MatmulConfig(*tile, step=step, consumer_rows=128)
-        for tile in _TALL_TILES
-        if tile[1] % 64 == 0 or tb
-    ]
     if 16 * step <= k:
         tiles += [MatmulConfig(*tile, step=2 * step) for tile in _LONG_TILES]
     for cfg, p in _in_pairs(tiles, m, n, k, sms, in_bytes):
-        found += [cfg, *(cfg._replace(shares=s) for s in _shares_of(p, sms))]
-        found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
-    if m > _SWAPPED:
-        for cfg, p in _in_pairs(_swapped_tiles(m, in_bytes, 8), m, n, k, sms, in_bytes):
-            found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
-        for cfg, p in _in_pairs(_tall_tiles(m, in_bytes, 8), m, n, k, sms, in_bytes):
-            found += [cfg, *(cfg._replace(shares=s) for s in _shares_of(p, sms))]
-            found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
+        found += _divided(cfg, p, sms)
     known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=m))
     return [cfg for cfg in found if cfg not in known]
 
@@ -227,6 +227,8 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
         if rows <= height - tile.consumer_rows or tile.tile_n >= max(2 * cols, 64):
             continue
         pairs = ((1, 2), (2, 1)) if tile.swapped else ((2, 1), (1, 2))  # first that share weights
+        if tile.consumer_rows > 64:  # pairs that share the rows took up to 8 % longer
+            pairs = ((2, 1),)
         for cluster, cluster_n in (*pairs, (1, 1)):
             if cluster > 1 and rows <= height:
                 continue
@@ -239,26 +241,24 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
                 more = Plan(rows, cols, k, 4, one, sms, in_bytes)
                 cfg, p = (one, more) if more.stages > p.stages else (cfg, p)
             if p.stages >= 2:
-                if in_bytes == 1 and tile.consumer_rows == 64:
-                    cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
                 yield cfg, p
 
 
 def _swapped_tiles(m, in_bytes, grain):
-    """Tiles whose columns are rows of A: as few as there can be, or up to two more."""
-    for count in range(pl.cdiv(m, 256), pl.cdiv(m, 256) + 3):
-        tile = pl.cdiv(pl.cdiv(m, count), grain) * grain
-        if count * tile <= _PADDING * m:
-            for consumers in (1, 2, 3) if tile <= 192 else (1, 2):
-                yield MatmulConfig(consumers, tile, step=128 // in_bytes, swapped=True)
-
-
-def _tall_tiles(m, in_bytes, grain):
-    """The same with 128 rows of a consumer."""
-    for count in range(pl.cdiv(m, _TALL), pl.cdiv(m, _TALL) + 3):
-        tile = pl.cdiv(pl.cdiv(m, count), grain) * grain
-        if count * tile <= _PADDING * m:
-            yield MatmulConfig(2, tile, step=128 // in_bytes, swapped=True, consumer_rows=128)
+    """Tiles whose columns are rows of A, in equal parts."""
+    widths = {}
+    fewest = pl.cdiv(m, 256)
+    for count in range(fewest, max(min(m, _MEDIUM) // _NARROWEST, fewest + 2) + 1):
+        cols = pl.cdiv(pl.cdiv(m, count), grain) * grain
+        if count * cols <= _PADDING * m and cols >= 8:
+            widths.setdefault(cols)
+    for cols in widths:
+        tile = MatmulConfig(2, cols, step=128 // in_bytes, swapped=True)
+        if cols <= 200:
+            yield tile._replace(consumer_rows=128)
+            yield tile._replace(consumers=3)
+        yield tile
+        yield tile._replace(consumers=1)
 
 
 def _swapped(m, n, k, sms, in_bytes):
@@ -322,17 +322,19 @@ class Rates(NamedTuple):
 
     # cycles of a step
     tensor: float = 3870  # rows * columns * bytes along K that an SM multiplies in a cycle
-    smem: float = 157  # bytes that are read from and written to shared memory in a cycle
+    smem: float = 135  # bytes that are read from and written to shared memory in a cycle
     l2: float = 9880  # bytes of slots that the L2 gives to all SMs in a cycle, of small operands
     far: float = 9200  # the same of large ones, of which a half is in the other half of the L2
-    wide: float = 7500  # and of those in slots of 32 KB or more
+    wide: float = 8765  # and of those in slots of 32 KB or more
     near: float = 20e6  # bytes: from there on operands are large, below the rate grows
+    fetch: float = 8770  # bytes that all SMs request from the L2 in a cycle
     lines: float = 67.6  # bytes of lines of the L2 that an SM asks for in a cycle
-    intake: float = 46.3  # bytes that an SM takes in in a cycle: 8-bit and swapped operands
+    intake: float = 67.6  # bytes that an SM takes in in a cycle: 8-bit and swapped operands
     way: tuple[float, float] = (281, 355)  # from barrier to barrier, with one consumer or more
     few_way: float = 475  # the same where A has less than 64 rows
     few_intake: float = 35  # bytes of slots that an SM takes in in a cycle there
-    latency: float = 2120  # from the request for a slot to its arrival
+    latency: float = 1940  # from the request for a slot to its arrival
+    together: float = 300  # the same, where blocks share what is in it, and wait for each other
     step: float = 27
     power: float = 250e3  # bytes that are fetched, per cycle that they cost by the power they take
     heat: float = 2500  # bytes that are read from and written to shared memory, the same
@@ -344,7 +346,7 @@ class Rates(NamedTuple):
     exchange: float = 9.5  # bytes of sums that a block sends in a cycle
     restart: float = 2830  # a cluster ends and the next one begins
     parts: float = 3680  # until the sums of shares are there
-    part: float = 19.6  # bytes of them that an SM writes or reads in a cycle
+    part: float = 12.3  # bytes of them that an SM writes or reads in a cycle
     # cycles of the whole
     memory: float = 2280  # bytes a cycle
     cold: float = 26  # bytes that an SM takes in in a cycle, from memory
@@ -352,11 +354,11 @@ class Rates(NamedTuple):
     left: float = 39  # the same in the end, where a part of the SMs have tiles left
     uneven: float = 1.14  # more time for tiles of 192 columns
     zeros: float = 0.12  # more time, as far as rows of A are missing
-    cluster: float = 840  # for every doubling of the cluster
+    cluster: float = 1200  # for every doubling of the cluster
     fill: float = 28800
     start: float = 1330
     second: float = 2500  # the kernel that adds up slices begins
-    sums: float = 3400  # bytes of slices a cycle, written and read again
+    sums: float = 2240  # bytes of slices a cycle, written and read again
 
 
 def clusters_at_once(sms, cluster):
@@ -370,11 +372,16 @@ def clusters_at_once(sms, cluster):
 
 
 _RATES = Rates()
+_FEW_ROWS = Rates(  # of up to _SWAPPED rows, where memory is the limit
+    smem=157, wide=7500, fetch=math.inf, intake=46.3, latency=2120, together=0, part=19.6,
+    sums=3400, cluster=840,
+)  # fmt: skip
 
 
-def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
+def cycles(m, n, k, cfg, sms, in_bytes=2, rates=None, crooked=(False, False)):
     """An estimate of the time of a product, in cycles of an SM. crooked: are rows of a, of b no
     multiple of 128 bytes?"""
+    rates = rates or (_RATES if m > _SWAPPED else _FEW_ROWS)
     if cfg.swapped:
         m, n, crooked = n, m, crooked[::-1]
     p = Plan(m, n, k, 2, cfg, sms, in_bytes)
@@ -392,6 +399,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     far = rates.far if slot < 32768 else rates.wide
     l2 = min(rates.l2, far * max(1, rates.near / ((m * k + k * n) * in_bytes)))
     tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / l2
+    l2 = max(l2, fetched * active / rates.fetch)
     # lines of the L2: a part of a row that begins anywhere has two; here sharing does help
     lines = fetched + crooked[0] * p.rows / cfg.cluster_n * line
     lines += crooked[1] * p.cols / cfg.cluster * line
@@ -401,7 +409,8 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     way = rates.way[cfg.consumers > 1] * line / 128
     if m < 64 and in_bytes == 2:
         way = max(way, rates.few_way, slot / rates.few_intake)
-    latency = rates.latency / (p.stages - cfg.lag)
+    latency = rates.latency + rates.together * (cfg.cluster * cfg.cluster_n > 1)
+    latency /= p.stages - cfg.lag
     # what products read from shared memory and what arrives there
     smem = (p.rows // 64 * (64 + p.cols) + p.rows + p.cols) * line
     step = (
@@ -482,6 +491,7 @@ def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
     found = candidates(m, n, k, sms, in_bytes, blocks, in_bytes != 2)
     found = [cfg for cfg in found if cfg.split == cfg.slices == cfg.shares == 1]
+    found = [cfg for cfg in found if cfg.consumer_rows == 64]
     found = min(found, key=lambda cfg: cycles(m, n, k, cfg, sms, in_bytes))
     return found._replace(serpentine=False)
 
