@@ -60,6 +60,7 @@ from ._matmul_choice import (
     choose_k_major,
     crooked_rows,
     cycles,
+    rates_of,
 )
 from ._open_rows import may_settle, own_program, rows_of, settle
 from ._padding import needs_padding, padding_of, with_padding
@@ -1230,7 +1231,7 @@ def _time_of(x, m, sms, is_open=False):
     crooked = crooked_rows((x.k, x.k if x.tb else x.n), 2)
     if isinstance(config, FewRowsConfig):
         return 0  # no estimate; these are never left open
-    return cycles(x.m, x.n, x.k, config, sms, crooked=crooked)
+    return cycles(x.m, x.n, x.k, config, sms, rates=rates_of(x.m), crooked=crooked)
 
 
 def _compile(product, operands):
