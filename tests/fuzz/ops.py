@@ -167,6 +167,7 @@ def _matmul(c):
         c.options["config"] = ops.MatmulConfig(
             consumers, tile, c.pick(0, 2, 3), cluster, c.pick(1, 2), c.rng.randint(1, 4),
             cluster_n, split, c.pick(64, 64, 128), c.pick(0, 1), slices=c.pick(1, 1, 2, 3),
+            consumer_rows=c.pick(64, 128) if consumers < 3 and tile <= 192 and split == 1 else 64,
         )  # fmt: skip
     return arrays, c.rounded(want, out, exact, k)
 

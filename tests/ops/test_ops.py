@@ -319,7 +319,7 @@ def test_chosen_configurations():
 def test_rows_as_columns_of_several_tiles(run, rng, dtype, monkeypatch):
     """What is chosen swaps the operands of more rows than a tile has."""
     monkeypatch.setattr(plgpu, "sm_count", lambda device: 8)
-    m, n, k = 138, 224, 304
+    m, n, k = 138, 224, 608
     if dtype == f16:
         a, b = operands(rng, m, n, k, f16, False, True)
         assert choose(m, n, k, 8, transpose_b=True).swapped
