@@ -424,7 +424,7 @@ class _Block(WarpSpecialized):
     def share(self, me, t, values, finish):
         """Hands over what the block has of a tile without the last steps; finish(values) with the
         parts of others where it has these."""
-        p, tiles = self.plan, self.tiles()
+        tiles = self.tiles()
         rank = self.rank("cm") * self.cfg.cluster_n + self.rank("cn")
         parts = Parts(self.parts, self.done, rank)
         values = list(self.parts_of(values))
@@ -680,8 +680,8 @@ def _check_tile(c):
         )
     if c.consumer_rows not in (64, 128) or c.consumer_rows > 64 and not _tall(c):
         raise ValueError(
-            "matmul: consumer_rows is 64 or 128, 128 with 1 or 2 consumers, a tile_n up to 200 and a"
-            f" split of 1; got {c}"
+            "matmul: consumer_rows is 64 or 128, 128 with 1 or 2 consumers, a tile_n up to 200 and"
+            f" a split of 1; got {c}"
         )
 
 
