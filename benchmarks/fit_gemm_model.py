@@ -6,9 +6,9 @@ FILE: what bench_gemm_suite.py --configs --json wrote. Rates are changed at rand
 and a change stays if it makes the expected time of what is chosen shorter: the mean over products
 of the logarithm of that time, divided by the fastest one. Configurations count as chosen with a
 probability that falls by e with every 2 % of the estimate, and each rate is held near its old
-value. Printed are quantiles of the error before and after, the rates, and for each product how much longer
-the configuration takes that would be chosen of the timed ones than the fastest; for half of the
-products, too, with rates that are fitted to the other half. Needs no GPU.
+value. Printed are quantiles of the error before and after, the rates, and for each product how
+much longer the configuration takes that would be chosen of the timed ones than the fastest; for
+half of the products, too, with rates that are fitted to the other half. Needs no GPU.
 
 --many: products of more than 128 rows, whose rates are apart, in place of the others."""
 

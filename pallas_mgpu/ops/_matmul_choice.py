@@ -20,7 +20,7 @@ class MatmulConfig(NamedTuple):
     """How a product is tiled.
 
     ``consumers``: warpgroups that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile,
-    16, 32 or a multiple of 64 up to 256, with 3 consumers 128. ``stages``: slots of the ring; 0: as
+    16, 32 or a multiple of 32 from 64 to 256, with 3 consumers up to 200. ``stages``: slots of the ring; 0: as
     many as fit. ``cluster``: blocks of a column of tiles that share B. ``buffers``: store buffers
     per consumer. ``group``: rows of cluster tiles worked on together, for the L2. ``cluster_n``:
     blocks of a row that share A. ``split``: the number of blocks that divide K, each with a
@@ -133,7 +133,7 @@ _TILES = (
     *((1, 192), (1, 160), (1, 128), (1, 96), (2, 64), (1, 64), (1, 32)),
 )
 
-_TALL_TILES = (192, 160, 128)  # columns, with two consumers of 128 rows
+_TALL_TILES = (128,)  # columns, with two consumers of 128 rows; wider ones took 2 to 19 % longer
 
 # blocks: below each other (B is shared), side by side (A is shared), along K. Clusters of four that
 # share, or that share and divide K, took up to twice the time of two blocks on every shape.
@@ -147,8 +147,8 @@ _SHARES = 8  # most parts of K of the last tiles
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
 _SWAPPED = 128  # most rows of A that become columns of one tile
 _PADDING = 1.08  # rows of several such tiles, as a multiple of A's
-_NARROWEST = 72  # rows of these, at least, up to the next number of rows
-_MEDIUM = 1024
+_NARROWEST = 72  # fewest rows of one
+_MEDIUM = 1024  # rows of A up to which there are more such tiles than the fewest and two
 
 # What the choice does not take yet, for bench_gemm_suite.py --wide to measure
 _WIDE_TILES = ((3, 160), (3, 96), (3, 64))
@@ -227,8 +227,8 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
         if rows <= height - tile.consumer_rows or tile.tile_n >= max(2 * cols, 64):
             continue
         pairs = ((1, 2), (2, 1)) if tile.swapped else ((2, 1), (1, 2))  # first that share weights
-        if tile.consumer_rows > 64:  # pairs that share the rows took up to 8 % longer
-            pairs = ((2, 1),)
+        if tile.consumer_rows > 64:  # pairs took up to 8 % longer
+            pairs = ()
         for cluster, cluster_n in (*pairs, (1, 1)):
             if cluster > 1 and rows <= height:
                 continue
@@ -336,11 +336,13 @@ class Rates(NamedTuple):
     latency: float = 2120  # from the request for a slot to its arrival
     together: float = 0  # the same, where blocks share what is in it, and wait for each other
     step: float = 27
+    loop: float = 1  # of the time of tensor cores and shared memory, with 128 rows of a consumer
     power: float = 250e3  # bytes that are fetched, per cycle that they cost by the power they take
     heat: float = 2500  # bytes that are read from and written to shared memory, the same
     # cycles of a tile
     epilogue: float = 57
     column: float = 4.16
+    tall: float = 2  # times as long with 128 rows of a consumer
     alone: float = 170  # until a store buffer has been read, where there is no other one
     split: float = 1700  # until the sums of a cluster travel
     exchange: float = 9.5  # bytes of sums that a block sends in a cycle
@@ -372,10 +374,11 @@ def clusters_at_once(sms, cluster):
 
 
 _RATES = Rates()
-# The same, fitted to 1571 times of 80 products on an H100 and an H200
+# The same for more than 128 rows, from 1,783 times of 159 products on an H100 and an H200
 _MANY_ROWS = Rates(
-    smem=135, wide=8765, fetch=8770, intake=67.6, latency=1940, together=300, part=12.3,
-    sums=2240, cluster=1200,
+    smem=138, wide=8765, fetch=8770, intake=67.6, way=(330, 355), latency=1940, together=300,
+    power=350e3, loop=0.95, tall=8, split=3000, exchange=7, part=12.3, uneven=1.2, cluster=1500,
+    sums=2600,
 )  # fmt: skip
 
 
@@ -419,14 +422,15 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     latency /= p.stages - cfg.lag
     # what products read from shared memory and what arrives there
     smem = (p.rows // 64 * (64 + p.cols) + p.rows + p.cols) * line
+    loop = rates.loop if p.height > 64 else 1
     step = (
-        max(tensor, smem / rates.smem, l2, way, latency)
+        max(max(tensor, smem / rates.smem) * loop, l2, way, latency)
         + rates.step
         + smem / rates.heat
         + fetched * active / rates.power
     )
     stores = p.chunks * p.height // 64
-    epilogue = rates.epilogue + rates.column * p.width * p.height / 64
+    epilogue = rates.epilogue + rates.column * p.width * (rates.tall if p.height > 64 else 1)
     if p.buffers == 1:  # a part is written when the one before has left
         epilogue += rates.alone * (stores - 1)
     if cfg.split > 1:  # the sums travel
