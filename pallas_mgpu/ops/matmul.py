@@ -455,8 +455,8 @@ class _Block(WarpSpecialized):
         p, how = self.plan, {"engine": None if self.plan.by_tma else "plain"}
         for first in range(0, p.height, 64):
             if not p.single or number >= p.buffers:
-                before = 0 if p.uneven and number == 0 else p.buffers - 1
-                plgpu.wait_smem_to_gmem(before * len(targets), wait_read_only=True)
+                pending = 0 if p.uneven and number == 0 else (p.buffers - 1) * len(targets)
+                plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
             rows = value if p.height == 64 else value[first : first + 64]
             where = pl.ds(row + (me * p.height + first), rows.shape[0]), pl.ds(col, rows.shape[1])
             if self.x.swapped:
