@@ -66,15 +66,17 @@ class Plan:
         at_once = int(clusters_at_once(sms, cluster))
         self.programs = max(1, min(at_once, pl.cdiv(x.outer, self.teams)))
         self.of_tile = [n for n in names if n != "weight"]
-        self.kept = "weight" in names
         self.summed = x.sums if self.teams > 1 else 0
         self.numbers = {"softmax": 1, "rms_norm": 2, "layer_norm": 4}[x.name]  # sums of a segment
         used = 2048 + self.summed * self.width * 4
         if cluster > 1:
             used += 2 * _GROUP * self.segments * self.numbers * 4
-        if self.kept:
-            used += _PAIRS * self.width * x.dtype_of("weight").itemsize
         size = _PAIRS * self.width * sum(x.dtype_of(n).itemsize for n in self.of_tile)
+        self.kept = "weight" in names
+        if self.kept:  # where two slots leave room for it; otherwise each row loads it again
+            weight = _PAIRS * self.width * x.dtype_of("weight").itemsize
+            self.kept = used + weight + 2 * size <= SMEM_BYTES
+            used += self.kept * weight
         chosen = max(2, min(3 if cluster <= 2 else 4, _FLIGHT[cluster == 8] // size))
         most = _GROUP // self.teams - 1  # an array has up to 32 barriers
         self.stages = min((SMEM_BYTES - used) // size, cfg.stages or chosen, most)
@@ -145,8 +147,9 @@ class _Segment(_Tile):
 
     def weight(self, k):
         p = self.plan
-        w = self.refs["weight_smem"][self.me, pl.ds(k * p.part, p.part)].astype(jnp.float32)
-        return lax.broadcast_in_dim(w, (1, p.part), [1])
+        at = self.me, pl.ds(k * p.part, p.part)
+        w = self.refs["weight_smem"][at] if p.kept else self._weight(k)
+        return lax.broadcast_in_dim(w.astype(jnp.float32), (1, p.part), [1])
 
     def await_weight(self):
         if self.plan.kept:

@@ -350,7 +350,7 @@ class _Block(WarpSpecialized):
             plgpu.barrier_wait(self.row_full, phase=w)
         if scales is not None:
             columns = self.scale_smem if x.forms.b == "each" else None
-            loaded = of_rows, scales.load_columns(columns, p.chunk, p.chunks)
+            loaded = of_rows, scales.load_columns(columns, p.chunk * p.chunks, p.chunk)
         last = (pl.cdiv(p.shared, p.chunk) if p.shared else p.chunks) - 1
         for c in range(p.chunks):
             # what is shared first: the end of one accumulator, the start of the other

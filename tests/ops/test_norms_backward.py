@@ -85,7 +85,7 @@ def test_layer_norm(rng, shape, dtype):
     check(ops.layer_norm_backward(grad, x, interpret=True), want, dtype)
 
 
-RING = [(37, 640), (5, 1536), (9, 4096), (7, 5000), (300, 1000), (5, 12296), (2, 33000)]
+RING = [(37, 640), (5, 1536), (9, 4096), (7, 5000), (300, 1000), (5, 12296), (2, 33000), (2, 65536)]
 
 
 @pytest.mark.parametrize("shape", RING, ids=str)

@@ -314,7 +314,7 @@ def test_explain_says_what_is_wrong(file, capsys, rest, message):
 @pytest.mark.long
 def test_random_kernels(monkeypatch):
     """Every kernel has a time, or there is a reason that names what it lacks."""
-    monkeypatch.setattr(_estimate, "_registers", lambda lowered: 64)  # does not compile
+    monkeypatch.setattr(_estimate, "_registers", lambda lowered: (64, 0))  # does not compile
     told = 0
     for seed in range(60):
         case = fuzz_kernels.Case(generate.generate(seed).source())
