@@ -82,10 +82,13 @@ class Plan:
         self.stages = min((SMEM_BYTES - used) // size, cfg.stages or chosen, most)
         self.slots = max(self.stages, pl.cdiv(_ALONE - used, size))  # with those nobody uses
         self.buffers = (_GROUP if cluster > 1 else self.stages) + self.stages
-        # where segments are long, registers of a lane of each role: statistics, gradients
+        # where segments are long, registers of a lane of each role, statistics, gradients; masks
+        # and elements of 4 bytes take registers, too
+        plain = self.segments * self.width == x.n and x.dtypes[1].itemsize == 2
         self.registers = None
-        if x.sums and self.width > _SHORT[1]:
-            self.registers = (120, 136) if x.bias else (112, 144)
+        if x.sums and self.width > _SHORT[plain]:
+            more = 8 * (self.width <= _SHORT[1])
+            self.registers = (120 - more, 136 + more) if x.bias else (112 - more, 144 + more)
 
     def fits(self):
         together = self.cluster == 1 or self.teams == 1  # only single rows are shared

@@ -38,6 +38,7 @@ _OPERANDS = ("grad", "x", "weight", "add")
 _SHORT = 512  # elements of a row that do not pass through shared memory
 _HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
 _HELD_WITH_ADDED = 5000  # of float32, with an array to add; others spill less than parts take
+_NEVER_SPILLED = 24576  # elements of a row's operands, result and sums that never spill
 _PART = 2048  # elements of a part of a longer row
 _RING, _ROLES = NormBackwardConfig(), NormBackwardConfig(roles=True)
 _WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of each role
@@ -302,18 +303,24 @@ def _names(x):
     return tuple(name for name, dtype in zip(_OPERANDS, x.dtypes) if dtype is not None)
 
 
-def _tile_of(x):
-    """Rows of a tile, and elements of each that are in registers at once."""
-    held, add = _HELD // max(x.sums, 1), x.dtypes[3]
-    if x.sums == 1 and add is not None and add.itemsize == x.dtypes[1].itemsize == 4:
+def _tile_of(x, hopper):
+    """Rows of a tile, and elements of each that are in registers at once: on Hopper what is fastest
+    though some tiles spill, elsewhere, where nothing was measured, what does not."""
+    rows, add = min(2048 // x.n, x.outer), x.dtypes[3]
+    if not hopper:
+        rows = min(rows, 8) if x.n > 64 else rows
+        held = min(_HELD, _NEVER_SPILLED // (2 + 2 * x.sums + (add is not None)))
+    elif x.sums == 1 and add is not None and add.itemsize == x.dtypes[1].itemsize == 4:
         held = _HELD_WITH_ADDED
-    return max(1, min(2048 // x.n, x.outer)), x.n if x.n <= held else _PART
+    else:
+        held = _HELD // max(x.sums, 1)
+    return max(1, rows), x.n if x.n <= held else _PART
 
 
 @cached
-def _rows(x, programs, interpret):
+def _rows(x, programs, hopper, interpret):
     """Kernel of the last axis: the gradient of x, and the sums of each block."""
-    height, width = _tile_of(x)
+    height, width = _tile_of(x, hopper)
     parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
     programs = min(programs, tiles) if x.sums else tiles  # without sums no block needs several
     names = _names(x)
@@ -523,7 +530,8 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
     problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
     operands = [v for v in (grad, x, weight, add) if v is not None]
-    chosen = _chosen(problem) if config is None else _checked(name, config)
+    hopper = _is_hopper(x.device)
+    chosen = _chosen(problem, hopper) if config is None else _checked(name, config)
     ring = _ring(problem, x.device, operands, sms, chosen)
     if config is not None and ring is None:
         raise ValueError(
@@ -536,7 +544,7 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
             return kernel
         shape = kernel.definition.outs[1].shape
         return WithSums(kernel, _norms_backward_ring.last_sums(*shape, n, of, interpret))
-    kernel = _rows(problem, _resident(problem) * sms, interpret)
+    kernel = _rows(problem, _resident(problem) * sms, hopper, interpret)
     if not problem.sums:
         return kernel
     programs, padded = kernel.definition.outs[1].shape
@@ -571,12 +579,16 @@ def _checked(name, config):
     return config
 
 
-def _chosen(x):
-    """The config that was the fastest on an H100."""
+def _chosen(x, hopper):
+    """The config that was the fastest on an H100; elsewhere one that spills no registers."""
     narrow = all(d is None or d.itemsize == 2 for d in (*x.dtypes[:2], x.dtypes[3]))
     if x.name == "layer_norm" and narrow and _WIDE < x.n <= _PAIR:
         return NormBackwardConfig(roles=True, members=1)
-    return _ROLES if x.n > (_PAIR if narrow else _HELD) else _RING
+    return _ROLES if x.n > (_PAIR if narrow or not hopper else _HELD) else _RING
+
+
+def _is_hopper(device):
+    return "WGMMA" in _core.target(device)["features"]
 
 
 def _ring(x, device, operands, sms, config):
@@ -617,7 +629,7 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
     ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device), _ROLES)
     if ring:
         return ring(interpret)
-    return _rows(x, 0, interpret)
+    return _rows(x, 0, _is_hopper(y.device), interpret)
 
 
 @plgpu.specialize

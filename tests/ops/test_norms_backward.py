@@ -224,6 +224,18 @@ def test_no_spills(name, n):
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("n", [72, 200, 6145, 6532, 8191, 9688, 59560])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_spills_on_blackwell(monkeypatch, dtype, n):
+    """Widths that fill a tile badly, with all options, through shared memory and not."""
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", "sm_100a")
+    x, w = plgpu.ShapeDtypeStruct((4096, n), dtype), plgpu.ShapeDtypeStruct((n,), DTYPES[0])
+    chain = ops.layer_norm_backward.kernel(x, x, w, add=x, bias=True)
+    used = chain.kernel.lower(x, x, w, x, target="sm_100a").resources()
+    assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0
+
+
 @pytest.mark.parametrize(
     "call, error",
     [
