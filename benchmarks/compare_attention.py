@@ -51,8 +51,7 @@ PREFILL = [
     ("GPT-2 XL", 4, 77, 4096, False),
     ("ViT-L", 3, 3001, 3001, True),
 ]
-DECODE = [D(half=True), D(words=True), D(half=True, words=True), D(3, half=True, words=True),
-          D(2, half=True, words=True)]  # fmt: skip
+DECODE = [D(1), D(2), D(3), D(4)]
 MLA = [M(32), M(64, 1)]
 
 

@@ -16,8 +16,6 @@ class AttentionDecodeConfig(NamedTuple):
     consumers: int = 0
     stages: int = 0
     lanes: int = 0
-    half: bool = False
-    words: bool = False
 
 class FewRowsConfig(NamedTuple):
     tile_n: int = 128

@@ -89,16 +89,11 @@ class AttentionDecodeConfig(NamedTuple):
     """How attention_decode is tiled. ``consumers``: warpgroups that process blocks of keys
     alternately, up to 4 (fewer if shared memory has no room for them, 1 if a key head has many
     results); ``stages``: slots of the rings of keys and values; ``lanes``: key heads on which
-    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen.
-    For 8-bit caches: ``half``: products are of float16, to which 8 bits convert in the fewest
-    instructions, whatever the dtype of q; queries are scaled by powers of 2 first. ``words``: lanes
-    load four elements at a time, so that head dims are in another order inside."""
+    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen."""
 
     consumers: int = 0
     stages: int = 0
     lanes: int = 0
-    half: bool = False
-    words: bool = False
 
 
 def _lanes(kv_heads, sms):
@@ -113,9 +108,6 @@ class _Plan:
 
     def __init__(self, x, cfg, programs):
         self.x, self.cfg, self.clusters = x, cfg, programs
-        # of products; head dims of a block in the order of words of four
-        self.dtype = np.dtype(np.float16) if cfg.half and x.kv_dtype else x.dtype
-        self.words = bool(cfg.words and x.kv_dtype)
         self.lanes, self.places, self.block = cfg.lanes, programs // cfg.lanes, _KEYS
         self.heads = x.kv_heads // self.lanes  # key heads of a lane
         self.rows = x.queries * (x.heads // x.kv_heads)  # of queries with one key head
@@ -153,9 +145,9 @@ class _Plan:
             found[name] = plgpu.SMEM((self.stages, _KEYS, dim), x.cached, transforms=rows)
         if x.kv_dtype:
             shape = self.consumers, _KEYS, self.value_dim
-            found["values16"] = buffer(*shape, dtype=self.dtype)
-        found["q_smem"] = buffer(self.consumers, self.columns, self.dim, dtype=self.dtype)
-        found["p_smem"] = buffer(self.consumers, self.columns, _KEYS, dtype=self.dtype)
+            found["values16"] = buffer(*shape, dtype=self.x.dtype)
+        found["q_smem"] = buffer(self.consumers, self.columns, self.dim, dtype=self.x.dtype)
+        found["p_smem"] = buffer(self.consumers, self.columns, _KEYS, dtype=self.x.dtype)
         if self.consumers > 1:
             others = self.consumers - 1  # two segments, so that they can go on with the next one
             found["part"] = plgpu.SMEM((2, others, self.value_dim, self.columns), _F32)
@@ -221,22 +213,8 @@ class _Block(Shares):
         else:
             (at, keep), zero = self.elements(b, head, p.dim, x.dim), np.zeros((), x.dtype)
             value = pl.load(q, at, mask=keep, other=zero)
-        scale = None
-        if p.dtype != x.dtype:
-            value, scale = self.halved(value)
-        self.q_smem[me] = in_words(value) if p.words else value
+        self.q_smem[me] = value
         plgpu.commit_smem()
-        return scale
-
-    def halved(self, value):
-        """Queries as float16, and what their scores are multiplied with: a power of 2, so that the
-        largest element becomes 2^10 to 2^11 and what float16 loses is below 2^-34 of it."""
-        value = value.astype(_F32)
-        top = lax.bitcast_convert_type(jnp.max(jnp.abs(value), axis=1), jnp.int32)
-        top = lax.bitcast_convert_type(top & 0x7F800000, jnp.float32)  # its power of 2
-        top = jnp.maximum(top, _F32(2.0**-100)) * _F32(2.0**-10)
-        value = value * lax.broadcast_in_dim(1 / top, value.shape, [0])
-        return value.astype(np.float16), plgpu.layout_cast(top, plgpu.Layout.WGMMA.reduce(0))
 
     def place_of(self, b, head, row):
         """Indices of rows of queries or of the result; of the last one for those beyond it."""
@@ -258,14 +236,12 @@ class _Block(Shares):
         b, head, first, blocks, length, low, high = found
         n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)
-        q_scale = self.load_queries(me, b, head)
+        self.load_queries(me, b, head)
         acc[...] = jnp.zeros((self.plan.value_dim, n), _F32)
         along = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
         k_scale = self.scale_of("k_scale", b, head)
-        if q_scale is not None:
-            k_scale = q_scale if k_scale is None else q_scale * k_scale
         skip = (
             me + consumers - it0 % consumers
         ) % consumers  # step `it` is that of consumer it % consumers
@@ -332,14 +308,8 @@ class _Block(Shares):
         """Keys of a slot, as the tensor cores take them."""
         k = self.k_smem.at[slot]
         if self.x.kv_dtype:  # in registers
-            k = self.widened(k)
+            k = plgpu.load(k, layout=plgpu.Layout.WGMMA, optimized=False).astype(self.x.dtype)
         return k
-
-    def widened(self, ref):
-        """8-bit elements of a slot as those of products, in registers."""
-        layout = plgpu.Layout.WGMMA_8BIT if self.plan.words else plgpu.Layout.WGMMA
-        x = plgpu.load(ref, layout=layout, optimized=False).astype(self.plan.dtype)
-        return plgpu.layout_cast(in_words(x), plgpu.Layout.WGMMA) if self.plan.words else x
 
     def scale_of(self, name, b, head):
         """The scale of the keys or values of a head; None without one."""
@@ -365,7 +335,7 @@ class _Block(Shares):
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
         if k_scale is not None:
-            s = s * (lax.broadcast_in_dim(k_scale, s.shape, [1]) if k_scale.ndim else k_scale)
+            s = s * k_scale
         if not self.x.kv_dtype:
             pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
         if self.x.scores.adjusted:
@@ -377,12 +347,12 @@ class _Block(Shares):
         alpha = jnp.exp2(m * c - base)
         e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
         sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
-        p_smem[...] = e.astype(self.plan.dtype)
+        p_smem[...] = e.astype(self.x.dtype)
         self.values.wait(it)
         v = self.v_smem.at[slot]
         if self.x.kv_dtype:  # tensor cores transpose 16-bit elements alone
             raw, v = v, self.values16.at[me]
-            v[...] = self.widened(raw) if self.plan.words else raw[...].astype(self.plan.dtype)
+            v[...] = raw[...].astype(self.x.dtype)
             self.values.release(it)
 
         # what lies beyond the length may be NaN
@@ -468,8 +438,6 @@ class _Block(Shares):
         v_scale = self.scale_of("v_scale", b, head)
         factor = factor if v_scale is None else factor * v_scale
         value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
-        if p.words:
-            value = out_of_words(value)
         keep = row < p.rows
         o = self.o.reshape((x.batch * x.queries, x.kv_heads, group, x.value_dim))
         mask = lax.broadcast_in_dim(keep, (p.columns, p.value_dim), [0])
@@ -482,20 +450,6 @@ class _Block(Shares):
             lse = (jnp.where(m <= _MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
             at = b, head * group + row % group, row // group
             pl.store(self.lse, at, lse, mask=keep)
-
-
-def in_words(x):
-    """Columns in the order in which a product takes elements that lanes have loaded four at a time:
-    lane q of a row has four neighbours, of which products want two here and two eight columns on.
-    """
-    rows, n = x.shape
-    return x.reshape(rows, n // 16, 4, 2, 2).transpose(0, 1, 3, 2, 4).reshape(rows, n)
-
-
-def out_of_words(x):
-    """Rows in their own order, whose columns were those of in_words before a transposition."""
-    n, columns = x.shape
-    return x.reshape(n // 16, 2, 4, 2, columns).transpose(0, 2, 1, 3, 4).reshape(n, columns)
 
 
 def _parts(plan):
