@@ -82,9 +82,9 @@ class Plan:
         self.stages = min((SMEM_BYTES - used) // size, cfg.stages or chosen, most)
         self.slots = max(self.stages, pl.cdiv(_ALONE - used, size))  # with those nobody uses
         self.buffers = (_GROUP if cluster > 1 else self.stages) + self.stages
-        # where segments are long, registers of a lane of each role, statistics, gradients; masks
-        # and elements of 4 bytes take registers, too
-        plain = self.segments * self.width == x.n and x.dtypes[1].itemsize == 2
+        # where segments are long, registers of a lane of each role: statistics, gradients; masks
+        # and elements of 4 bytes take some, too, which Hopper, as it was measured, spills
+        plain = x.hopper or (self.segments * self.width == x.n and x.dtypes[1].itemsize == 2)
         self.registers = None
         if x.sums and self.width > _SHORT[plain]:
             more = 8 * (self.width <= _SHORT[1])

@@ -65,6 +65,7 @@ class Problem(NamedTuple):
     dtypes: tuple  # of grad, x (or y), weight, add: None where there is none
     bias: bool  # also the gradient of a bias
     shape: tuple
+    hopper: bool  # of measured forms the fastest; on other GPUs one that spills no registers
 
     def dtype_of(self, name):
         return self.dtypes[_OPERANDS.index(name)]
@@ -303,11 +304,11 @@ def _names(x):
     return tuple(name for name, dtype in zip(_OPERANDS, x.dtypes) if dtype is not None)
 
 
-def _tile_of(x, hopper):
+def _tile_of(x):
     """Rows of a tile, and elements of each that are in registers at once: on Hopper what is fastest
     though some tiles spill, elsewhere, where nothing was measured, what does not."""
     rows, add = min(2048 // x.n, x.outer), x.dtypes[3]
-    if not hopper:
+    if not x.hopper:
         rows = min(rows, 8) if x.n > 64 else rows
         held = min(_HELD, _NEVER_SPILLED // (2 + 2 * x.sums + (add is not None)))
     elif x.sums == 1 and add is not None and add.itemsize == x.dtypes[1].itemsize == 4:
@@ -318,9 +319,9 @@ def _tile_of(x, hopper):
 
 
 @cached
-def _rows(x, programs, hopper, interpret):
+def _rows(x, programs, interpret):
     """Kernel of the last axis: the gradient of x, and the sums of each block."""
-    height, width = _tile_of(x, hopper)
+    height, width = _tile_of(x)
     parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
     programs = min(programs, tiles) if x.sums else tiles  # without sums no block needs several
     names = _names(x)
@@ -528,10 +529,19 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
     _check(f"{name}_backward", grad, x, weight, add, "x")
     n, sms = x.shape[-1], plgpu.sm_count(x.device)
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
-    problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
+    problem = Problem(
+        name,
+        float(eps),
+        math.prod(x.shape[:-1]),
+        n,
+        1,
+        dtypes,
+        bool(bias),
+        x.shape,
+        _is_hopper(x.device),
+    )
     operands = [v for v in (grad, x, weight, add) if v is not None]
-    hopper = _is_hopper(x.device)
-    chosen = _chosen(problem, hopper) if config is None else _checked(name, config)
+    chosen = _chosen(problem) if config is None else _checked(name, config)
     ring = _ring(problem, x.device, operands, sms, chosen)
     if config is not None and ring is None:
         raise ValueError(
@@ -544,7 +554,7 @@ def _make(name, grad, x, weight, add, bias, eps, config, interpret):
             return kernel
         shape = kernel.definition.outs[1].shape
         return WithSums(kernel, _norms_backward_ring.last_sums(*shape, n, of, interpret))
-    kernel = _rows(problem, _resident(problem) * sms, hopper, interpret)
+    kernel = _rows(problem, _resident(problem) * sms, interpret)
     if not problem.sums:
         return kernel
     programs, padded = kernel.definition.outs[1].shape
@@ -579,12 +589,12 @@ def _checked(name, config):
     return config
 
 
-def _chosen(x, hopper):
+def _chosen(x):
     """The config that was the fastest on an H100; elsewhere one that spills no registers."""
     narrow = all(d is None or d.itemsize == 2 for d in (*x.dtypes[:2], x.dtypes[3]))
     if x.name == "layer_norm" and narrow and _WIDE < x.n <= _PAIR:
         return NormBackwardConfig(roles=True, members=1)
-    return _ROLES if x.n > (_PAIR if narrow or not hopper else _HELD) else _RING
+    return _ROLES if x.n > (_PAIR if narrow or not x.hopper else _HELD) else _RING
 
 
 def _is_hopper(device):
@@ -623,13 +633,15 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
     axis %= y.ndim
     outer, inner = math.prod(y.shape[:axis]), math.prod(y.shape[axis + 1 :])
     dtypes = grad.dtype, y.dtype, None, None
-    x = Problem("softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape)
+    x = Problem(
+        "softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape, _is_hopper(y.device)
+    )
     if inner > 1:
         return _columns(x, interpret)
     ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device), _ROLES)
     if ring:
         return ring(interpret)
-    return _rows(x, 0, _is_hopper(y.device), interpret)
+    return _rows(x, 0, interpret)
 
 
 @plgpu.specialize

@@ -121,8 +121,8 @@ def test_captured_adamw(pt):
 @pytest.mark.timing
 def test_cost_of_an_operator(pt):
     """At most 2 us above the call of the kernel, where no gradient is needed: between the fastest
-    of 41 rounds of each, in turns, because other processes slow some rounds down. If they slow all
-    of them down, at most 1.45 times the call. No call waits: the GPU's queue holds a round."""
+    of 41 rounds of each, in turns, because other processes slow some rounds. If they slow all of
+    them, at most 1.45 times the call. No call waits: the GPU's queue holds a round."""
     import torch
 
     op = plgpu.torch_op(add, name="test_gpu::add")
