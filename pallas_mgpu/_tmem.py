@@ -19,8 +19,6 @@ from ._types import (
     itemsize_bits,
 )
 
-_LAYOUTS = _core.enum_names("TMEM")
-
 
 class TMEMLayoutValue(_Frozen):
     """A layout of tensor memory: a member of :class:`TMEMLayout`, with its arguments."""
