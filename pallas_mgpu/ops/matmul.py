@@ -670,13 +670,18 @@ def _check_k_major_config(config, forms, in_bytes):
     _check_tile(config)
 
 
-def _check_tile(c):
-    """Widths that the tensor cores and the registers of a lane take."""
-    widths = range(8, 257, 8) if c.swapped else (16, 32, *range(64, 257, 32))
+def _check_tile(c, tb=True):
+    """Widths that the tensor cores, the registers of a lane and rows in shared memory take."""
+    widths = (16, 32, *range(64, 257, 32))
+    if c.swapped:
+        widths = range(8, 257, 8)
+    elif tb:
+        widths = (*widths, *range(64, 257, 16))
     if c.tile_n not in widths or c.consumers == 3 and c.tile_n > 200:
         raise ValueError(
-            "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, with swapped a multiple"
-            f" of 8 up to 256, with 3 consumers up to 200; got {c}"
+            "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, where B is stored as"
+            " (N, K) also of 16, with swapped of 8 up to 256, with 3 consumers up to 200;"
+            f" got {c}"
         )
     if c.consumer_rows not in (64, 128) or c.consumer_rows > 64 and not _tall(c):
         raise ValueError(
@@ -717,7 +722,7 @@ def _check_config(config, m, ta, tb):
             " 1), a step of 64 or 128, a lag of 0 or 1 and no transpose_a if it is swapped; got"
             f" {config}"
         )
-    _check_tile(config)
+    _check_tile(config, tb)
 
 
 def _checked(a, b, bias, activation, out_dtype, ta, tb, scaled=False):
