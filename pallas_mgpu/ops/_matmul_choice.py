@@ -4,11 +4,13 @@ The estimate counts waves of clusters. A step along K takes what limits it: the 
 L2, the way from barrier to barrier, or the latency of memory. benchmarks/fit_gemm_model.py fits its
 rates to measurements (docs/performance.md)."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _sizes, pl
+from pallas_mgpu._caches import cached
 
 from . import _few_rows
 from ._common import SMEM_BYTES, SMS
@@ -55,6 +57,11 @@ class MatmulConfig(NamedTuple):
     consumer_rows: int = 64
 
 
+def _cdiv(a, b):
+    """pl.cdiv without arrays, in a third of the time."""
+    return (a + b - 1) // b
+
+
 class Plan:
     """Numbers that follow from a shape and a configuration."""
 
@@ -64,13 +71,13 @@ class Plan:
         self.cfg, self.consumers = cfg, cfg.consumers
         self.height = cfg.consumer_rows
         self.rows, self.cols = self.height * cfg.consumers, cfg.tile_n
-        self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
-        self.tiles_n = pl.cdiv(_sizes.most(n) if cfg.swapped else n, self.cols * cfg.cluster_n)
+        self.tiles_m = _cdiv(m, self.rows * cfg.cluster)
+        self.tiles_n = _cdiv(_sizes.most(n) if cfg.swapped else n, self.cols * cfg.cluster_n)
         self.tiles = self.tiles_m * self.tiles_n  # of clusters
         self.total = self.tiles * cfg.slices if cfg.slices > 1 else self.tiles
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
         fit = max(int(clusters_at_once(sms, self.cluster)), 1)
-        self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split * cfg.slices)
+        self.steps = _cdiv(_cdiv(k, cfg.step), cfg.split * cfg.slices)
         self.shares = None  # of the last tiles
         if cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
             self.shares = shares_of(self.total, fit, self.steps, cfg.shares)
@@ -83,7 +90,7 @@ class Plan:
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols if cfg.swapped else self.cols // cfg.split
         # rows of sums that are sent, if there are no more
-        self.sent = min(64, pl.cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
+        self.sent = min(64, _cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
         sums = 0  # that travel, otherwise where the ring was
         if cfg.split > 1 and cfg.swapped:
             sums = cfg.consumers * 64 * self.cols * cfg.split * 4
@@ -109,8 +116,8 @@ class Plan:
             step = self.rows * self.cols * cfg.step * in_bytes / _RATES.tensor
             hides = 12 if self.single else max(math.ceil(_RATES.latency / step) + 1, 4)
             enough = min(slots(8), cfg.stages or 12, hides)
-            parts = range(pl.cdiv(self.width, 64), self.width // 8 + 1)
-            widths = (pl.cdiv(self.width, 8 * count) * 8 for count in parts)
+            parts = range(_cdiv(self.width, 64), self.width // 8 + 1)
+            widths = (_cdiv(self.width, 8 * count) * 8 for count in parts)
             most = slots(next(w for w in widths if slots(w) >= enough))
         self.stages = min(cfg.stages or most, most)
         if self.single:
@@ -118,7 +125,7 @@ class Plan:
 
     def _set_buffers(self, chunk):
         """Store buffers have so many columns; the last part of a row may be narrower."""
-        self.chunk, self.chunks = chunk, pl.cdiv(self.width, chunk)
+        self.chunk, self.chunks = chunk, _cdiv(self.width, chunk)
         stores, most = self.chunks * self.height // 64, self.cfg.buffers
         if self.cfg.swapped:
             self.buffers = min(stores, most)
@@ -161,9 +168,16 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, gr
     in_bytes: of an element of a or b. blocks: with scales of blocks. tb: is B stored as (N, K)?
     swaps: for up to so many rows of A also those that swap the operands. grain: of the columns of
     a tile that these are in then."""
-    found, step = [], 128 // in_bytes
+    families = _families(m, n, k, sms, in_bytes, blocks, tb, swaps, grain)
+    return [cfg for _, members in families for cfg in members()]
+
+
+def _families(m, n, k, sms, in_bytes, blocks, tb, swaps, grain):
+    """Pairs of a tile with a cluster, as a configuration, and a function that gives all
+    configurations with these."""
+    step = 128 // in_bytes
     if m <= min(swaps, _SWAPPED) and not blocks:
-        found = _swapped(m, n, k, sms, in_bytes)
+        yield from _swapped(m, n, k, sms, in_bytes)
     for consumers, tile_n in _TILES:
         if m <= 64 * (consumers - 1) or tile_n >= max(2 * n, 64):
             continue
@@ -177,16 +191,9 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, gr
             if cluster > 1 and m <= 64 * consumers or cluster_n > 1 and n <= tile_n:
                 continue
             cfg = MatmulConfig(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split, step)
-            p = Plan(m, n, k, 4, cfg, sms, in_bytes)
-            if p.stages < 2:
-                continue
-            if blocks or in_bytes == 1 and m <= _SWAPPED:  # slots are counted by masks and shifts
-                cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
-            found += [cfg] if split > 1 else _divided(cfg, p, sms, blocks)
-            if split == 1 == consumers and in_bytes == 2 and m <= 128 >= tile_n and k >= 256:
-                found.append(cfg._replace(step=128))  # memory gives 256 bytes of a row faster
+            yield cfg, functools.partial(_members, m, n, k, cfg, sms, in_bytes, blocks)
     if blocks or in_bytes > 2:  # tf32 in these was not timed
-        return found
+        return
     tiles = [
         MatmulConfig(2, cols, step=step, consumer_rows=128)
         for cols in _TALL_TILES
@@ -194,15 +201,29 @@ def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False, tb=False, swaps=0, gr
     ]
     if _SWAPPED < m <= swaps:
         tiles += _swapped_tiles(m, in_bytes, grain)
-    for cfg, p in _in_pairs(tiles, m, n, k, sms, in_bytes):
-        found += _divided(cfg, p, sms)
-    return found
+    yield from _in_pairs(tiles, m, n, k, sms, in_bytes)
 
 
-def _divided(cfg, p, sms, blocks=False):
-    """The configuration, and those that divide K among more blocks. p: its Plan."""
-    found = [cfg, *(cfg._replace(slices=s) for s in _slices_of(p, sms))]
-    return found + [cfg._replace(shares=s) for s in _shares_of(p, sms) if not blocks]
+def _members(m, n, k, cfg, sms, in_bytes, blocks):
+    """Configurations with that tile and cluster."""
+    p = Plan(m, n, k, 4, cfg, sms, in_bytes)
+    if p.stages < 2:
+        return
+    if blocks or in_bytes == 1 and m <= _SWAPPED:  # slots are counted by masks and shifts
+        cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+    yield cfg
+    if cfg.split == 1 == cfg.consumers and in_bytes == 2 and m <= 128 >= cfg.tile_n and k >= 256:
+        yield cfg._replace(step=128)  # memory gives 256 bytes of a row faster
+    if cfg.split == 1:
+        yield from _divisions(cfg, p, sms, blocks)
+
+
+def _divisions(cfg, p, sms, blocks=False):
+    """The same that divide K among more blocks. p: the Plan of the configuration."""
+    for s in _slices_of(p, sms):
+        yield cfg._replace(slices=s)
+    for s in () if blocks else _shares_of(p, sms):
+        yield cfg._replace(shares=s)
 
 
 def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
@@ -212,15 +233,14 @@ def wide_candidates(m, n, k, sms=SMS, in_bytes=2, tb=False):
     tiles = [MatmulConfig(*tile, step=step) for tile in _WIDE_TILES if tile[1] % 64 == 0 or tb]
     if 16 * step <= k:
         tiles += [MatmulConfig(*tile, step=2 * step) for tile in _LONG_TILES]
-    for cfg, p in _in_pairs(tiles, m, n, k, sms, in_bytes):
-        found += _divided(cfg, p, sms)
+    for _, members in _in_pairs(tiles, m, n, k, sms, in_bytes):
+        found += list(members())
     known = set(candidates(m, n, k, sms, in_bytes, tb=tb, swaps=m))
     return [cfg for cfg in found if cfg not in known]
 
 
 def _in_pairs(tiles, m, n, k, sms, in_bytes):
-    """Configurations with those tiles: pairs that share B, pairs that share A, single blocks, and
-    the Plan of each."""
+    """Those with these tiles: pairs that share B, pairs that share A, single blocks."""
     for tile in tiles:
         rows, cols = (n, m) if tile.swapped else (m, n)
         height = tile.consumer_rows * tile.consumers
@@ -235,13 +255,18 @@ def _in_pairs(tiles, m, n, k, sms, in_bytes):
             if cluster_n > 1 and cols <= tile.tile_n:
                 continue
             cfg = tile._replace(cluster=cluster, cluster_n=cluster_n)
-            p = Plan(rows, cols, k, 4, cfg, sms, in_bytes)
-            if tile.consumer_rows > 64:  # slots are few and large: rather one more of them
-                one = cfg._replace(buffers=1)
-                more = Plan(rows, cols, k, 4, one, sms, in_bytes)
-                cfg, p = (one, more) if more.stages > p.stages else (cfg, p)
-            if p.stages >= 2:
-                yield cfg, p
+            yield cfg, functools.partial(_members_in_pairs, rows, cols, k, cfg, sms, in_bytes)
+
+
+def _members_in_pairs(rows, cols, k, cfg, sms, in_bytes):
+    p = Plan(rows, cols, k, 4, cfg, sms, in_bytes)
+    if cfg.consumer_rows > 64:  # slots are few and large: rather one more of them
+        one = cfg._replace(buffers=1)
+        more = Plan(rows, cols, k, 4, one, sms, in_bytes)
+        cfg, p = (one, more) if more.stages > p.stages else (cfg, p)
+    if p.stages >= 2:
+        yield cfg
+        yield from _divisions(cfg, p, sms)
 
 
 def _swapped_tiles(m, in_bytes, grain):
@@ -262,29 +287,33 @@ def _swapped_tiles(m, in_bytes, grain):
 
 
 def _swapped(m, n, k, sms, in_bytes):
-    """Those that swap the operands: few rows of A become columns of a tile, as many as there are.
-    Slots have 256 bytes of a row if four of them fit: memory gives these faster than 128."""
-    found, grain = [], 8 if in_bytes > 1 or m <= 24 else 16  # as int8 wants it
-    tile = pl.cdiv(m, grain) * grain
+    """Those that swap the operands: few rows of A become the columns of one tile."""
+    grain = 8 if in_bytes > 1 or m <= 24 else 16  # as int8 wants it
     for consumers in (1, 2, 3):
-        for step in (256 // in_bytes, 128 // in_bytes):
-            cfg = MatmulConfig(consumers, tile, 0, 1, step=step, swapped=True)
-            p = Plan(n, m, k, 4, cfg, sms, in_bytes)
-            if p.stages >= 4 and step < 2 * k:
-                break
-        if p.stages < 2 or n <= 64 * (consumers - 1):
-            continue
-        if p.stages < 12:  # a power of two: slots are then counted by masks and shifts
-            cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
-        found.append(cfg)
-        found += [cfg._replace(slices=s) for s in _slices_of(p, sms)]
-        found += [cfg._replace(shares=s) for s in _shares_of(p, sms)]
-        for split in (2, 4, 8):
-            divided = cfg._replace(split=split)
-            p = Plan(n, m, k, 4, divided, sms, in_bytes)
-            if p.stages >= 2 and p.total * split <= sms and p.steps >= _SLICE_STEPS:
-                found.append(divided._replace(stages=min(1 << p.stages.bit_length() - 1, 8)))
-    return found
+        if n > 64 * (consumers - 1):
+            step = 256 // in_bytes
+            cfg = MatmulConfig(consumers, pl.cdiv(m, grain) * grain, 0, 1, step=step, swapped=True)
+            for split in (1, 2, 4, 8):
+                members = functools.partial(_members_swapped, m, n, k, cfg, split, sms, in_bytes)
+                yield cfg._replace(split=split), members
+
+
+def _members_swapped(m, n, k, cfg, split, sms, in_bytes):
+    """Slots have 256 bytes of a row if four of them fit: memory gives these faster than 128."""
+    p = Plan(n, m, k, 4, cfg, sms, in_bytes)
+    if p.stages < 4 or cfg.step >= 2 * k:
+        cfg = cfg._replace(step=cfg.step // 2)
+        p = Plan(n, m, k, 4, cfg, sms, in_bytes)
+    if p.stages < 12:  # a power of two: slots are then counted by masks and shifts
+        cfg = cfg._replace(stages=1 << max(p.stages, 2).bit_length() - 1)
+    if split == 1 and p.stages >= 2:
+        yield cfg
+        yield from _divisions(cfg, p, sms)
+    elif p.stages >= 2:
+        cfg = cfg._replace(split=split)
+        p = Plan(n, m, k, 4, cfg, sms, in_bytes)
+        if p.stages >= 2 and p.total * split <= sms and p.steps >= _SLICE_STEPS:
+            yield cfg._replace(stages=min(1 << p.stages.bit_length() - 1, 8))
 
 
 def _slices_of(p, sms):
@@ -467,35 +496,83 @@ def crooked_rows(rows, in_bytes):
     return [pl.cdiv(row * in_bytes, 16) % 8 != 0 for row in rows]
 
 
-def _fastest(found, work, time):
+def _least(m, n, k, cfg, sms, in_bytes, rates):
+    """Two numbers of cycles by the estimate: the configuration does not take less than the first,
+    and those that divide K further not less than the second."""
+    rows, cols = (n, m) if cfg.swapped else (m, n)
+    height, width = cfg.consumer_rows * cfg.consumers, cfg.tile_n
+    tiles = -(-rows // (height * cfg.cluster)) * -(-cols // (width * cfg.cluster_n))
+    blocks, row = tiles * cfg.cluster * cfg.cluster_n, k * in_bytes
+    waves = tiles / clusters_at_once(sms, cfg.cluster * cfg.cluster_n)
+    smem = height // 64 * (64 + width) + height + width
+    tall = cfg.consumer_rows > 64
+    step = max(height * width / rates.tensor, smem / rates.smem) * (rates.loop if tall else 1)
+    step = max(step, rates.way[cfg.consumers > 1] / 128) + smem / rates.heat
+    l2 = min(rates.l2, rates.far * max(1, rates.near / ((m + n) * row)))
+    l2 = blocks * row * (height + width) / l2
+    memory = ((m + n) * row + m * n * 2) / rates.memory
+    epilogue = rates.epilogue + rates.column * width / cfg.split * (rates.tall if tall else 1)
+
+    def total(waves, sums):
+        time = max(waves * row * step, l2)
+        return (time**6 + memory**6) ** (1 / 6) + sums + epilogue + rates.start
+
+    slices = rates.second + 2 * max(cfg.slices, 2) * m * n * 4 / rates.sums
+    shares = rates.parts + 2 * height * width * 4 / rates.part
+    if cfg.split > 1:
+        return total(waves, rates.split), math.inf
+    if cfg.slices > 1:
+        return total(math.ceil(waves * cfg.slices) / cfg.slices, slices), math.inf
+    if cfg.shares > 1:
+        return total(waves, shares), math.inf
+    return total(math.ceil(waves), 0), total(waves, min(slices, shares))
+
+
+def _fastest(families, m, n, k, sms, in_bytes, rates, crooked):
     """The configuration that takes the least time. If there is so much work that power is the
     limit, the first one that takes hardly more: in front are large tiles, which save power."""
-    times = [time(cfg) for cfg in found]
-    most = min(times) * (1.015 if work > _LONG else 1.003)
-    return next(cfg for cfg, t in zip(found, times) if t <= most)
+    share = 1.015 if m * n * k > _LONG else 1.003
+    order = []
+    for i, (cfg, members) in enumerate(families):
+        least = _least(m, n, k, cfg, sms, in_bytes, rates)
+        order.append((min(least), i, least, members))
+    best, times = math.inf, []
+    for family, i, least, members in sorted(order, key=lambda found: found[:2]):
+        if family > best * share:
+            break
+        for j, cfg in enumerate(members()):
+            if cfg.slices > 1 or cfg.shares > 1:
+                if least[1] > best * share:
+                    break
+                if _least(m, n, k, cfg, sms, in_bytes, rates)[0] > best * share:
+                    continue
+            time = cycles(m, n, k, cfg, sms, in_bytes, rates, crooked)
+            times.append((i, j, time, cfg))
+            best = min(best, time)
+    return min(found for found in times if found[2] <= best * share)[-1]
 
 
+@cached
 def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False, is_open=False):
     """The configuration for a shape on a GPU with that many SMs, for 16-bit floats. is_open: m is
     the most of what the rows may be, which are then not divided into tiles of equal height."""
     if m == 1 and (transpose_a or transpose_b) or m == 2 and transpose_b and not transpose_a:
         return _few_rows.choose(n, k, transpose_b, sms)
     swaps = 0 if transpose_a else _SWAPPED if is_open else m
-    found = candidates(m, n, k, sms, tb=transpose_b, swaps=swaps)
+    found = _families(m, n, k, sms, 2, False, transpose_b, swaps, 8)
     crooked = crooked_rows((m if transpose_a else k, k if transpose_b else n), 2)
-    how = {"crooked": crooked, "rates": rates_of(m)}
-    return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, **how))
+    return _fastest(found, m, n, k, sms, 2, rates_of(m), crooked)
 
 
+@cached
 def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1, grain=8, is_open=False):
     """The same for operands with K contiguous: 8-bit ones, float32 as tf32. blocks: with scales of
     blocks; in_bytes: of an element; grain: as for `candidates`; is_open: as for `choose`."""
     crooked = crooked_rows((k, k), in_bytes)
     # tf32 in several tiles was not timed
     swaps = m if in_bytes == 1 and not is_open else _SWAPPED
-    found = candidates(m, n, k, sms, in_bytes, blocks, True, swaps, grain)
-    how = {"in_bytes": in_bytes, "crooked": crooked, "rates": rates_of(m, in_bytes, blocks)}
-    return _fastest(found, m * n * k, lambda cfg: cycles(m, n, k, cfg, sms, **how))
+    found = _families(m, n, k, sms, in_bytes, blocks, True, swaps, grain)
+    return _fastest(found, m, n, k, sms, in_bytes, rates_of(m, in_bytes, blocks), crooked)
 
 
 def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
