@@ -496,10 +496,10 @@ def crooked_rows(rows, in_bytes):
     return [pl.cdiv(row * in_bytes, 16) % 8 != 0 for row in rows]
 
 
-def _least(m, n, k, cfg, sms, in_bytes, rates):
+def _least(m, n, k, cfg, sms, in_bytes, rates, crooked):
     """Two numbers of cycles by the estimate: the configuration does not take less than the first,
     and those that divide K further not less than the second."""
-    rows, cols = (n, m) if cfg.swapped else (m, n)
+    rows, cols, crooked = (n, m, crooked[::-1]) if cfg.swapped else (m, n, crooked)
     height, width = cfg.consumer_rows * cfg.consumers, cfg.tile_n
     tiles = -(-rows // (height * cfg.cluster)) * -(-cols // (width * cfg.cluster_n))
     blocks, row = tiles * cfg.cluster * cfg.cluster_n, k * in_bytes
@@ -507,7 +507,11 @@ def _least(m, n, k, cfg, sms, in_bytes, rates):
     smem = height // 64 * (64 + width) + height + width
     tall = cfg.consumer_rows > 64
     step = max(height * width / rates.tensor, smem / rates.smem) * (rates.loop if tall else 1)
-    step = max(step, rates.way[cfg.consumers > 1] / 128) + smem / rates.heat
+    lines = height / cfg.cluster_n * (1 + crooked[0]) + width / cfg.cluster * (1 + crooked[1])
+    step = max(step, rates.way[cfg.consumers > 1] / 128, lines / rates.lines)
+    if in_bytes == 1 or cfg.swapped:
+        step = max(step, (height + width) / rates.intake)
+    step += smem / rates.heat
     l2 = min(rates.l2, rates.far * max(1, rates.near / ((m + n) * row)))
     l2 = blocks * row * (height + width) / l2
     memory = ((m + n) * row + m * n * 2) / rates.memory
@@ -534,7 +538,7 @@ def _fastest(families, m, n, k, sms, in_bytes, rates, crooked):
     share = 1.015 if m * n * k > _LONG else 1.003
     order = []
     for i, (cfg, members) in enumerate(families):
-        least = _least(m, n, k, cfg, sms, in_bytes, rates)
+        least = _least(m, n, k, cfg, sms, in_bytes, rates, crooked)
         order.append((min(least), i, least, members))
     best, times = math.inf, []
     for family, i, least, members in sorted(order, key=lambda found: found[:2]):
@@ -544,7 +548,7 @@ def _fastest(families, m, n, k, sms, in_bytes, rates, crooked):
             if cfg.slices > 1 or cfg.shares > 1:
                 if least[1] > best * share:
                     break
-                if _least(m, n, k, cfg, sms, in_bytes, rates)[0] > best * share:
+                if _least(m, n, k, cfg, sms, in_bytes, rates, crooked)[0] > best * share:
                     continue
             time = cycles(m, n, k, cfg, sms, in_bytes, rates, crooked)
             times.append((i, j, time, cfg))
