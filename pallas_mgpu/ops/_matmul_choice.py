@@ -22,23 +22,24 @@ class MatmulConfig(NamedTuple):
     """How a product is tiled.
 
     ``consumers``: warpgroups that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile,
-    16, 32 or a multiple of 32 from 64 to 256, with 3 consumers up to 200. ``stages``: slots of the
-    ring; 0: as many as fit. ``cluster``: blocks of a column of tiles that share B. ``buffers``:
-    store buffers per consumer. ``group``: rows of cluster tiles worked on together, for the L2.
-    ``cluster_n``: blocks of a row that share A. ``split``: the number of blocks that divide K, each
-    with a multiple of 8 columns; every tile then has its own cluster of up to 8 blocks. ``step``:
-    elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
-    the next one is issued, 0 or 1; with block scales and up to 128 columns, products in flight
-    while sums are scaled. ``serpentine``: every second tile of a block walks K backwards, so that
-    it starts with data that is still in L2. ``slices``: parts of K that are multiplied as separate
-    tiles and added up by a second kernel. ``shares``: parts of K of the last tiles, which are too
-    few for all SMs; one block of each of them adds them up. Above 1 with a split and slices of 1
-    and without scales of blocks; no effect under ``vmap`` and for rows at run time. ``swapped``:
-    the transpose of the result is computed from the swapped operands: tiles have 64 columns of the
-    result for each consumer and ``tile_n`` rows, any multiple of 8 up to 256; the first block of a
-    split adds up all of the tile. Without ``transpose_a`` and scales of blocks. ``consumer_rows``:
-    64, or 128 with up to 2 consumers, a ``tile_n`` up to 200, a split of 1 and without scales of
-    blocks; tiles then have twice the rows (if swapped, columns of the result)."""
+    16, 32 or a multiple of 32 from 64 to 256, of 16 where B is stored as (N, K); with 3 consumers
+    up to 200. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks of a column of
+    tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of cluster tiles
+    worked on together, for the L2. ``cluster_n``: blocks of a row that share A. ``split``: the
+    number of blocks that divide K, each with a multiple of 8 columns; every tile then has its own
+    cluster of up to 8 blocks. ``step``: elements of K per slot, 64 or 128, for 8-bit floats also
+    256. ``lag``: products in flight while the next one is issued, 0 or 1; with block scales and up
+    to 128 columns, products in flight while sums are scaled. ``serpentine``: every second tile of a
+    block walks K backwards, so that it starts with data that is still in L2. ``slices``: parts of K
+    that are multiplied as separate tiles and added up by a second kernel. ``shares``: parts of K of
+    the last tiles, which are too few for all SMs; one block of each of them adds them up. Above 1
+    with a split and slices of 1 and without scales of blocks; no effect under ``vmap`` and for rows
+    at run time. ``swapped``: the transpose of the result is computed from the swapped operands:
+    tiles have 64 columns of the result for each consumer and ``tile_n`` rows, any multiple of 8 up
+    to 256; the first block of a split adds up all of the tile. Without ``transpose_a`` and scales
+    of blocks. ``consumer_rows``: 64, or 128 with up to 2 consumers, a ``tile_n`` up to 200, a split
+    of 1 and without scales of blocks; tiles then have twice the rows (if swapped, columns of the
+    result)."""
 
     consumers: int = 2
     tile_n: int = 256

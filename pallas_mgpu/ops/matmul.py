@@ -679,9 +679,9 @@ def _check_tile(c, tb=True):
         widths = (*widths, *range(64, 257, 16))
     if c.tile_n not in widths or c.consumers == 3 and c.tile_n > 200:
         raise ValueError(
-            "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, where B is stored as"
-            " (N, K) also of 16, with swapped of 8 up to 256, with 3 consumers up to 200;"
-            f" got {c}"
+            "matmul: tile_n is 16, 32 or a multiple of 32 from 64 to 256, of 16 where B is stored"
+            " as (N, K), with swapped any multiple of 8 up to 256, with 3 consumers up to 200; got"
+            f" {c}"
         )
     if c.consumer_rows not in (64, 128) or c.consumer_rows > 64 and not _tall(c):
         raise ValueError(

@@ -141,6 +141,14 @@ def test_out_is_written_where_it_is(rng):
     assert out.tobytes() == matmul(a, b, interpret=True).tobytes()
 
 
+def test_float32_of_several_heights(rng):
+    """Programs for any number of rows, which matrices alone have, are not for batches."""
+    for m in (7, 16, 37, 64, 65):
+        a, b = (rng.standard_normal(s).astype(f32) for s in ((2, m, 24), (2, 24, 10)))
+        got = matmul(a, b, interpret=True)
+        np.testing.assert_allclose(got, a @ b, rtol=1e-3, atol=1e-3)
+
+
 def test_bits_do_not_depend_on_the_batch(rng):
     a, b = (rng.standard_normal(s).astype(bf16) for s in ((5, 30, 520), (5, 520, 72)))
     options = {"batch_invariant": True, "interpret": True}
