@@ -267,6 +267,7 @@ CASES = {  # shape, ta, tb, configuration, options
         {"bias": True, "activation": "relu"},
     ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
+    "112 columns": ((130, 230, 200), False, True, C(2, 112), {"bias": True}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
     "parts that store buffers do not divide": (
         (70, 193, 130),
@@ -491,6 +492,7 @@ def test_out_and_spellings(rng):
         (dict(config=F(split=9)), ValueError, "split 1 to 8"),
         (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
         (dict(config=C(4)), ValueError, "1 to 3 consumers"),
+        (dict(config=C(2, 112)), ValueError, "of 16 where B is stored as"),
         (dict(config=C(tile_n=64, split=16)), ValueError, "leaves a multiple of 8 columns"),
         (dict(config=C(1, 64, cluster=4, split=4)), ValueError, "up to 8 blocks a cluster"),
         (dict(config=C(3, 192, cluster=1, split=2)), ValueError, "0 slots, .* needs 2"),
