@@ -63,6 +63,20 @@ def _cdiv(a, b):
     return (a + b - 1) // b
 
 
+def _swizzled_width(width, out_bytes):
+    """Columns of a store buffer with rows that TMA swizzles; a whole number makes the width."""
+    return math.gcd(128 // out_bytes, width)
+
+
+def _store_width(width, out_bytes):
+    """The same, with longer rows that are not swizzled where these would be short."""
+    swizzled = _swizzled_width(width, out_bytes)
+    if swizzled * out_bytes > 32:
+        return swizzled
+    widths = range(8, 128 // out_bytes + 1, 8)
+    return max((w for w in widths if width % w == 0), default=swizzled)
+
+
 class Plan:
     """Numbers that follow from a shape and a configuration."""
 
@@ -110,7 +124,8 @@ class Plan:
             return min((SMEM_BYTES - used) // slot, 12)
 
         if not cfg.swapped:
-            most = slots(math.gcd(128 // out_bytes, self.width))
+            whole = cfg.split == 1
+            most = slots((_store_width if whole else _swizzled_width)(self.width, out_bytes))
         elif self.width <= 64:
             most = slots(self.width)
         else:  # as wide as takes no slot, or none that hides latency where there are more tiles
@@ -147,6 +162,8 @@ _TALL_TILES = (128,)  # columns, with two consumers of 128 rows; wider ones took
 # share, or that share and divide K, took up to twice the time of two blocks on every shape.
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 
+_FEW_SHARERS = 4  # tiles with the same weights up to which these cost most
+_EVEN_WAVES = 2  # most waves that tiles of any width are to fill
 _SLICES = 64  # most parts of K that are added up by a second kernel
 _WAVE_SLICES = 4  # most where they make waves even
 _SLICE_STEPS = 4  # fewest steps of one
@@ -179,7 +196,8 @@ def _families(m, n, k, sms, in_bytes, blocks, tb, swaps, grain):
     step = 128 // in_bytes
     if m <= min(swaps, _SWAPPED) and not blocks:
         yield from _swapped(m, n, k, sms, in_bytes)
-    for consumers, tile_n in _TILES:
+    more = _even_tiles(m, n, sms) if tb and in_bytes <= 2 and m > _SWAPPED and not blocks else ()
+    for consumers, tile_n in (*_TILES, *more):
         if m <= 64 * (consumers - 1) or tile_n >= max(2 * n, 64):
             continue
         if tile_n % 64 and tile_n > 32 and not tb:  # rows of 64 bytes in shared memory
@@ -203,6 +221,19 @@ def _families(m, n, k, sms, in_bytes, blocks, tb, swaps, grain):
     if _SWAPPED < m <= swaps:
         tiles += _swapped_tiles(m, in_bytes, grain)
     yield from _in_pairs(tiles, m, n, k, sms, in_bytes)
+
+
+def _even_tiles(m, n, sms):
+    """Consumers and widths of tiles that fill one or two waves, beside those of _TILES."""
+    found = {}
+    for consumers in (2, 3, 1):
+        rows = pl.cdiv(m, 64 * consumers)
+        for waves in range(1, _EVEN_WAVES + 1):
+            tile_n = pl.cdiv(pl.cdiv(n, max(waves * sms // rows, 1)), 16) * 16
+            most = 200 if consumers == 3 else 256
+            if 64 <= tile_n <= most and _store_width(tile_n, 2) > 16:
+                found[consumers, tile_n] = None
+    return [tile for tile in found if tile not in _TILES]
 
 
 def _members(m, n, k, cfg, sms, in_bytes, blocks):
@@ -265,6 +296,9 @@ def _members_in_pairs(rows, cols, k, cfg, sms, in_bytes):
         one = cfg._replace(buffers=1)
         more = Plan(rows, cols, k, 4, one, sms, in_bytes)
         cfg, p = (one, more) if more.stages > p.stages else (cfg, p)
+    if cfg.swapped:
+        # neighbours work on the same weights at the same time; in several waves bands are square
+        cfg = cfg._replace(group=1 if p.single else min(p.tiles_n, cfg.group))
     if p.stages >= 2:
         yield cfg
         yield from _divisions(cfg, p, sms)
@@ -367,7 +401,14 @@ class Rates(NamedTuple):
     together: float = 0  # the same, where blocks share what is in it, and wait for each other
     step: float = 27
     loop: float = 1  # of the time of tensor cores and shared memory, with 128 rows of a consumer
-    power: float = 250e3  # bytes that are fetched, per cycle that they cost by the power they take
+    # bytes that all SMs fetch, per cycle that they cost: by the power they take, and by requests
+    # for what is on its way already
+    weights: float = 250e3  # of B
+    rows: float = 250e3  # of A
+    lone: float = (
+        1  # those of B are as many times as dear where tiles of other blocks need the same
+    )
+    apart: float = 1  # the same where blocks share those of A instead
     heat: float = 2500  # bytes that are read from and written to shared memory, the same
     # cycles of a tile
     epilogue: float = 57
@@ -404,11 +445,11 @@ def clusters_at_once(sms, cluster):
 
 
 _RATES = Rates()
-# The same for more than 128 rows, from 1,783 times of 159 products on an H100 and an H200
+# The same for more than 128 rows, from 1,387 times of 154 products on three H100s
 _MANY_ROWS = Rates(
-    smem=138, wide=8765, fetch=8770, intake=67.6, way=(330, 355), latency=1940, together=300,
-    power=350e3, loop=0.95, tall=8, split=3000, exchange=7, part=12.3, uneven=1.2, cluster=1500,
-    sums=2600,
+    smem=152.3, wide=7526, fetch=8000, intake=69.5, way=(250, 346), latency=2300, together=266,
+    weights=74.9e3, rows=379e3, lone=2.71, apart=2.49, heat=2245, loop=0.921, tall=8.48, split=3000,
+    exchange=7, part=11.3, uneven=1.28, cluster=1129, start=1275, second=1918, sums=1641,
 )  # fmt: skip
 
 
@@ -453,11 +494,23 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     # what products read from shared memory and what arrives there
     smem = (p.rows // 64 * (64 + p.cols) + p.rows + p.cols) * line
     loop = rates.loop if p.height > 64 else 1
+    # of the weights, few tiles at a time wait for the same bytes to come from memory
+    if cfg.swapped:
+        weights, sharing, sharers = p.rows / cfg.cluster_n, cfg.cluster_n, p.tiles_n * cfg.cluster_n
+    else:
+        weights, sharing, sharers = p.cols / cfg.cluster, cfg.cluster, p.tiles_m * cfg.cluster
+    weights, dear = weights * line, 1
+    if cfg.cluster * cfg.cluster_n > sharing:
+        dear = rates.apart
+    elif sharing == 1 < sharers:
+        dear = rates.lone
+    dear = 1 + (dear - 1) * min(1, _FEW_SHARERS / sharers)
     step = (
         max(max(tensor, smem / rates.smem) * loop, l2, way, latency)
         + rates.step
         + smem / rates.heat
-        + fetched * active / rates.power
+        + weights * dear * active / rates.weights
+        + (fetched - weights) * active / rates.rows
     )
     stores = p.chunks * p.height // 64
     epilogue = rates.epilogue + rates.column * p.width * (rates.tall if p.height > 64 else 1)
