@@ -312,7 +312,8 @@ def test_chosen_configurations():
             few_rows = m == 1 and (ta or tb) or m == 2 and tb and not ta
             got = choose(m, n, k, transpose_a=ta, transpose_b=tb)
             assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
-    assert choose(8192, 8192, 8192)[:2] == (2, 256)
+    large = choose(8192, 8192, 8192)
+    assert large.consumers * large.consumer_rows * large.tile_n == 128 * 256
     assert choose(777, 3584, 3584).tile_n == 200  # 4 tiles with the rows of A as columns
     assert not choose(777, 3584, 3584, transpose_a=True).swapped
     assert not choose(777, 3584, 3584, is_open=True).swapped

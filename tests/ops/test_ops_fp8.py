@@ -298,7 +298,8 @@ def test_chosen_configurations():
             got = choose_k_major(m, n, k, 132, blocks)
             assert got.step == 128 or got.swapped and got.step == 256
             assert not blocks or 128 % got.tile_n == 0 or got[:2] == (2, 256) and got.split == 1
-    assert choose_k_major(8192, 8192, 8192)[:2] == (2, 256)
+    large = choose_k_major(8192, 8192, 8192)
+    assert large.consumers * large.consumer_rows * large.tile_n == 128 * 256
     for size, tile in ((8192, 256), (4096, 256), (2048, 256), (1024, 64)):
         assert choose_k_major(size, size, size, blocks=True)[:2] == (2, tile)
     assert choose_k_major(8192, 8192, 8192) in candidates(8192, 8192, 8192, in_bytes=1)
@@ -307,7 +308,9 @@ def test_chosen_configurations():
     of_blocks = blocks_of(size, size, size)
     for scales in (((size, 1), (1, size)), of_blocks):
         scale_a, scale_b = (spec(s, F32) for s in scales)
-        f = matmul.kernel(a, a, transpose_b=True, scale_a=scale_a, scale_b=scale_b)
+        config = choose_k_major(size, size, size, 132, scales is of_blocks)
+        scales_of = {"scale_a": scale_a, "scale_b": scale_b}
+        f = matmul.kernel(a, a, transpose_b=True, **scales_of, config=config)
         low = f.lower(a, a, scale_a, scale_b)
         used, text = low.resources(), low.as_text("cuda")
         assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
