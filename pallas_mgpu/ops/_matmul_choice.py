@@ -494,7 +494,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     # what products read from shared memory and what arrives there
     smem = (p.rows // 64 * (64 + p.cols) + p.rows + p.cols) * line
     loop = rates.loop if p.height > 64 else 1
-    # of the weights, few tiles at a time wait for the same bytes to come from memory
+    # weights cost more where a few tiles need the same at a time, which wait for the memory then
     if cfg.swapped:
         weights, sharing, sharers = p.rows / cfg.cluster_n, cfg.cluster_n, p.tiles_n * cfg.cluster_n
     else:
@@ -637,7 +637,7 @@ def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
     found = candidates(m, n, k, sms, in_bytes, blocks, in_bytes != 2)
     found = [cfg for cfg in found if cfg.split == cfg.slices == cfg.shares == 1]
-    found = [cfg for cfg in found if cfg.consumer_rows == 64]
+    found = [cfg for cfg in found if cfg.consumer_rows == 64 and cfg[:2] in _TILES]
     found = min(found, key=lambda cfg: cycles(m, n, k, cfg, sms, in_bytes))
     return found._replace(serpentine=False)
 
