@@ -445,7 +445,7 @@ def clusters_at_once(sms, cluster):
 
 
 _RATES = Rates()
-# The same for more than 128 rows, from 1,387 times of 154 products on three H100s
+# The same for more than 128 rows, from times of 148 products on three H100s
 _MANY_ROWS = Rates(
     smem=152.3, wide=7526, fetch=8000, intake=69.5, way=(250, 346), latency=2300, together=266,
     weights=74.9e3, rows=379e3, lone=2.71, apart=2.49, heat=2245, loop=0.921, tall=8.48, split=3000,
