@@ -39,6 +39,7 @@ from pallas_mgpu.ops._matmul_choice import (
     choose_k_major,
     crooked_rows,
     cycles,
+    rates_of,
     wide_candidates,
 )
 from pallas_mgpu.ops._slices import Sliced
@@ -302,7 +303,7 @@ def configs_of(gemm, most, wide):
 
     shape = gemm.m, gemm.n, gemm.k
     found = candidates(*shape, in_bytes=in_bytes, tb=gemm.nt, swaps=gemm.m)
-    found = best(found, most, Rates())
+    found = best(found, most, rates_of(gemm.m, in_bytes))
     if wide:
         found += best(wide_candidates(*shape, in_bytes=in_bytes, tb=gemm.nt), WIDE, WIDE_RATES)
     return [None, *found]

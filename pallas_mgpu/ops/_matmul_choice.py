@@ -417,7 +417,6 @@ class Rates(NamedTuple):
     alone: float = 170  # until a store buffer has been read, where there is no other one
     split: float = 1700  # until the sums of a cluster travel
     exchange: float = 9.5  # bytes of sums that a block sends in a cycle
-    restart: float = 2830  # a cluster ends and the next one begins
     parts: float = 3680  # until the sums of shares are there
     part: float = 19.6  # bytes of them that an SM writes or reads in a cycle
     # cycles of the whole

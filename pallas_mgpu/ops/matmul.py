@@ -654,6 +654,7 @@ def _check_k_major_config(config, forms, in_bytes):
     what = "tf32" if in_bytes == 4 else "8-bit operands"
     if not isinstance(config, MatmulConfig):
         raise ValueError(f"matmul: config must be a MatmulConfig for {what}, got {config}")
+    _check_numbers(config)
     steps = [n // in_bytes for n in (64, 128, 256)]
     if config.step not in steps:
         raise ValueError(f"matmul: the step of {what} is one of {steps}, got {config}")
@@ -668,6 +669,12 @@ def _check_k_major_config(config, forms, in_bytes):
     if forms.blocks and config.consumer_rows > 64:
         raise ValueError(f"matmul: scales of blocks with 64 rows of a consumer, got {config}")
     _check_tile(config)
+
+
+def _check_numbers(config):
+    for name, value in config._asdict().items():
+        if not isinstance(value, (int, np.integer)):
+            raise TypeError(f"matmul: {name} of a MatmulConfig must be an int, got {show(value)}")
 
 
 def _check_tile(c, tb=True):
@@ -700,6 +707,7 @@ def _check_config(config, m, ta, tb):
         return _few_rows.check_config(config, m, ta, tb)
     if not isinstance(config, MatmulConfig):
         raise TypeError(f"matmul: config must be a MatmulConfig or a FewRowsConfig, got {config!r}")
+    _check_numbers(config)
     c = config
     if (
         c.consumers not in (1, 2, 3)

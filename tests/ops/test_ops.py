@@ -493,6 +493,7 @@ def test_out_and_spellings(rng):
         (dict(config=F(split=9)), ValueError, "split 1 to 8"),
         (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
         (dict(config=C(4)), ValueError, "1 to 3 consumers"),
+        (dict(config=C(2.0)), TypeError, "consumers of a MatmulConfig must be an int, got 2.0"),
         (dict(config=C(2, 112)), ValueError, "of 16 where B is stored as"),
         (dict(config=C(tile_n=64, split=16)), ValueError, "leaves a multiple of 8 columns"),
         (dict(config=C(1, 64, cluster=4, split=4)), ValueError, "up to 8 blocks a cluster"),
