@@ -564,14 +564,18 @@ def _least(m, n, k, cfg, sms, in_bytes, rates, crooked):
     step = max(step, rates.way[cfg.consumers > 1] / 128, lines / rates.lines)
     if in_bytes == 1 or cfg.swapped:
         step = max(step, (height + width) / rates.intake)
-    step += smem / rates.heat
+    more = smem / rates.heat + rates.step / 256
+    weights, of_a = width / cfg.cluster / rates.weights, height / cfg.cluster_n / rates.rows
+    if cfg.swapped:
+        weights, of_a = height / cfg.cluster_n / rates.weights, width / cfg.cluster / rates.rows
+    requests = blocks * row * (weights + of_a)
     l2 = min(rates.l2, rates.far * max(1, rates.near / ((m + n) * row)))
     l2 = blocks * row * (height + width) / l2
     memory = ((m + n) * row + m * n * 2) / rates.memory
     epilogue = rates.epilogue + rates.column * width / cfg.split * (rates.tall if tall else 1)
 
     def total(waves, sums):
-        time = max(waves * row * step, l2)
+        time = max(waves * row * step, l2) + waves * row * more + requests
         return (time**6 + memory**6) ** (1 / 6) + sums + epilogue + rates.start
 
     slices = rates.second + 2 * max(cfg.slices, 2) * m * n * 4 / rates.sums
