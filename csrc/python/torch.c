@@ -113,6 +113,11 @@ static int ways_of_version(void) {
   return known ? PRIVATE : PUBLIC;
 }
 
+static bool is_private_allowed(void) {
+  if (ways == UNKNOWN) ways = ways_of_version();
+  return ways == PRIVATE;
+}
+
 static PyObject *use_private(PyObject *module, PyObject *on) {
   (void)module;
   const int yes = PyObject_IsTrue(on);
@@ -123,9 +128,9 @@ static PyObject *use_private(PyObject *module, PyObject *on) {
 
 static PyMethodDef functions[] = {
     {"use_private_torch", use_private, METH_O,
-     "use_private_torch(on): may results be allocated, and gradients asked for, by what is private "
-     "in torch? False: by the DLPack table and attributes alone. True, the default: where this "
-     "version of torch is known."},
+     "use_private_torch(on): may results be allocated, gradients asked for, and writes counted by "
+     "what is private in torch? False: by the DLPack table and public functions alone. True, the "
+     "default: where this version of torch is known."},
     {NULL, NULL, 0, NULL}};
 
 int pmpy_init_torch(PyObject *module) { return PyModule_AddFunctions(module, functions); }
@@ -135,8 +140,7 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
   int64_t strides[PM_MAX_RANK], stride = 1;
   void *tensor = NULL, *data = NULL;
   PyObject *made = NULL;
-  if (ways == UNKNOWN) ways = ways_of_version();
-  if (ways == PUBLIC) return NULL;
+  if (!is_private_allowed()) return NULL;
   for (int i = spec->rank - 1; i >= 0; i--) {
     strides[i] = stride;
     stride *= pm_max(spec->shape[i], 1);
@@ -158,13 +162,16 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
 
 static PyObject *_Atomic is_grad_enabled; /* torch.is_grad_enabled, kept for good */
 
-/* Whether a tensor requires gradients costs an eighth of a launch as an attribute. Private to torch
- * are where a Python object points to its tensor, which is found by looking for the address that
- * `_cdata` tells, and the function that answers. */
+/* Whether a tensor requires gradients costs an eighth of a launch as an attribute, and counting a
+ * write as much. Private to torch are where a Python object points to its tensor, which is found by
+ * looking for the address that `_cdata` tells, and the functions that answer and count. A C++
+ * reference to a tensor is the address of that pointer. */
 static struct {
   atomic_int offset; /* bytes; 0: not looked for, -1: not found */
   PyTypeObject *tensor, *parameter;
   bool (*requires_grad)(const void *impl);
+  void *const *(*version_counter)(const void *reference);
+  void (*bump_version)(const void *reference);
 } direct;
 
 enum { FIRST_OFFSET = 16, OWNED_OFFSET = 24, LAST_OFFSET = 48 }; /* of 24: a flag precedes it */
@@ -177,14 +184,22 @@ static PyTypeObject *type_of(const char *module, const char *name) {
   return (PyTypeObject *)type;
 }
 
-static int find_offset(PyObject *tensor) {
+static void find_functions(void) {
   void *c10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
-  if (ways == UNKNOWN) ways = ways_of_version();
-  if (ways == PUBLIC || !c10) return -1;
+  void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (!c10 || !cpu) return;
+  *(void **)&direct.requires_grad = dlsym(c10, "_ZNK3c1010TensorImpl13requires_gradEv");
+  *(void **)&direct.version_counter =
+      dlsym(cpu, "_ZN5torch8autograd4impl15version_counterERKN2at6TensorE");
+  *(void **)&direct.bump_version =
+      dlsym(cpu, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
+}
+
+static int find_offset(PyObject *tensor) {
+  find_functions();
   direct.tensor = type_of("torch", "Tensor");
   direct.parameter = type_of("torch.nn", "Parameter");
-  *(void **)&direct.requires_grad = dlsym(c10, "_ZNK3c1010TensorImpl13requires_gradEv");
-  if (!direct.tensor || !direct.parameter || !direct.requires_grad) return -1;
+  if (!direct.tensor || !direct.parameter) return -1;
   PyObject *address = PyObject_GetAttrString(tensor, "_cdata");
   void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
   Py_XDECREF(address);
@@ -195,16 +210,21 @@ static int find_offset(PyObject *tensor) {
   return -1;
 }
 
-/* 1 or 0; -1: the attribute must be asked */
-static int requires_grad(PyObject *tensor) {
-  const void *impl;
+/* Where a tensor's object points to its implementation; NULL: not known. */
+static const void *reference_of(PyObject *tensor) {
+  if (!is_private_allowed()) return NULL;
   if (!direct.offset) direct.offset = find_offset(tensor);
   const int at = direct.offset;
-  if (at < 0 || ways == PUBLIC) return -1;
-  if (Py_TYPE(tensor) != direct.tensor && Py_TYPE(tensor) != direct.parameter) return -1;
-  if (at == OWNED_OFFSET && ((char *)tensor)[FIRST_OFFSET]) return -1;
-  memcpy(&impl, (char *)tensor + at, sizeof impl);
-  return direct.requires_grad(impl);
+  if (at < 0) return NULL;
+  if (Py_TYPE(tensor) != direct.tensor && Py_TYPE(tensor) != direct.parameter) return NULL;
+  if (at == OWNED_OFFSET && ((char *)tensor)[FIRST_OFFSET]) return NULL;
+  return (char *)tensor + at;
+}
+
+/* 1 or 0; -1: the attribute must be asked */
+static int requires_grad(PyObject *tensor) {
+  const void *const *reference = reference_of(tensor);
+  return reference && direct.requires_grad ? direct.requires_grad(*reference) : -1;
 }
 
 static bool asks_for_gradients(PyObject *tensor) {
@@ -232,28 +252,24 @@ bool pmpy_torch_records(PyObject *tensor) {
   return on == Py_True;
 }
 
-/* torch._C._increment_version, private, takes a third of the time of the public function. */
-static PyObject *find_increment(void) {
-  if (ways == UNKNOWN) ways = ways_of_version();
-  PyObject *module = PyImport_ImportModule(ways == PRIVATE ? "torch._C" : "torch.autograd.graph");
-  const char *name = ways == PRIVATE ? "_increment_version" : "increment_version";
-  PyObject *f = module ? PyObject_GetAttrString(module, name) : NULL;
-  Py_XDECREF(module);
-  return f;
+/* Inference tensors have no counter: torch would throw. */
+static bool bump_version(PyObject *tensor) {
+  const void *reference = reference_of(tensor);
+  if (!reference || !direct.version_counter || !direct.bump_version) return false;
+  if (*direct.version_counter(reference)) direct.bump_version(reference);
+  return true;
 }
 
 int pmpy_torch_written(PyObject *tensor) {
-  static PyObject *_Atomic increment; /* kept for good */
-  if (!increment && !(increment = find_increment())) return -1;
-  PyObject *list = PyList_New(1);
-  if (!list) return -1;
-  PyList_SET_ITEM(list, 0, Py_NewRef(tensor));
-  PyObject *none = PyObject_CallOneArg(increment, list);
-  if (!none && PyErr_ExceptionMatches(PyExc_TypeError)) { /* older torch: of one tensor */
-    PyErr_Clear();
-    none = PyObject_CallOneArg(increment, tensor);
+  static PyObject *_Atomic increment; /* torch.autograd.graph.increment_version, kept for good */
+  if (bump_version(tensor)) return 0;
+  if (!increment) {
+    PyObject *module = PyImport_ImportModule("torch.autograd.graph");
+    if (module) increment = PyObject_GetAttrString(module, "increment_version");
+    Py_XDECREF(module);
+    if (!increment) return -1;
   }
-  Py_DECREF(list);
+  PyObject *none = PyObject_CallOneArg(increment, tensor);
   Py_XDECREF(none);
   return none ? 0 : -1;
 }
