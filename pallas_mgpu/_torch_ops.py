@@ -21,6 +21,7 @@ from .ops._scale import scale_in_place
 from .ops.adamw import MOST as _TENSORS_OF_A_LAUNCH
 from .ops.adamw import Problem as _AdamWProblem
 from .ops.adamw import kernel as _adamw_kernel
+from .ops.gated_matmul import input_gradient, sums_two_weights
 from .ops.matmul import without_product
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
@@ -802,19 +803,63 @@ def _gated_matmul_backward(ctx, grad, *_):
     of_x, of_w = ctx.needs_input_grad[:2]
     of_up = up is not None and ctx.needs_input_grad[4]
     dx = dw = dup = None
-    along = 0 if ctx.tb else 1
-    if up is not None and (of_x or both is None):
-        w = torch.cat([w, up], along)
     if both is None:  # the products are computed again
-        both = matmul(x, w, transpose_b=ctx.tb)
+        both = _gated_both(x, w, up, ctx.tb)
     g, _ = gated_linear_unit_backward(grad, both, None, ctx.activation)
-    if of_x:
+    if of_x and up is None:
         dx = matmul(g, w, transpose_b=not ctx.tb)
-    if of_w or of_up:
+    elif of_x:
+        dx = gated_matmul_input_gradient(g, w, up, ctx.tb)
+    if up is None and of_w:
         dw = matmul(*((g, x) if ctx.tb else (x, g)), transpose_a=True)
-        if up is not None:
-            dw, dup = dw.chunk(2, along)
-    return dx, dw, None, None, dup
+    elif of_w or of_up:
+        dw, dup = gated_matmul_weight_gradients(x, g, ctx.tb, of_w, of_up)
+    return dx, dw if of_w else None, None, None, dup if of_up else None
+
+
+def _gated_both(x, w, up, transpose_b):
+    if up is not None:
+        return gated_matmul_products(x, w, "silu", transpose_b, up)[1]
+    return matmul(x, w, transpose_b=transpose_b)
+
+
+def _input_gradient_fake(grad, w, up, transpose_b=False):
+    return grad.new_empty((grad.shape[0], w.shape[1 if transpose_b else 0]))
+
+
+@_operator(_input_gradient_fake)
+def gated_matmul_input_gradient(
+    grad: Tensor, w: Tensor, up: Tensor, transpose_b: bool = False
+) -> Tensor:
+    """The gradient of x for two weights, which are joined only where no kernel sums over both."""
+    k, n = w.shape[::-1] if transpose_b else w.shape
+    device = w.get_device() if w.is_cuda else None
+    aligned = all(t.data_ptr() % 16 == 0 for t in (grad, w, up))
+    if aligned and sums_two_weights(n, k, w.dtype, device):
+        return input_gradient(grad, w, up, transpose_b=transpose_b)
+    w = torch.cat([w, up], 0 if transpose_b else 1)
+    return ops.matmul(grad, w, transpose_b=not transpose_b)
+
+
+def _weight_gradients_fake(x, grad, transpose_b=False, of_w=True, of_up=True):
+    k, n = x.shape[1], grad.shape[1] // 2
+    shape = (n, k) if transpose_b else (k, n)
+    return tuple(x.new_empty(shape if wanted else (0,)) for wanted in (of_w, of_up))
+
+
+@_operator(_weight_gradients_fake)
+def gated_matmul_weight_gradients(
+    x: Tensor, grad: Tensor, transpose_b: bool = False, of_w: bool = True, of_up: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The gradients of two weights, as arrays of their own."""
+    found = []
+    for g, wanted in zip(grad.chunk(2, 1), (of_w, of_up)):
+        if not wanted:
+            found.append(x.new_empty((0,)))
+            continue
+        g = g if g.is_cuda else g.contiguous()
+        found.append(ops.matmul(*((g, x) if transpose_b else (x, g)), transpose_a=True))
+    return found[0], found[1]
 
 
 @_operator(_gated_products_fake, (_gated_matmul_setup, _gated_matmul_backward), ("x", "w", "up"))
@@ -848,8 +893,7 @@ def _gated_alone(
 
 def gated_matmul(x, w, activation="silu", transpose_b=False, up=None):
     """:func:`pallas_mgpu.ops.gated_matmul`. Where gradients are wanted the kernel also stores the
-    products, instead of computing them again; for the gradient of ``x`` the weights of two arrays
-    are joined."""
+    products, instead of computing them again."""
     if any(_may_need_gradient(t) for t in (x, w, up) if t is not None):
         return gated_matmul_products(x, w, activation, transpose_b, up)[0]
     return _gated_alone(x, w, activation, transpose_b, up)

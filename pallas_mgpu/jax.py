@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from . import ops
 from ._jax import TARGET, call_special, varying  # noqa: F401
+from .ops.gated_matmul import input_gradient, sums_two_weights
 
 __all__ = [
     "add_layer_norm",
@@ -423,9 +424,12 @@ def _gated_matmul_backward(options, saved, grad):
     x, w, up, both = saved
     transposed = options["transpose_b"]
     along = 0 if transposed else 1
-    w = w if up is None else jnp.concatenate([w, up], along)
     g = ops.gated_linear_unit_backward(grad, both, activation=options["activation"])
-    dx = ops.matmul(g, w, transpose_b=not transposed)
+    if up is not None and sums_two_weights(w.shape[along], x.shape[1], w.dtype, None):
+        dx = input_gradient(g, w, up, transpose_b=transposed)
+    else:
+        w = w if up is None else jnp.concatenate([w, up], along)
+        dx = ops.matmul(g, w, transpose_b=not transposed)
     dw = ops.matmul(*((g, x) if transposed else (x, g)), transpose_a=True)
     return (dx, dw, None) if up is None else (dx, *jnp.split(dw, 2, along))
 
@@ -438,8 +442,7 @@ _gated_matmul = _differentiable(
 
 
 def gated_matmul(x, w, up=None, *, activation="silu", transpose_b=False):
-    """:func:`pallas_mgpu.ops.gated_matmul` with gradients by ``x``, ``w`` and ``up``. For the
-    gradient of ``x`` the weights of two arrays are joined."""
+    """:func:`pallas_mgpu.ops.gated_matmul` with gradients by ``x``, ``w`` and ``up``."""
     return _gated_matmul(_options(activation=activation, transpose_b=transpose_b), x, w, up)
 
 

@@ -6,7 +6,10 @@ half the same columns of up. So a consumer has both factors of an element in the
 epilogue multiplies them. The weights are two arrays, or the halves of the columns of one; neither
 is copied. On request both products are stored, too, for the gradient.
 
-The gradients are those of the unit (`gated_linear_unit_backward`), then two products."""
+The gradients are those of the unit (`gated_linear_unit_backward`), then two products. The gradient
+of x sums over the columns of both weights (`input_gradient`): where these are two arrays, the steps
+of K are first those of the gate, then those of up, and TMA fills the last step of each with zeros.
+"""
 
 import functools
 
@@ -15,13 +18,13 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
-from ._common import SeveralKernels, store, swizzled
+from ._common import SeveralKernels, overlap_launches, store, swizzled, warp_specialized
 from ._matmul_choice import MatmulConfig, candidates, cycles
 from ._open_rows import better, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
-from .matmul import Product, _Block, _KernelPlan, matmul
+from .matmul import Product, _Block, _KernelPlan, _semaphores, matmul
 
 _NAME = "gated_matmul"
 
@@ -246,3 +249,67 @@ def gated_matmul(
         )
     kernel = _kernel(product, config, sms, activation, packed, bool(return_products), interpret)
     return _padded(kernel, (x, w, up), interpret)
+
+
+# ---- the gradient of x ---------------------------------------------------------------------------
+
+
+class _BothWeights(_Block):
+    """A product with (M, 2 N) that sums over the columns of two weights."""
+
+    def half(self, k):
+        """Which weight a step along K has, and where it begins there."""
+        of_each = self.x.k // 2
+        return k // of_each, k % of_each
+
+    def tile_of_a(self, a, along_m, k):
+        h, k = self.half(k)
+        return a.reshape((self.x.m, 2, a.shape[1] // 2)).at[along_m, h, pl.ds(k, self.cfg.step)]
+
+    def tiles_of_b(self, along_n, k):
+        h, k = self.half(k)
+        along_k = pl.ds(k, self.cfg.step)
+        at = (along_n, along_k) if self.x.tb else (along_k, along_n)
+        return [(h == 0, self.b.at[at]), (h == 1, self.up.at[at])]
+
+
+@cached
+def _gradient_kernel(x, cfg, sms, interpret):
+    plan = _KernelPlan(x, cfg, sms)
+
+    def body(a, b, up, o, **scratch):
+        overlap_launches()
+        refs = x.named(a, b, o) | plan.refs(scratch) | {"up": up, "done": _semaphores(plan)}
+        _BothWeights(plan, refs).run()
+
+    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    options = {"interpret": interpret, "kernel_name": "gated_matmul_input_gradient"}
+    return warp_specialized(body, plan, out_type, **options)
+
+
+def sums_two_weights(n, k, dtype, device):
+    """Is there a kernel of `input_gradient` for two weights of K by N?"""
+    if _tensor_memory.runs_here(device) or _warp_mma.runs_here(device):
+        return False
+    return n * dtype.itemsize % 16 == k * dtype.itemsize % 16 == 0
+
+
+@plgpu.specialize(in_place=False)
+def input_gradient(grad, w, up, *, transpose_b=False, config=None, interpret=None):
+    """``grad[:, :N] @ w.T + grad[:, N:] @ up.T``, the gradient of the x of :func:`gated_matmul` with
+    two weights, without a copy of them. grad: that of both products, (M, 2 N); w, up: (K, N), with
+    transpose_b (N, K). On Hopper, for multiples of 8 as N and K (`sums_two_weights`). Returns
+    (M, K)."""
+    (m, n), transposed = grad.shape, bool(transpose_b)
+    n, k = n // 2, w.shape[1 if transposed else 0]
+    if not (sums_two_weights(n, k, w.dtype, w.device) and all(a.aligned for a in (grad, w, up))):
+        raise NotImplementedError(f"{_NAME}: the gradient of x for two such weights; join them")
+    sms = plgpu.sm_count(w.device)
+    if config is None:
+        found = candidates(m, k, 2 * n, sms, tb=not transposed)
+        found = [c for c in found if c.slices == 1 and not c.swapped]
+        config = min(found, key=lambda cfg: cycles(m, k, 2 * n, cfg, sms))
+    of_each = pl.cdiv(n, config.step) * config.step
+    dtypes = grad.dtype, w.dtype
+    product = Product(m, k, 2 * of_each, dtypes, grad.dtype, False, not transposed)
+    return _gradient_kernel(product, config, sms, interpret)

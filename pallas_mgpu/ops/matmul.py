@@ -326,30 +326,35 @@ class _Block(WarpSpecialized):
         def fetch(s, _):
             it = it0 + s
             slot = ring.slot(it)
-            along_k = pl.ds(first + place(s) * step, step)
+            k = first + place(s) * step
             if before:
                 before(s)
             ring.acquire(it)
-            for holds, a in sources:
+            for axis, smem, tiles in (
+                ("cn", self.a_smem, [(h, self.tile_of_a(a, along_m, k)) for h, a in sources]),
+                ("cm", self.b_smem, self.tiles_of_b(along_n, k)),
+            ):
+                for holds, tile in tiles:
 
-                def copy(a=a):
-                    plgpu.copy_gmem_to_smem(
-                        a.at[(along_k, along_m) if x.ta else (along_m, along_k)],
-                        self.a_smem.at[slot],
-                        self.full.at[slot],
-                        collective_axes="cn" if "cn" in p.axes else None,
-                    )
+                    def copy(tile=tile, smem=smem, axis=axis):
+                        shared = axis if axis in p.axes else None
+                        full = self.full.at[slot]
+                        plgpu.copy_gmem_to_smem(tile, smem.at[slot], full, collective_axes=shared)
 
-                pl.when(holds)(copy)
-            plgpu.copy_gmem_to_smem(
-                self.b.at[(along_n, along_k) if x.tb else (along_k, along_n)],
-                self.b_smem.at[slot],
-                self.full.at[slot],
-                collective_axes="cm" if "cm" in p.axes else None,
-            )
+                    pl.when(holds)(copy)
 
         lax.fori_loop(0, steps, fetch, None)
         return it0 + steps
+
+    def tile_of_a(self, a, along_m, k):
+        """The tile of A that begins at k."""
+        along_k = pl.ds(k, self.cfg.step)
+        return a.at[(along_k, along_m) if self.x.ta else (along_m, along_k)]
+
+    def tiles_of_b(self, along_n, k):
+        """Pairs (condition, tile of B that begins at k), of which the one that holds is copied."""
+        along_k = pl.ds(k, self.cfg.step)
+        return [(True, self.b.at[(along_n, along_k) if self.x.tb else (along_k, along_n)])]
 
     def fetch_there(self, it0, row, col):
         """What the result is added to, its columns part by part. Reducing copies would add, too,
