@@ -41,5 +41,10 @@ class _Restored:
         self.flag._set(self.before)
 
 
+def state():
+    """That of all flags: kernels are compiled separately for each."""
+    return tuple(flag.value for flag in _flags)
+
+
 enable_debug_checks = Flag("enable_debug_checks")
 enable_poison_buffers = Flag("enable_poison_buffers")

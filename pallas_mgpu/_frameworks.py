@@ -113,13 +113,25 @@ def is_jax_traced(x):
     return jax is not None and isinstance(x, jax.core.Tracer)
 
 
+def is_jax_on_gpu(x):
+    return is_jax(x) and not is_jax_traced(x) and {d.platform for d in x.devices()} == {"gpu"}
+
+
 def torch_call(target, args, kwargs, recorded):
     """The hook: ``target``, a kernel or a family, is called with a tensor that autograd records, or
     (not ``recorded``) that has no memory of its own. Returns the result, or NotImplemented."""
     if recorded:
         return _adapter().call_recorded(target, args, kwargs)
-    call = special([*args, *kwargs.values()])
+    every = [*args, *kwargs.values()]
+    call = special(every)
+    if call is None and kwargs.get("stream") is None and any(map(is_jax_on_gpu, every)):
+        call = call_eager
     return NotImplemented if call is None else call(target, args, kwargs)
+
+
+def call_eager(target, args, kwargs):
+    """Call a kernel or a family with arrays of JAX on a GPU, outside of jax.jit."""
+    return _adapter("jax").call_eager(target, args, kwargs)
 
 
 def check_recorded(target, args, out):

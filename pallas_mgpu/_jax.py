@@ -16,9 +16,10 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _core, tree
+from . import _core, _flags, tree
 from ._batch import _PerLeaf
 from ._family import chosen
+from ._frameworks import is_jax_on_gpu
 from ._names import show
 from ._types import InterpretParams, ShapeDtypeStruct, itemsize_bits
 
@@ -84,6 +85,70 @@ def _call_family(family, args, kwargs):
         raise TypeError(f"{what}: out= and stream= are not for calls under jax.jit")
     kernel, arrays = chosen(family, args, kwargs, lambda x: _described(x, what))
     return kernel(*arrays)
+
+
+# ---- arrays on a GPU, outside of jit -------------------------------------------------------------
+
+# XLA runs these calls, too: on its stream, with results in memory of its own. DLPack takes twice as
+# long, and nobody can tell when XLA is done with memory that it was given.
+
+
+def call_eager(target, args, kwargs):
+    """Call a kernel or a family with arrays of which some are JAX's, on a GPU."""
+    kwargs = {k: x for k, x in kwargs.items() if x is not None or k not in ("out", "stream")}
+    leaves, structure = tree.flatten(args)
+    options = {k: x for k, x in kwargs.items() if not _is_array(x)}
+    names = [k for k in kwargs if k not in options]
+    arrays = [*leaves, *(kwargs[k] for k in names)]
+    if not all(map(_may_go_to_xla, arrays)) or not _has_form_for_xla(target, options):
+        return target(*args, **kwargs, stream=_LEGACY)  # through DLPack
+    what = getattr(target, "__name__", "kernel")
+    arrays = [_array(x, what, k) for k, x in enumerate(arrays)]
+    key = target, structure, tuple(names), tuple(options.items()), _flags.state()
+    return _compiled(*key)(*arrays)
+
+
+_LEGACY = 1  # handle of the legacy default stream
+
+
+def _may_go_to_xla(x):
+    if isinstance(x, (bool, int, float, np.bool_)):
+        return True
+    return is_jax_on_gpu(x) and len(x.devices()) == 1 and itemsize_bits(_narrow(x.dtype)) >= 8
+
+
+def _narrow(dtype):
+    return _core.as_dtype(np.dtype(dtype))
+
+
+def _has_form_for_xla(target, options):
+    """Is there nothing in it that only calls outside of jit can do?"""
+    if isinstance(target, _core.Family):
+        return options.get("interpret") is None and all(map(_is_hashable, options.values()))
+    d = target.definition
+    plain = not (d.interpret or d.params.profile_space or d.devices)
+    return plain and bool(d.outs) and all(itemsize_bits(np.dtype(o.dtype)) >= 8 for o in d.outs)
+
+
+def _is_hashable(x):
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+@functools.lru_cache(512)
+def _compiled(target, structure, names, options, flags):
+    """The call, compiled by JAX for each combination of shapes. flags: the state of those that
+    decide how kernels are traced."""
+    n = tree.count(structure)
+
+    def call(*arrays):
+        args = tree.unflatten(structure, arrays[:n])
+        return target(*args, **dict(zip(names, arrays[n:])), **dict(options))
+
+    return jax.jit(call)
 
 
 def _is_array(x):

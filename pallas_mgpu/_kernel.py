@@ -18,7 +18,7 @@ from . import _core, _introspect, _mutable, _profile, _sizes, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._flags import enable_poison_buffers
-from ._frameworks import is_jax_traced, special
+from ._frameworks import call_eager, is_jax_on_gpu, is_jax_traced, special
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, later, show
 from ._semaphores import SharedScratch
@@ -501,6 +501,8 @@ class _Structured:
         call = special(leaves)
         if call is not None:
             return call(self.kernel(), args, {"out": out, "stream": stream})
+        if out is None and stream is None and any(map(is_jax_on_gpu, leaves)):
+            return call_eager(self.kernel(), args, {})
         return kernel(*leaves, out=out, stream=stream)
 
     def lower(self, args, target):

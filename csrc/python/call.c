@@ -119,8 +119,8 @@ static int read_all(pmpy_call *c, bool specs) {
   uint32_t n_in = c->n_in, n_out = c->n_out_given;
   c->n_out_given = 0; /* what is read is what pmpy_call_end releases */
   for (c->n_in = 0; c->n_in < n_in; c->n_in++) {
-    int code =
-        pmpy_read(c->args[c->n_in], (int)c->n_in, specs ? PMPY_SPEC : PMPY_INPUT, &c->in[c->n_in]);
+    const pmpy_purpose purpose = specs ? PMPY_SPEC : c->for_xla ? PMPY_FOR_XLA : PMPY_INPUT;
+    int code = pmpy_read(c->args[c->n_in], (int)c->n_in, purpose, &c->in[c->n_in]);
     if (code <= 0) return code;
     c->converted |= c->in[c->n_in].was != NULL;
     if (c->in[c->n_in].source->library == PMPY_TORCH && !specs && !c->recorded)

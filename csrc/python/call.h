@@ -34,6 +34,7 @@ typedef struct pmpy_call {
   bool converted;          /* an operand was, from 64 bits */
   bool in_place;           /* an output given may be an operand */
   bool recorded;           /* autograd records operations on an operand */
+  bool for_xla;            /* set before reading: leave JAX's arrays on a GPU to XLA */
   bool has_stream;         /* stream= was given */
   void *stream;
   /* of the plan, once it is found: sizes of this call, and its outputs and GMEM scratch */

@@ -87,7 +87,7 @@ static void dealloc(PyObject *self) {
   if (a->borrowed) {
     pmpy_release(&a->base);
   } else if (a->foreign_stream) {
-    pm_device_free_unordered(a->device, a->ptr);
+    pm_device_free_unordered(a->device, a->ptr, pmpy_bytes(&a->spec));
   } else {
     pm_device_free(a->device, a->ptr, NULL);
   }

@@ -432,13 +432,14 @@ static int say_whose(PyObject *o, int which) {
   return -1;
 }
 
-static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
+static int read_dlpack(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
   int type, id;
   void *on = NULL;
   PyObject *stream = NULL, *capsule = NULL;
   const DLTensor *t;
   if (dlpack_device(o, which, &type, &id) < 0) return say_whose(o, which);
   if (type == kDLCUDA || type == kDLCUDAManaged) {
+    if (purpose == PMPY_FOR_XLA && b->source->library == PMPY_JAX) return 0;
     if (pmpy_current_stream(b->source, id, &on) < 0) return -1;
     stream = PyLong_FromVoidPtr(on ? on : (void *)1); /* 1: the legacy default stream */
   } else {
@@ -682,7 +683,7 @@ static int read_as(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b)
     case READ_DLPACK_C:
       if (b->source->opaque) return purpose == PMPY_SPEC ? read_spec(o, which, b) : 0;
       return read_dlpack_c(o, which, b->source->api, b);
-    case READ_DLPACK: return read_dlpack(o, which, b);
+    case READ_DLPACK: return read_dlpack(o, which, purpose, b);
     case READ_CUDA_INTERFACE: return read_interface(o, which, b);
     case READ_NUMBER: return read_number(o, which, b);
     case READ_NUMPY_NUMBER: return read_numpy_number(o, which, b);
@@ -705,8 +706,7 @@ int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
   b->was = NULL;
   b->strided = false;
   int code = read_as(o, which, purpose, b);
-  if (code == 1 && b->strided && purpose != PMPY_INPUT && purpose != PMPY_SPEC)
-    code = refuse_strides(which, o);
+  if (code == 1 && b->strided && purpose < PMPY_INPUT) code = refuse_strides(which, o);
   if (code == 1 && writable && b->source->library == PMPY_JAX)
     code = refuse(PyExc_TypeError, which, o, "is immutable, as all JAX arrays are");
   if (code == 1 && writable && b->read_only)

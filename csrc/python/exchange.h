@@ -49,10 +49,11 @@ typedef struct pmpy_buffer {
 
 /* What an object is read for. */
 typedef enum pmpy_purpose {
-  PMPY_ARRAY,  /* its memory as it is */
-  PMPY_OUTPUT, /* to be written: no copies, no numbers, nothing read-only */
-  PMPY_INPUT,  /* an operand: NumPy's 64 bits are converted */
-  PMPY_SPEC    /* an operand of which shape and dtype alone will do */
+  PMPY_ARRAY,   /* its memory as it is */
+  PMPY_OUTPUT,  /* to be written: no copies, no numbers, nothing read-only */
+  PMPY_INPUT,   /* an operand: NumPy's 64 bits are converted */
+  PMPY_FOR_XLA, /* the same, but arrays of JAX on a GPU are not read: XLA runs such calls */
+  PMPY_SPEC     /* an operand of which shape and dtype alone will do */
 } pmpy_purpose;
 /* Read an object. 1: done, 0: no array (no exception), -1: exception naming the argument. */
 int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *out);

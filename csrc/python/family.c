@@ -153,6 +153,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   r->c.out_tuple = NULL;
   r->c.plan = NULL;
   if (sort(f, r, specs) < 0) return -1;
+  r->c.for_xla = !r->out && !r->stream;
   PyObject *const *operands = r->n_operands == (uint32_t)n ? args : r->operand;
   int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
   if (code <= 0) return code;

@@ -33,6 +33,7 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
     if (value != Py_None) *(what == PMPY_KW_OUT ? &out : &stream) = value;
   }
   pmpy_call c;
+  c.for_xla = k->structured && !k->interpret && !out && !stream;
   int code = pmpy_call_read(&c, k->name, args, (size_t)n, out, false);
   if (code >= 0 && pmpy_call_stream(&c, stream) < 0) code = -1;
   if (!code) result = k->structured ? call_structured(k, &c, n, stream) : pmpy_call_refuse(&c);
@@ -68,6 +69,7 @@ static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
   PyObject *target = Py_None, *empty = PyTuple_New(0);
   pmpy_kernel *k = (pmpy_kernel *)self;
   pmpy_call c;
+  c.for_xla = false;
   if (!empty) return NULL;
   int ok = PyArg_ParseTupleAndKeywords(empty, kw, "|$O:lower", names, &target);
   Py_DECREF(empty);

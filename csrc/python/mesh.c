@@ -272,6 +272,7 @@ static PyObject *mesh_launch(PyObject *module, PyObject *args) {
     return NULL;
   if (n > PM_MAX_DEVICES || rank >= n)
     return PyErr_Format(PyExc_ValueError, "mesh_launch: rank %u of %u devices", rank, n);
+  c.for_xla = false;
   int code = pmpy_call_read(&c, ((pmpy_kernel *)kernel)->name, &PyTuple_GET_ITEM(in, 0),
                             (size_t)PyTuple_GET_SIZE(in), out, false);
   if (!code) pmpy_call_refuse(&c);

@@ -1,5 +1,6 @@
-/* Arrays for the results of calls: made by the exchange API of the operands' library or by torch,
- * else a DeviceArray or a NumPy array, of which pmpy_finish makes one of that library. */
+/* Arrays for the results of calls: made by the exchange API of the operands' library, by torch or
+ * CuPy, whose memory is then reused in the order of their streams; else a DeviceArray or a NumPy
+ * array, of which pmpy_finish makes one of that library. */
 #include "exchange.h"
 
 static void set_error(void *ctx, const char *kind, const char *message) {
@@ -35,6 +36,31 @@ static PyObject *result_by_api(const DLPackExchangeAPI *api, const pmpy_spec *sp
   return out;
 }
 
+/* New: an array of CuPy on its current device; NULL without an exception where that is another one,
+ * CuPy has no such dtype, or another reason, which the way by DLPack tells. */
+static PyObject *cupy_empty(const pmpy_spec *spec, int device, uint64_t *ptr) {
+  static PyObject *_Atomic type; /* cupy.ndarray, kept for good */
+  if (!type) {
+    PyObject *module = PyImport_ImportModule("cupy");
+    if (module) type = PyObject_GetAttrString(module, "ndarray");
+    Py_XDECREF(module);
+  }
+  PyObject *args[2] = {pmpy_spec_shape(spec), pmpy_dtype_object((pm_dtype)spec->dtype)};
+  PyObject *made = type && args[0] && args[1] ? PyObject_Vectorcall(type, args, 2, NULL) : NULL;
+  PyObject *data = made ? PyObject_GetAttrString(made, "data") : NULL;
+  PyObject *at = data ? PyObject_GetAttrString(data, "ptr") : NULL;
+  PyObject *on = data ? PyObject_GetAttrString(data, "device_id") : NULL;
+  if (at && on) *ptr = (uint64_t)(uintptr_t)PyLong_AsVoidPtr(at);
+  if (!at || !on || PyLong_AsLong(on) != device || PyErr_Occurred()) Py_CLEAR(made);
+  Py_XDECREF(on);
+  Py_XDECREF(at);
+  Py_XDECREF(data);
+  Py_XDECREF(args[1]);
+  Py_XDECREF(args[0]);
+  PyErr_Clear();
+  return made;
+}
+
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr) {
   if (s->library == PMPY_TORCH) {
@@ -49,7 +75,9 @@ PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, in
   }
   if (s->api && s->api->managed_tensor_allocator && s->api->managed_tensor_to_py_object_no_sync)
     return result_by_api(s->api, spec, cuda, device, ptr);
-  PyObject *made;
+  PyObject *made = NULL;
+  if (cuda && s->library == PMPY_CUPY) made = cupy_empty(spec, device, ptr);
+  if (made) return made;
   if (cuda) {
     made = pmpy_device_array_new(spec, device, stream);
     if (made) *ptr = ((pmpy_device_array *)made)->ptr;

@@ -19,17 +19,23 @@
 
 /* Memory that could not be freed when its owner went: destructors run wherever Python collects
  * garbage, also while a stream is captured, where waiting for the device would end the capture. It
- * is freed when the package next allocates or synchronizes outside a capture; what streams that we
- * do not know may still use, after all work that the context has by then. */
+ * is freed when the package next allocates or synchronizes outside a capture.
+ *
+ * What streams that we do not know may still use is freed after all work that the context has by
+ * then. To ask for that ends every capture of the context, also those of other threads, of which
+ * nothing tells. So it is asked for seldom: when much has come together, or memory is short. */
 typedef struct late {
   struct late *next;
   uint64_t ptr;
+  size_t bytes;
   int device;
   bool unordered;    /* streams that we do not know may still use it */
   cu_event all_work; /* of the context, once it was recorded */
 } late;
 static late *late_list;
 static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER;
+
+enum { MUCH = 128 << 20 }; /* bytes on a device */
 
 static void put_back(late *l) {
   pthread_mutex_lock(&late_lock);
@@ -38,10 +44,10 @@ static void put_back(late *l) {
   pthread_mutex_unlock(&late_lock);
 }
 
-static void free_later(int device, uint64_t ptr, bool unordered) {
+static void free_later(int device, uint64_t ptr, size_t bytes, bool unordered) {
   late *l = pm_malloc(sizeof *l);
   if (!l) return;
-  *l = (late){.ptr = ptr, .device = device, .unordered = unordered};
+  *l = (late){.ptr = ptr, .bytes = bytes, .device = device, .unordered = unordered};
   put_back(l);
 }
 
@@ -70,10 +76,11 @@ static late *take_late(int device) {
 }
 
 /* May streams that we do not know still use it, as they may use memory that went before it
- * (`older_is`)? The first call records an event after all work of the context; drivers before CUDA
- * 12.5 cannot do that, and the work is waited for. */
-static bool is_in_use(const pm_device *d, late *l, bool older_is) {
+ * (`older_is`)? ask: record an event after all work of the context; drivers before CUDA 12.5 cannot
+ * do that, and the work is waited for. */
+static bool is_in_use(const pm_device *d, late *l, bool ask, bool older_is) {
   if (!l->unordered) return false;
+  if (!l->all_work && !ask) return true;
   if (!l->all_work && pm_cu.cuCtxRecordEvent && !pm_cu.cuEventCreate(&l->all_work, CU_NO_TIMING) &&
       pm_cu.cuCtxRecordEvent(d->context, l->all_work)) {
     pm_cu.cuEventDestroy(l->all_work);
@@ -82,22 +89,27 @@ static bool is_in_use(const pm_device *d, late *l, bool older_is) {
   if (!l->all_work) return pm_cu.cuCtxSynchronize() != CU_OK;
   if (older_is || pm_cu.cuEventQuery(l->all_work)) return true;
   pm_cu.cuEventDestroy(l->all_work);
+  l->all_work = NULL;
   return false;
 }
 
-/* In the context of the device. */
-static void free_late(const pm_device *d, int device, cu_stream s) {
+/* In the context of the device. idle: all its work is over. */
+static void free_late(const pm_device *d, int device, cu_stream s, bool idle) {
   int status = 0;
+  size_t waiting = 0;
   if (!late_list || pm_cu.cuStreamIsCapturing(s, &status) || status) return;
   late *l = take_late(device); /* the oldest first */
+  for (const late *x = l; x; x = x->next)
+    if (x->unordered && !x->all_work) waiting += x->bytes;
   bool in_use = false;
   for (late *next; l; l = next) {
     next = l->next;
-    if (is_in_use(d, l, in_use)) {
+    if (!idle && is_in_use(d, l, waiting >= MUCH, in_use)) {
       in_use = true;
       put_back(l);
       continue;
     }
+    if (l->all_work) pm_cu.cuEventDestroy(l->all_work);
     if (d->pool) pm_cu.cuMemFreeAsync(l->ptr, NULL);
     else pm_cu.cuMemFree(l->ptr);
     pm_free(l);
@@ -111,23 +123,22 @@ void pm_device_free(int device, uint64_t ptr, void *stream) {
   if (!ptr || pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
   int mode = CU_CAPTURE_RELAXED;
   const bool relaxed = !pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
-  if (!is_default_usable(stream)) free_later(device, ptr, false);
+  if (!is_default_usable(stream)) free_later(device, ptr, 0, false);
   else if (d->pool) pm_cu.cuMemFreeAsync(ptr, stream);
   else pm_cu.cuMemFree(ptr);
   if (relaxed) pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
   pm_leave(pushed);
 }
 
-void pm_device_free_unordered(int device, uint64_t ptr) {
-  if (ptr) free_later(device, ptr, true);
+void pm_device_free_unordered(int device, uint64_t ptr, size_t bytes) {
+  if (ptr) free_later(device, ptr, bytes, true);
 }
 
 static cu_result take(const pm_device *d, int device, size_t bytes, cu_stream s, cu_ptr *ptr) {
   if (!d->pool) return pm_cu.cuMemAlloc(ptr, bytes);
   cu_result r = pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
   if (r != CU_OUT_OF_MEMORY) return r;
-  pm_cu.cuCtxSynchronize();
-  free_late(d, device, s);
+  free_late(d, device, s, pm_cu.cuCtxSynchronize() == CU_OK);
   pm_cu.cuMemPoolTrimTo(d->pool, 0);
   return pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
 }
@@ -138,7 +149,7 @@ pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, p
   const pm_device *d;
   bool pushed;
   if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
-  free_late(d, device, stream);
+  free_late(d, device, stream, false);
   const cu_result r = take(d, device, bytes, stream, ptr);
   pm_leave(pushed);
   if (r)
@@ -152,7 +163,7 @@ void pm_memory_sweep(int device) {
   const pm_device *d;
   bool pushed;
   if (pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
-  free_late(d, device, NULL);
+  free_late(d, device, NULL, false);
   pm_leave(pushed);
 }
 

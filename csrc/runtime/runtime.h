@@ -70,9 +70,9 @@ void pm_remarks(const char *log, char *out, size_t size);
 /* Device memory from a pool per device (freed blocks are kept for reuse in stream order). */
 pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, pm_err *err);
 void pm_device_free(int device, uint64_t ptr, void *stream);
-/* Memory that streams we do not know may still use: freed when the next request for memory, or
- * pm_memory_sweep, has waited for all work of the device. */
-void pm_device_free_unordered(int device, uint64_t ptr);
+/* Memory that streams we do not know may still use: freed by a request for memory, or by
+ * pm_memory_sweep, after all work of the device; kept until there is much of it. */
+void pm_device_free_unordered(int device, uint64_t ptr, size_t bytes);
 void pm_memory_sweep(int device);
 pm_code pm_copy_to_device(int device, uint64_t dst, const void *src, size_t bytes, void *stream,
                           pm_err *err);

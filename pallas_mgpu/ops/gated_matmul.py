@@ -296,10 +296,10 @@ def sums_two_weights(n, k, dtype, device):
 
 @plgpu.specialize(in_place=False)
 def input_gradient(grad, w, up, *, transpose_b=False, config=None, interpret=None):
-    """``grad[:, :N] @ w.T + grad[:, N:] @ up.T``, the gradient of the x of :func:`gated_matmul` with
-    two weights, without a copy of them. grad: that of both products, (M, 2 N); w, up: (K, N), with
-    transpose_b (N, K). On Hopper, for multiples of 8 as N and K (`sums_two_weights`). Returns
-    (M, K)."""
+    """The gradient of the x of :func:`gated_matmul` with two weights, without a copy of them:
+    ``grad[:, :N] @ w.T + grad[:, N:] @ up.T``. grad: that of both products, (M, 2 N); w, up:
+    (K, N), with transpose_b (N, K). On Hopper, for multiples of 8 as N and K (`sums_two_weights`).
+    Returns (M, K)."""
     (m, n), transposed = grad.shape, bool(transpose_b)
     n, k = n // 2, w.shape[1 if transposed else 0]
     if not (sums_two_weights(n, k, w.dtype, w.device) and all(a.aligned for a in (grad, w, up))):

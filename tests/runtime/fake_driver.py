@@ -373,12 +373,17 @@ def case_capture():
     assert (k(d).numpy() == x + 1).all()
 
 
+def given(n):
+    """An array of n MiB that others got through DLPack, for a stream that we do not know."""
+    d = plgpu._core.device_empty((n << 18,), np.float32)
+    d.__dlpack__(stream=4096)
+    return d
+
+
 def case_garbage_in_captures():
-    """Memory of arrays that others got through DLPack is there again for a request that comes after
-    all work on the device, outside of a capture. Nothing waits."""
-    a, b, c = (plgpu.device_put(x) for _ in range(3))
-    for d in (a, b, c):
-        d.__dlpack__(stream=4096)
+    """Memory of arrays that others got through DLPack is there again, once there is much of it, for
+    a request that comes after all work on the device, outside of a capture. Nothing waits."""
+    a, b, c = (given(128) for _ in range(3))
     live, synchronized = fake.fake_live_bytes(), fake.fake_synchronized()
     events = fake.fake_live_events()
     del a
@@ -393,23 +398,41 @@ def case_garbage_in_captures():
     assert fake.fake_live_bytes() == live + d.nbytes + e.nbytes
     fake.fake_fail(b"", 0, 0)
     f = plgpu.device_put(x)
-    assert fake.fake_live_bytes() == live + x.nbytes
+    assert fake.fake_live_bytes() == live - 2 * c.nbytes + 3 * x.nbytes
+    large = c.nbytes
     del c
     plgpu.synchronize()
     del d, e, f
-    assert fake.fake_live_bytes() == live - 3 * x.nbytes
+    assert fake.fake_live_bytes() == live - 3 * large
     assert (fake.fake_synchronized(), fake.fake_live_events()) == (synchronized, events)
+
+
+def case_captures_of_other_threads():
+    """To ask for all work of the context ends them. Nothing asks while there is little to free, but
+    where memory is short, all work is waited for."""
+    fake.fake_fail(b"cuCtxRecordEvent", -900, 0)
+    arrays = [given(8) for _ in range(3)]
+    live, synchronized = fake.fake_live_bytes(), fake.fake_synchronized()
+    arrays.clear()
+    d = plgpu.device_put(x)
+    plgpu.synchronize()
+    assert fake.fake_live_bytes() == live + d.nbytes
+    assert fake.fake_synchronized() == synchronized
+    fake.fake_fail(b"cuMemAllocFromPoolAsync", 2, 0)
+    e = plgpu.device_put(x)
+    assert fake.fake_live_bytes() == live + d.nbytes + e.nbytes - (24 << 20)
+    assert fake.fake_synchronized() == synchronized + 1
 
 
 def case_older_driver():
     """Before CUDA 12.5 no event comes after all work: a request waits for what others may use."""
-    a, b = plgpu.device_put(x), plgpu.device_put(x)
-    a.__dlpack__(stream=4096)
+    a, b = given(128), given(128)
     live, synchronized = fake.fake_live_bytes(), fake.fake_synchronized()
     del a
     assert (fake.fake_live_bytes(), fake.fake_synchronized()) == (live, synchronized)
     c = plgpu.device_put(x)
-    assert (fake.fake_live_bytes(), fake.fake_synchronized()) == (live, synchronized + 1)
+    assert fake.fake_live_bytes() == live - b.nbytes + c.nbytes
+    assert fake.fake_synchronized() == synchronized + 1
     del b, c
 
 
