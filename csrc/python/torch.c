@@ -14,85 +14,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-typedef int (*empty_strided)(int64_t rank, const int64_t *sizes, const int64_t *strides,
-                             int32_t dtype, int32_t device_type, int32_t device, void **tensor);
-typedef int (*get_data_ptr)(void *tensor, void **ptr);
-typedef int (*delete_tensor)(void *tensor);
-typedef PyObject *(*wrap)(const void *tensor);
-
-static struct {
-  empty_strided empty;
-  get_data_ptr data;
-  delete_tensor drop;
-  wrap wrap; /* last: set where all are there */
-} torch;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-enum { TORCH_CPU = 0, TORCH_CUDA = 1 };
-static void look(void) {
-  void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  void *python = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
-  if (!cpu || !python) return;
-  *(void **)&torch.empty = dlsym(cpu, "aoti_torch_empty_strided");
-  *(void **)&torch.data = dlsym(cpu, "aoti_torch_get_data_ptr");
-  *(void **)&torch.drop = dlsym(cpu, "aoti_torch_delete_tensor_object");
-  if (torch.empty && torch.data && torch.drop) /* THPVariable_Wrap(const at::TensorBase &) */
-    *(void **)&torch.wrap = dlsym(python, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
-}
-
-/* New: a tuple of n ints. */
-static PyObject *int_tuple(const int64_t *n, int rank) {
-  PyObject *t = PyTuple_New(rank);
-  for (int i = 0; t && i < rank; i++) {
-    PyObject *x = PyLong_FromLongLong(n[i]);
-    if (!x) Py_CLEAR(t);
-    else PyTuple_SET_ITEM(t, i, x);
-  }
-  return t;
-}
-
-/* torch._C._dynamo.guards._empty_strided_cuda and torch's dtypes, once found; kept for good. The
- * search may run twice if two threads begin at once, and finds the same. */
-static PyObject *_Atomic empty_cuda, *_Atomic torch_dtype[PM_DTYPE_COUNT];
-static atomic_bool searched;
-
-static void search(void) {
-  PyObject *guards = PyImport_ImportModule("torch._C._dynamo.guards");
-  PyObject *torch_module = guards ? PyImport_ImportModule("torch") : NULL;
-  PyObject *f = torch_module ? PyObject_GetAttrString(guards, "_empty_strided_cuda") : NULL;
-  for (int t = 0; f && t < PM_DTYPE_COUNT; t++) {
-    torch_dtype[t] = PyObject_GetAttrString(torch_module, pm_dtypes[t].text);
-    PyErr_Clear();
-  }
-  empty_cuda = f;
-  Py_XDECREF(torch_module);
-  Py_XDECREF(guards);
-  PyErr_Clear();
-  searched = true;
-}
-
-/* By _empty_strided_cuda, which allocates on the current device; NULL without an exception. */
-static PyObject *empty_on_current(const DLPackExchangeAPI *api, const pmpy_spec *spec,
-                                  const int64_t *strides, int device, uint64_t *ptr) {
-  if (!searched) search();
-  PyObject *f = empty_cuda, *dtype = torch_dtype[spec->dtype], *made = NULL;
-  if (!f || !dtype || !api || !api->dltensor_from_py_object_no_sync) return NULL;
-  PyObject *sizes = int_tuple(spec->shape, spec->rank);
-  PyObject *steps = sizes ? int_tuple(strides, spec->rank) : NULL;
-  DLTensor t;
-  if (steps) {
-    PyObject *args[3] = {sizes, steps, dtype};
-    made = PyObject_Vectorcall(f, args, 3, NULL);
-  }
-  Py_XDECREF(sizes);
-  Py_XDECREF(steps);
-  if (made && (api->dltensor_from_py_object_no_sync(made, &t) || t.device.device_id != device))
-    Py_CLEAR(made);
-  if (made) *ptr = (uint64_t)(uintptr_t)t.data + t.byte_offset;
-  PyErr_Clear();
-  return made;
-}
-
 /* ---- versions ------------------------------------------------------------------------------- */
 
 enum { UNKNOWN, PRIVATE, PUBLIC, FIRST_MINOR = 4, LAST_MINOR = 12 }; /* torch 2.4 to 2.12 */
@@ -126,41 +47,7 @@ static PyObject *use_private(PyObject *module, PyObject *on) {
   Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
-    {"use_private_torch", use_private, METH_O,
-     "use_private_torch(on): may results be allocated, gradients asked for, and writes counted by "
-     "what is private in torch? False: by the DLPack table and public functions alone. True, the "
-     "default: where this version of torch is known."},
-    {NULL, NULL, 0, NULL}};
-
-int pmpy_init_torch(PyObject *module) { return PyModule_AddFunctions(module, functions); }
-
-PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
-                           int device, uint64_t *ptr) {
-  int64_t strides[PM_MAX_RANK], stride = 1;
-  void *tensor = NULL, *data = NULL;
-  PyObject *made = NULL;
-  if (!is_private_allowed()) return NULL;
-  for (int i = spec->rank - 1; i >= 0; i--) {
-    strides[i] = stride;
-    stride *= pm_max(spec->shape[i], 1);
-  }
-  if (cuda && (made = empty_on_current(api, spec, strides, device, ptr))) return made;
-  pthread_once(&once, look);
-  if (!torch.wrap) return NULL;
-  if (torch.empty(spec->rank, spec->shape, strides, pm_dtypes[spec->dtype].torch,
-                  cuda ? TORCH_CUDA : TORCH_CPU, cuda ? device : 0, &tensor))
-    return NULL;
-  if (!torch.data(tensor, &data)) made = torch.wrap(tensor);
-  torch.drop(tensor);
-  if (!made) PyErr_Clear();
-  *ptr = (uint64_t)(uintptr_t)data;
-  return made;
-}
-
-/* ---- autograd ------------------------------------------------------------------------------- */
-
-static PyObject *_Atomic is_grad_enabled; /* torch.is_grad_enabled, kept for good */
+/* ---- tensors -------------------------------------------------------------------------------- */
 
 /* Whether a tensor requires gradients costs an eighth of a launch as an attribute, and counting a
  * write as much. Private to torch are where a Python object points to its tensor, which is found by
@@ -220,6 +107,128 @@ static const void *reference_of(PyObject *tensor) {
   if (at == OWNED_OFFSET && ((char *)tensor)[FIRST_OFFSET]) return NULL;
   return (char *)tensor + at;
 }
+
+/* ---- results -------------------------------------------------------------------------------- */
+
+typedef int (*empty_strided)(int64_t rank, const int64_t *sizes, const int64_t *strides,
+                             int32_t dtype, int32_t device_type, int32_t device, void **tensor);
+typedef int (*get_data_ptr)(const void *tensor, void **ptr);
+typedef int (*get_device_index)(const void *tensor, int32_t *index);
+typedef int (*delete_tensor)(void *tensor);
+typedef PyObject *(*wrap)(const void *tensor);
+
+static struct {
+  empty_strided empty;
+  get_data_ptr data;
+  get_device_index device;
+  delete_tensor drop;
+  wrap wrap; /* last: set where all are there */
+} torch;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+enum { TORCH_CPU = 0, TORCH_CUDA = 1 };
+static void look(void) {
+  void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  void *python = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (!cpu || !python) return;
+  *(void **)&torch.empty = dlsym(cpu, "aoti_torch_empty_strided");
+  *(void **)&torch.data = dlsym(cpu, "aoti_torch_get_data_ptr");
+  *(void **)&torch.device = dlsym(cpu, "aoti_torch_get_device_index");
+  *(void **)&torch.drop = dlsym(cpu, "aoti_torch_delete_tensor_object");
+  if (torch.empty && torch.data && torch.device &&
+      torch.drop) /* THPVariable_Wrap(const at::TensorBase &) */
+    *(void **)&torch.wrap = dlsym(python, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
+}
+
+/* New: a tuple of n ints. */
+static PyObject *int_tuple(const int64_t *n, int rank) {
+  PyObject *t = PyTuple_New(rank);
+  for (int i = 0; t && i < rank; i++) {
+    PyObject *x = PyLong_FromLongLong(n[i]);
+    if (!x) Py_CLEAR(t);
+    else PyTuple_SET_ITEM(t, i, x);
+  }
+  return t;
+}
+
+/* torch._C._dynamo.guards._empty_strided_cuda and torch's dtypes, once found; kept for good. The
+ * search may run twice if two threads begin at once, and finds the same. */
+static PyObject *_Atomic empty_cuda, *_Atomic torch_dtype[PM_DTYPE_COUNT];
+static atomic_bool searched;
+
+static void search(void) {
+  PyObject *guards = PyImport_ImportModule("torch._C._dynamo.guards");
+  PyObject *torch_module = guards ? PyImport_ImportModule("torch") : NULL;
+  PyObject *f = torch_module ? PyObject_GetAttrString(guards, "_empty_strided_cuda") : NULL;
+  for (int t = 0; f && t < PM_DTYPE_COUNT; t++) {
+    torch_dtype[t] = PyObject_GetAttrString(torch_module, pm_dtypes[t].text);
+    PyErr_Clear();
+  }
+  empty_cuda = f;
+  Py_XDECREF(torch_module);
+  Py_XDECREF(guards);
+  PyErr_Clear();
+  searched = true;
+}
+
+/* The memory of a new tensor, if it lies on this device: 0, else -1. */
+static int memory_of(const DLPackExchangeAPI *api, PyObject *made, int device, uint64_t *ptr) {
+  const void *reference = reference_of(made);
+  DLTensor t;
+  if (reference && torch.wrap) {
+    int32_t index = -1;
+    void *data = NULL;
+    if (torch.device(reference, &index) || index != device || torch.data(reference, &data))
+      return -1;
+    *ptr = (uint64_t)(uintptr_t)data;
+    return 0;
+  }
+  if (api->dltensor_from_py_object_no_sync(made, &t) || t.device.device_id != device) return -1;
+  *ptr = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  return 0;
+}
+
+/* By _empty_strided_cuda, which allocates on the current device; NULL without an exception. */
+static PyObject *empty_on_current(const DLPackExchangeAPI *api, const pmpy_spec *spec,
+                                  const int64_t *strides, int device, uint64_t *ptr) {
+  if (!searched) search();
+  PyObject *f = empty_cuda, *dtype = torch_dtype[spec->dtype], *made = NULL;
+  if (!f || !dtype || !api || !api->dltensor_from_py_object_no_sync) return NULL;
+  PyObject *args[3] = {int_tuple(spec->shape, spec->rank), int_tuple(strides, spec->rank), dtype};
+  if (args[0] && args[1]) made = PyObject_Vectorcall(f, args, 3, NULL);
+  Py_XDECREF(args[0]);
+  Py_XDECREF(args[1]);
+  if (made && memory_of(api, made, device, ptr)) Py_CLEAR(made);
+  PyErr_Clear();
+  return made;
+}
+
+PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
+                           int device, uint64_t *ptr) {
+  int64_t strides[PM_MAX_RANK], stride = 1;
+  void *tensor = NULL, *data = NULL;
+  PyObject *made = NULL;
+  if (!is_private_allowed()) return NULL;
+  for (int i = spec->rank - 1; i >= 0; i--) {
+    strides[i] = stride;
+    stride *= pm_max(spec->shape[i], 1);
+  }
+  pthread_once(&once, look);
+  if (cuda && (made = empty_on_current(api, spec, strides, device, ptr))) return made;
+  if (!torch.wrap) return NULL;
+  if (torch.empty(spec->rank, spec->shape, strides, pm_dtypes[spec->dtype].torch,
+                  cuda ? TORCH_CUDA : TORCH_CPU, cuda ? device : 0, &tensor))
+    return NULL;
+  if (!torch.data(tensor, &data)) made = torch.wrap(tensor);
+  torch.drop(tensor);
+  if (!made) PyErr_Clear();
+  *ptr = (uint64_t)(uintptr_t)data;
+  return made;
+}
+
+/* ---- autograd ------------------------------------------------------------------------------- */
+
+static PyObject *_Atomic is_grad_enabled; /* torch.is_grad_enabled, kept for good */
 
 /* 1 or 0; -1: the attribute must be asked */
 static int requires_grad(PyObject *tensor) {
@@ -291,3 +300,12 @@ PyObject *pmpy_torch_call(PyObject *target, PyObject *const *args, Py_ssize_t n,
   Py_XDECREF(named);
   return result;
 }
+
+static PyMethodDef functions[] = {
+    {"use_private_torch", use_private, METH_O,
+     "use_private_torch(on): may results be allocated, gradients asked for, and writes counted by "
+     "what is private in torch? False: by the DLPack table and public functions alone. True, the "
+     "default: where this version of torch is known."},
+    {NULL, NULL, 0, NULL}};
+
+int pmpy_init_torch(PyObject *module) { return PyModule_AddFunctions(module, functions); }
