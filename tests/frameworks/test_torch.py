@@ -917,6 +917,8 @@ def checked():
         "gated_matmul": (a, b),
         "gated_matmul_products": (a, b, "gelu"),
         "gated_matmul_products of two": (a, b, "silu", False, half(72, 40).requires_grad_()),
+        "gated_matmul_input_gradient": (half(20, 80), half(72, 40), half(72, 40)),
+        "gated_matmul_weight_gradients": (a.detach(), half(20, 80), True),
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
         "rotary with norm": (
             *(q, torch.rand(33, 32), torch.rand(33, 32), half(64).requires_grad_()),

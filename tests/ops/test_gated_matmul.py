@@ -7,6 +7,7 @@ import pytest
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
+from pallas_mgpu.ops.gated_matmul import input_gradient
 
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -46,6 +47,37 @@ def test_gated_matmul(rng, shape, transposed, packed, dtype, interpret=CHECKED):
 def test_on_a_gpu(rng, shape, packed):
     for transposed in (False, True):
         test_gated_matmul(rng, shape, transposed, packed, ml_dtypes.bfloat16, interpret=None)
+
+
+CONFIGS = {
+    "default": None,
+    "divided": ops.MatmulConfig(2, 128, cluster=1, split=2),
+    "shared": ops.MatmulConfig(2, 128, cluster=2, shares=2),
+    "wide steps": ops.MatmulConfig(1, 64, cluster=1, cluster_n=2, step=128),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("shape", [(1, 8, 64), (70, 40, 72), (300, 200, 136)], ids=str)
+def test_input_gradient(rng, shape, config, interpret=CHECKED):
+    """The sum over both weights, of whose columns the last step has few."""
+    m, k, n = shape
+    grad = rng.standard_normal((m, 2 * n)).astype(ml_dtypes.bfloat16)
+    weights = [(rng.standard_normal((k, n)) * 0.1).astype(ml_dtypes.bfloat16) for _ in range(2)]
+    want = grad.astype(np.float64) @ np.concatenate(weights, 1).astype(np.float64).T
+    for transposed in (False, True):
+        given = [np.ascontiguousarray(w.T) for w in weights] if transposed else weights
+        options = {"transpose_b": transposed, "config": config, "interpret": interpret}
+        got = input_gradient(grad, *given, **options)
+        np.testing.assert_allclose(got.astype(np.float64), want, rtol=2e-2, atol=2e-2)
+    with pytest.raises(NotImplementedError, match="join them"):
+        input_gradient(grad[:, : 2 * n - 2].copy(), *(w[:, :-1].copy() for w in weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_input_gradient_on_a_gpu(rng, config):
+    test_input_gradient(rng, (1000, 520, 776), config, interpret=None)
 
 
 @pytest.mark.parametrize("cluster, cluster_n", [(2, 1), (1, 2)])
