@@ -106,7 +106,7 @@ def _is_direct(args):
                 if isinstance(x, (list, tuple)) and not _is_direct(x):
                     return False
                 continue
-            if type(x) not in _PLAIN or not x.is_contiguous():
+            if type(x) not in _PLAIN or x.is_meta or not x.is_contiguous():
                 return False
             if x.requires_grad:
                 if recording is None:
@@ -407,16 +407,18 @@ def _schema(signature, mutates):
         raise ValueError(f"torch_op: {e}") from None
 
 
-def _with_state(fn):
+def _with_state(fn, qualname, signature):
     """fn, with kernels that return empty tensors."""
 
     @functools.wraps(fn, updated=())
     def derived(*args, **kwargs):
         before, _state.deriving = _state.deriving, True
         try:
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
         finally:
             _state.deriving = before
+        _check_count(qualname, signature, result)
+        return result
 
     return derived
 
@@ -465,6 +467,8 @@ def _loop(op):
 
     def rule(info, in_dims, *args):
         def item(x, dim, i):
+            if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
+                return [item(y, d, i) for y, d in zip(x, dim, strict=True)]
             return x if dim is None else x.select(dim, i)
 
         results = []
@@ -733,7 +737,9 @@ def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False
     mutates, positions = _mutated(signature, mutates, fn)
     library = library_of(namespace)
     functional = bool(mutates and backward)
-    flat = _by_position(fn)
+    flat, returned = _by_position(fn), {}
+    if mutates:
+        flat = _without_arguments(flat, signature, mutates, returned)
     inner, returns = _functional(flat, signature, mutates) if functional else (flat, signature)
     schema = _schema(returns, () if functional else mutates)
     try:
@@ -741,12 +747,16 @@ def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False
     except RuntimeError as e:
         raise ValueError(f"torch_op: {qualname} cannot be defined: {e}") from None
     op = getattr(getattr(torch.ops, namespace), opname).default
-    rule = _implementation(inner, qualname, () if functional else positions)
+    rule = _implementation(inner, qualname, returns, () if functional else positions)
     library.impl(opname, rule, "CompositeExplicitAutograd")
     if fake is not None:
         fake = _by_position(fake)
+        if mutates:
+            fake = _without_arguments(fake, signature, mutates, returned)
         fake = _functional(fake, signature, mutates)[0] if functional else fake
-    torch.library.register_fake(qualname, fake or _with_state(inner), lib=library)
+    torch.library.register_fake(
+        qualname, fake or _with_state(inner, qualname, returns), lib=library
+    )
     if mutates and not functional:
         rule = _autograd_of_mutation(op, qualname, positions)
         library.impl(opname, rule, "Autograd", with_keyset=True)
@@ -760,24 +770,42 @@ def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False
         at = {i for i, p in enumerate(signature.parameters) if p in autocast}
         for key in ("AutocastCPU", "AutocastCUDA"):
             library.impl(opname, _cast_rule(op, set(autocast), at), key)
-    call = _in_place(fn, op, signature, positions) if functional else _wrapper(fn, op)
+    if functional:
+        call = _in_place(fn, op, signature, positions, returned)
+    else:
+        call = _wrapper(fn, op, signature, returned)
     call.op = op
     call.__signature__ = signature
     return call
 
 
-def _check_new(qualname, args, result):
+def _check_count(qualname, signature, result):
+    if signature.return_annotation is Tensor and isinstance(result, (tuple, list)):
+        raise TypeError(
+            f"{qualname}: the function returned {len(result)} results, and its annotation says one"
+            " tensor; annotate it with -> tuple[Tensor, Tensor] or the like"
+        )
+
+
+def _check_results(qualname, signature, args, result):
+    """Of a function, which may return anything."""
+    _check_count(qualname, signature, result)
+    results = result if isinstance(result, (tuple, list)) else (result,)
     of_args = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-    for x in result if isinstance(result, (tuple, list)) else (result,):
+    for x in results:
         at = x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
         if at and at in of_args:
             raise RuntimeError(
                 f"{qualname}: the function returns one of its arguments, or a view of one; an"
-                " operator returns new tensors only, and arguments are written by mutates="
+                " operator returns new tensors and arguments that mutates= names"
             )
 
 
-def _implementation(fn, qualname, positions):
+def _dense(x):
+    return x.contiguous() if isinstance(x, Tensor) else x
+
+
+def _implementation(fn, qualname, signature, positions):
     """fn on contiguous tensors, but for those at the positions, which it writes to; checked for
     results that are arguments, which operators must not return."""
     strides = isinstance(fn, _core.Kernel)  # kernels read tensors of a GPU through their strides
@@ -789,28 +817,62 @@ def _implementation(fn, qualname, positions):
                 _refuse_elsewhere(qualname, x)
                 if i not in positions and not (strides and x.is_cuda):
                     args[i] = x.contiguous()
+            elif isinstance(x, (list, tuple)):
+                args[i] = [_dense(_as_tensor(t)) for t in x]
         result = fn(*args)
-        if not is_kernel(fn):  # results of kernels are new
-            _check_new(qualname, args, result)
+        if not strides:  # results of kernels are new
+            _check_results(qualname, signature, args, result)
         return result
 
     return implementation
 
 
-def _wrapper(fn, op):
+def _wrapper(fn, op, signature, returned):
+    names = [*signature.parameters]
+
     @functools.wraps(fn, updated=())
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling():
-            return op(*args, **kwargs)
-        if _is_direct(args) and (not kwargs or _is_direct(kwargs.values())):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and _is_direct(args) and (not kwargs or _is_direct(kwargs.values())):
             return fn(*args, **kwargs)
-        return op(*args, **kwargs)
+        found = op(*args, **kwargs)
+        return _with_arguments(found, returned, dict(zip(names, args)) | kwargs)
+
+    return call
+
+
+def _with_arguments(found, returned, given):
+    """Results with the arguments that the function returned in their places."""
+    if not returned:
+        return found
+    if not isinstance(found, (tuple, list)):
+        return given[returned[0]]
+    return tuple(given[returned[i]] if i in returned else x for i, x in enumerate(found))
+
+
+def _without_arguments(fn, signature, mutates, returned):
+    """fn, which may return arguments that it writes to: an operator cannot, so it gets empty
+    tensors instead. returned: which, by the number of the result; filled by calls."""
+    names = [*signature.parameters]
+
+    @functools.wraps(fn, updated=())
+    def call(*args, **kwargs):
+        result = fn(*args, **kwargs)
+        given = dict(zip(names, args)) | kwargs
+        written = {id(given[m]): m for m in mutates if given.get(m) is not None}
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        for i, x in enumerate(results):
+            if id(x) in written:
+                returned[i] = written[id(x)]
+                results[i] = x.new_empty((0,))
+        return results[0] if not isinstance(result, (tuple, list)) else tuple(results)
 
     return call
 
 
 def _functional(fn, signature, mutates):
-    """fn on copies of what it writes to, which become its last results; and its signature."""
+    """fn on copies of what it writes to, which become its last results (an empty tensor for None);
+    and its signature."""
     result = signature.return_annotation
     results = () if result is None else (result,) if result is Tensor else result.__args__
     returns = (Tensor,) * (len(results) + len(mutates))
@@ -818,18 +880,23 @@ def _functional(fn, signature, mutates):
 
     def functional(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given, new = bound.arguments, []
+        none = next((x for x in given.values() if isinstance(x, Tensor)), None)
         for m in mutates:
-            bound.arguments[m] = bound.arguments[m].clone(memory_format=torch.contiguous_format)
+            if given[m] is not None:
+                given[m] = given[m].clone(memory_format=torch.contiguous_format)
+            new.append(given[m])
         found = fn(*bound.args, **bound.kwargs)
         found = found if isinstance(found, (tuple, list)) else () if found is None else (found,)
-        found = (*found, *(bound.arguments[m] for m in mutates))
+        found = (*found, *(none.new_empty((0,)) if x is None else x for x in new))
         return found[0] if len(found) == 1 else found
 
     functional.__name__ = fn.__name__
     return functional, signature.replace(return_annotation=annotation)
 
 
-def _in_place(fn, op, signature, positions):
+def _in_place(fn, op, signature, positions, returned):
     """The function that writes to its arguments, by way of the functional operator."""
     names = [*signature.parameters]
     written = [names[i] for i in positions]
@@ -844,11 +911,12 @@ def _in_place(fn, op, signature, positions):
         found = found if isinstance(found, (tuple, list)) else (found,)
         given = dict(zip(names, args)) | kwargs
         for name, new in zip(written, found[len(found) - len(written) :]):
-            given[name].copy_(new)
+            if given.get(name) is not None:
+                given[name].copy_(new)
         if none:
             return None
         fresh = tuple(found[: len(found) - len(written)])
-        return fresh[0] if single else fresh
+        return _with_arguments(fresh[0] if single else fresh, returned, given)
 
     return call
 

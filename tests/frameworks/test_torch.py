@@ -1,6 +1,7 @@
 """Kernels as operators of PyTorch: what torch.library promises of an operator, on the CPU, where
 kernels run on the interpreter. Nothing cuts a graph of gradients silently."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -277,6 +278,69 @@ def test_lists_of_tensors():
     opcheck(op.op, ([x, x],))
     with pytest.raises(NotImplementedError, match="test_torch::summed: an argument is a list"):
         op([x, x.clone().requires_grad_()])
+
+
+def test_lists_of_views():
+    op = plgpu.torch_op(summed, name="test_torch::summed_views")
+    x = torch.randn(4, 3, 8)
+    want = 2 * torch.softmax(x, -1)
+    torch.testing.assert_close(torch.func.vmap(lambda x: op([x, x]))(x), want)
+    torch.testing.assert_close(op([x[0].t(), x[0].t()]), 2 * torch.softmax(x[0].t(), -1))
+
+
+def write_and_return(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor | None = None):
+    sum_and_difference(x, x, out=(y, torch.empty(8)))
+    if z is not None:
+        z.copy_(x)
+    return x + 1, y
+
+
+write_and_return.__annotations__["return"] = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.mark.parametrize("backward", [None, lambda ctx, *grads: (2 * grads[2], None, None)])
+def test_arguments_that_are_returned(backward):
+    """The very tensor, however the call is made; and arguments that are not there."""
+    name = f"test_torch::returning_{backward is None}"
+    op = plgpu.torch_op(write_and_return, name=name, mutates=("y", "z"), backward=backward)
+    x = torch.ones(8)
+    opcheck(op.op, (x, torch.zeros(8), None))
+    for z in (None, torch.zeros(8)):
+        for context in (contextlib.nullcontext(), torch.autocast("cpu")):
+            y = torch.zeros(8)
+            with context:
+                first, second = op(x, y, z)
+            assert second is y and (y == 2).all() and (first == 2).all()
+            assert z is None or torch.equal(z, x)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x, y):
+        first, second = op(x, y)
+        second += 1
+        return first
+
+    y = torch.zeros(8)
+    assert (compiled(x, y) == 2).all() and (y == 3).all()
+    if backward is not None:
+        x = torch.ones(8, requires_grad=True)
+        op(x, y := torch.zeros(8))
+        y.sum().backward()
+        assert (x.grad == 2).all()
+
+
+def test_more_results_than_annotated():
+    @plgpu.specialize
+    def two(x):
+        def body(x_ref, o_ref, p_ref):
+            o_ref[...] = p_ref[...] = x_ref[...]
+
+        like = plgpu.ShapeDtypeStruct(x.shape, x.dtype)
+        return plgpu.kernel(body, out_type=[like, like])
+
+    op = plgpu.torch_op(two, name="test_torch::two_results")
+    for x in (torch.ones(8, requires_grad=True), torch.ones(8, device="meta")):
+        with pytest.raises(TypeError, match="test_torch::two_results: the function returned 2"):
+            op(x)
 
 
 def test_without_backward():
