@@ -1168,6 +1168,22 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
 
+def _local(x):
+    """The part of a DTensor that this process has; another tensor itself."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _check_parameter(p):
+    if not _local(p).is_contiguous():
+        raise ValueError("AdamW: a parameter is not contiguous")
+    ways = [getattr(x, "placements", None) for x in (p, p.grad)]
+    if ways[0] != ways[1]:
+        raise ValueError(
+            "AdamW: a parameter and its gradient are distributed in different ways,"
+            f" {ways[0]} and {ways[1]}; redistribute the gradient"
+        )
+
+
 class _Launches:
     """Launches of AdamW for the parameters of groups that have gradients. The settings of all
     parameters on a device are rows of one table, so that one addition counts their steps."""
@@ -1178,9 +1194,11 @@ class _Launches:
         alike: dict = {}
         for number, params in enumerate(groups):
             for p in params:
-                if not p.is_contiguous():
-                    raise ValueError("AdamW: a parameter is not contiguous")
-                alike.setdefault((p.device, number, p.shape, p.dtype, p.grad.dtype), []).append(p)
+                _check_parameter(p)
+                shape = _local(p).shape
+                if shape.numel():
+                    key = p.device, number, shape, p.dtype, p.grad.dtype
+                    alike.setdefault(key, []).append(p)
         devices = [key[0] for key, params in alike.items() for _ in params]
         self.tables = {d: torch.zeros(devices.count(d), 6, device=d) for d in {*devices}}
         rows = dict.fromkeys(self.tables, 0)
@@ -1205,7 +1223,7 @@ class _Launches:
             state["first"] = torch.zeros_like(p, dtype=torch.float32)
             state["second"] = torch.zeros_like(p, dtype=torch.float32)
         state["settings"] = row
-        return state["first"], state["second"]
+        return _local(state["first"]), _local(state["second"])
 
     def step(self, groups):
         for number, g in enumerate(groups):
@@ -1220,7 +1238,9 @@ class _Launches:
         for table in self.tables.values():
             table[:, 5] += 1
         for kernel, arrays, settings, _ in self.launches:
-            operands = [x for p, m, v in arrays for x in (p, p.grad.contiguous(), m, v)]
+            grads = [_local(p.grad).contiguous() for p, _, _ in arrays]
+            arrays = [(_local(p), m, v) for p, m, v in arrays]
+            operands = [x for (p, m, v), g in zip(arrays, grads) for x in (p, g, m, v)]
             kernel(*operands, settings, out=tuple(x for of_one in arrays for x in of_one))
 
 

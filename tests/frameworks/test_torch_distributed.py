@@ -194,3 +194,31 @@ def test_a_mesh_that_is_not_there(mesh):
     assert mesh.name == "x=2"
     with pytest.raises(RuntimeError, match="no mesh y=2"):
         torch.ops.pallas_mgpu.all_reduce([torch.ones(4)], "y=2")
+
+
+def test_adamw_of_distributed_parameters():
+    """Each process updates its part; parts may be empty."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, found = init_device_mesh("cpu", (1,)), []
+        for whole in (False, True):
+            make = (lambda x: x) if whole else (lambda x: distribute_tensor(x, mesh, [Shard(0)]))
+            params = [torch.nn.Parameter(make(torch.ones(n, 5))) for n in (3, 0)]
+            optimizer = (torch.optim.AdamW if whole else pt.AdamW)(params, lr=0.1)
+            for _ in range(2):
+                for p in params:
+                    p.grad = make(torch.arange(p.shape[0] * 5.0).reshape(p.shape))
+                optimizer.step()
+            found.append([p.detach() if whole else p.to_local() for p in params])
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b)
+        params[0] = torch.nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]))
+        params[0].grad = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
+        with pytest.raises(ValueError, match="distributed in different ways"):
+            pt.AdamW(params[:1]).step()
+    finally:
+        dist.destroy_process_group()
