@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from . import ops
-from ._jax import TARGET, call_special, varying  # noqa: F401
+from ._jax import TARGET, call_eager, call_special, varying  # noqa: F401
 from .ops.gated_matmul import input_gradient, sums_two_weights
 
 __all__ = [
