@@ -21,7 +21,7 @@ from .ops._scale import scale_in_place
 from .ops.adamw import MOST as _TENSORS_OF_A_LAUNCH
 from .ops.adamw import Problem as _AdamWProblem
 from .ops.adamw import kernel as _adamw_kernel
-from .ops.gated_matmul import input_gradient, sums_two_weights
+from .ops.gated_matmul import input_gradient, sums_two_weights, weight_gradient
 from .ops.matmul import without_product
 
 ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
@@ -834,11 +834,14 @@ def gated_matmul_input_gradient(
     """The gradient of x for two weights, which are joined only where no kernel sums over both."""
     k, n = w.shape[::-1] if transpose_b else w.shape
     device = w.get_device() if w.is_cuda else None
-    aligned = all(t.data_ptr() % 16 == 0 for t in (grad, w, up))
-    if aligned and sums_two_weights(n, k, w.dtype, device):
+    if _are_aligned(grad, w, up) and sums_two_weights(n, k, w.dtype, device):
         return input_gradient(grad, w, up, transpose_b=transpose_b)
     w = torch.cat([w, up], 0 if transpose_b else 1)
     return ops.matmul(grad, w, transpose_b=not transpose_b)
+
+
+def _are_aligned(*tensors):
+    return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _weight_gradients_fake(x, grad, transpose_b=False, of_w=True, of_up=True):
@@ -852,14 +855,18 @@ def gated_matmul_weight_gradients(
     x: Tensor, grad: Tensor, transpose_b: bool = False, of_w: bool = True, of_up: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The gradients of two weights, as arrays of their own."""
-    found = []
-    for g, wanted in zip(grad.chunk(2, 1), (of_w, of_up)):
-        if not wanted:
-            found.append(x.new_empty((0,)))
-            continue
-        g = g if g.is_cuda else g.contiguous()
-        found.append(ops.matmul(*((g, x) if transpose_b else (x, g)), transpose_a=True))
-    return found[0], found[1]
+    k, n, device = x.shape[1], grad.shape[1] // 2, x.get_device() if x.is_cuda else None
+    at_once = _are_aligned(x, grad) and sums_two_weights(n, k, x.dtype, device)
+
+    def one(up):
+        if at_once:
+            pair = (grad, x) if transpose_b else (x, grad)
+            return weight_gradient(*pair, up=up, transpose_b=transpose_b)
+        g = grad[:, n * up : n * (up + 1)].contiguous()
+        return ops.matmul(*((g, x) if transpose_b else (x, g)), transpose_a=True)
+
+    none = x.new_empty((0,))
+    return one(False) if of_w else none, one(True) if of_up else none.clone()
 
 
 @_operator(_gated_products_fake, (_gated_matmul_setup, _gated_matmul_backward), ("x", "w", "up"))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from . import ops
 from ._jax import TARGET, call_eager, call_special, varying  # noqa: F401
-from .ops.gated_matmul import input_gradient, sums_two_weights
+from .ops.gated_matmul import input_gradient, sums_two_weights, weight_gradient
 
 __all__ = [
     "add_layer_norm",
@@ -425,12 +425,14 @@ def _gated_matmul_backward(options, saved, grad):
     transposed = options["transpose_b"]
     along = 0 if transposed else 1
     g = ops.gated_linear_unit_backward(grad, both, activation=options["activation"])
+    pair = (g, x) if transposed else (x, g)
     if up is not None and sums_two_weights(w.shape[along], x.shape[1], w.dtype, None):
         dx = input_gradient(g, w, up, transpose_b=transposed)
-    else:
-        w = w if up is None else jnp.concatenate([w, up], along)
-        dx = ops.matmul(g, w, transpose_b=not transposed)
-    dw = ops.matmul(*((g, x) if transposed else (x, g)), transpose_a=True)
+        of = functools.partial(weight_gradient, *pair, transpose_b=transposed)
+        return dx, of(), of(up=True)
+    w = w if up is None else jnp.concatenate([w, up], along)
+    dx = ops.matmul(g, w, transpose_b=not transposed)
+    dw = ops.matmul(*pair, transpose_a=True)
     return (dx, dw, None) if up is None else (dx, *jnp.split(dw, 2, along))
 
 

@@ -9,7 +9,7 @@ is copied. On request both products are stored, too, for the gradient.
 The gradients are those of the unit (`gated_linear_unit_backward`), then two products. The gradient
 of x sums over the columns of both weights (`input_gradient`): where these are two arrays, the steps
 of K are first those of the gate, then those of up, and TMA fills the last step of each with zeros.
-"""
+The gradient of one of two weights is a product with half of the columns (`weight_gradient`)."""
 
 import functools
 
@@ -305,11 +305,65 @@ def input_gradient(grad, w, up, *, transpose_b=False, config=None, interpret=Non
     if not (sums_two_weights(n, k, w.dtype, w.device) and all(a.aligned for a in (grad, w, up))):
         raise NotImplementedError(f"{_NAME}: the gradient of x for two such weights; join them")
     sms = plgpu.sm_count(w.device)
-    if config is None:
-        found = candidates(m, k, 2 * n, sms, tb=not transposed)
-        found = [c for c in found if c.slices == 1 and not c.swapped]
-        config = min(found, key=lambda cfg: cycles(m, k, 2 * n, cfg, sms))
+    config = config or _chosen(m, k, 2 * n, sms, not transposed)
     of_each = pl.cdiv(n, config.step) * config.step
     dtypes = grad.dtype, w.dtype
     product = Product(m, k, 2 * of_each, dtypes, grad.dtype, False, not transposed)
     return _gradient_kernel(product, config, sms, interpret)
+
+
+def _chosen(m, n, k, sms, tb):
+    """Of one kernel, whose operands do not change places."""
+    found = [c for c in candidates(m, n, k, sms, tb=tb) if c.slices == 1 and not c.swapped]
+    return min(found, key=lambda cfg: cycles(m, n, k, cfg, sms))
+
+
+# ---- the gradient of a weight --------------------------------------------------------------------
+
+
+class _OneWeight(_Block):
+    """A product over the rows of x and of half of the columns of (M, 2 N)."""
+
+    def halves(self, grad):
+        return grad.reshape((grad.shape[0], 2, grad.shape[1] // 2))
+
+    def tile_of_a(self, a, along_m, k):
+        if not self.of_transposed:
+            return super().tile_of_a(a, along_m, k)
+        return self.halves(a).at[pl.ds(k, self.cfg.step), self.which, along_m]
+
+    def tiles_of_b(self, along_n, k):
+        if self.of_transposed:
+            return super().tiles_of_b(along_n, k)
+        return [(True, self.halves(self.b).at[pl.ds(k, self.cfg.step), self.which, along_n])]
+
+
+@cached
+def _weight_kernel(x, cfg, sms, which, transposed, interpret):
+    plan = _KernelPlan(x, cfg, sms)
+
+    def body(a, b, o, **scratch):
+        overlap_launches()
+        refs = x.named(a, b, o) | plan.refs(scratch) | {"done": _semaphores(plan)}
+        _OneWeight(plan, refs | {"which": which, "of_transposed": transposed}).run()
+
+    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    options = {"interpret": interpret, "kernel_name": "gated_matmul_weight_gradient"}
+    return warp_specialized(body, plan, out_type, **options)
+
+
+@plgpu.specialize(in_place=False)
+def weight_gradient(a, b, *, up=False, transpose_b=False, config=None, interpret=None):
+    """The gradient of ``w``, or of ``up``, of :func:`gated_matmul` with two weights. a: x, (M, K);
+    b: the gradient of both products, (M, 2 N); the result is ``a.T @ b[:, :N]`` or
+    ``a.T @ b[:, N:]``. With transpose_b it is the transpose of that, of a = the gradient and b = x.
+    On Hopper, for multiples of 8 as N and K (`sums_two_weights`)."""
+    transposed = bool(transpose_b)
+    grad, x = (a, b) if transposed else (b, a)
+    (m, k), n = x.shape, grad.shape[1] // 2
+    if not (sums_two_weights(n, k, x.dtype, x.device) and a.aligned and b.aligned):
+        raise NotImplementedError(f"{_NAME}: the gradient of such a weight alone; use matmul")
+    sms, shape = plgpu.sm_count(x.device), (n, k) if transposed else (k, n)
+    config = config or _chosen(*shape, m, sms, False)
+    product = Product(*shape, m, (a.dtype, b.dtype), x.dtype, True, False)
+    return _weight_kernel(product, config, sms, int(bool(up)), transposed, interpret)

@@ -7,7 +7,7 @@ import pytest
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
-from pallas_mgpu.ops.gated_matmul import input_gradient
+from pallas_mgpu.ops.gated_matmul import input_gradient, weight_gradient
 
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -59,7 +59,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("shape", [(1, 8, 64), (70, 40, 72), (300, 200, 136)], ids=str)
-def test_input_gradient(rng, shape, config, interpret=CHECKED):
+def test_gradients_of_two_weights(rng, shape, config, interpret=CHECKED):
     """The sum over both weights, of whose columns the last step has few."""
     m, k, n = shape
     grad = rng.standard_normal((m, 2 * n)).astype(ml_dtypes.bfloat16)
@@ -70,14 +70,21 @@ def test_input_gradient(rng, shape, config, interpret=CHECKED):
         options = {"transpose_b": transposed, "config": config, "interpret": interpret}
         got = input_gradient(grad, *given, **options)
         np.testing.assert_allclose(got.astype(np.float64), want, rtol=2e-2, atol=2e-2)
+        x = rng.standard_normal((m, k)).astype(ml_dtypes.bfloat16)
+        of_weights = x.astype(np.float64).T @ grad.astype(np.float64)
+        for up in (False, True):
+            got = weight_gradient(*((grad, x) if transposed else (x, grad)), up=up, **options)
+            got = got.T if transposed else got
+            of_one = of_weights[:, n * up : n * (up + 1)]
+            np.testing.assert_allclose(got.astype(np.float64), of_one, rtol=2e-2, atol=0.1)
     with pytest.raises(NotImplementedError, match="join them"):
         input_gradient(grad[:, : 2 * n - 2].copy(), *(w[:, :-1].copy() for w in weights))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_input_gradient_on_a_gpu(rng, config):
-    test_input_gradient(rng, (1000, 520, 776), config, interpret=None)
+def test_gradients_of_two_weights_on_a_gpu(rng, config):
+    test_gradients_of_two_weights(rng, (1000, 520, 776), config, interpret=None)
 
 
 @pytest.mark.parametrize("cluster, cluster_n", [(2, 1), (1, 2)])
