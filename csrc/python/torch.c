@@ -188,16 +188,42 @@ static int memory_of(const DLPackExchangeAPI *api, PyObject *made, int device, u
   return 0;
 }
 
+/* New: the arguments of _empty_strided_cuda. They are kept for the next results of this type. */
+static PyObject *arguments(const pmpy_spec *spec, const int64_t *strides, PyObject *dtype) {
+  static struct {
+    pmpy_spec spec;
+    PyObject *args;
+  } recent[16]; /* under the GIL */
+  size_t at = spec->dtype + 3u * spec->rank;
+  for (int i = 0; i < spec->rank; i++) at = at * 31 + (size_t)spec->shape[i];
+  at = (at ^ at >> 8) % PM_COUNT(recent);
+  const pmpy_spec *known = &recent[at].spec;
+  if (recent[at].args && known->dtype == spec->dtype && known->rank == spec->rank &&
+      !memcmp(known->shape, spec->shape, spec->rank * sizeof *spec->shape))
+    return Py_NewRef(recent[at].args);
+  PyObject *sizes = int_tuple(spec->shape, spec->rank);
+  PyObject *steps = sizes ? int_tuple(strides, spec->rank) : NULL;
+  PyObject *args = steps ? PyTuple_Pack(3, sizes, steps, dtype) : NULL;
+  Py_XDECREF(sizes);
+  Py_XDECREF(steps);
+#ifndef Py_GIL_DISABLED
+  if (args) {
+    recent[at].spec = *spec;
+    Py_XSETREF(recent[at].args, Py_NewRef(args));
+  }
+#endif
+  return args;
+}
+
 /* By _empty_strided_cuda, which allocates on the current device; NULL without an exception. */
 static PyObject *empty_on_current(const DLPackExchangeAPI *api, const pmpy_spec *spec,
                                   const int64_t *strides, int device, uint64_t *ptr) {
   if (!searched) search();
-  PyObject *f = empty_cuda, *dtype = torch_dtype[spec->dtype], *made = NULL;
+  PyObject *f = empty_cuda, *dtype = torch_dtype[spec->dtype];
   if (!f || !dtype || !api || !api->dltensor_from_py_object_no_sync) return NULL;
-  PyObject *args[3] = {int_tuple(spec->shape, spec->rank), int_tuple(strides, spec->rank), dtype};
-  if (args[0] && args[1]) made = PyObject_Vectorcall(f, args, 3, NULL);
-  Py_XDECREF(args[0]);
-  Py_XDECREF(args[1]);
+  PyObject *args = arguments(spec, strides, dtype);
+  PyObject *made = args ? PyObject_Call(f, args, NULL) : NULL;
+  Py_XDECREF(args);
   if (made && memory_of(api, made, device, ptr)) Py_CLEAR(made);
   PyErr_Clear();
   return made;
