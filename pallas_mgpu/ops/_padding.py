@@ -17,15 +17,16 @@ _WIDTH = 4096  # elements that a block copies
 
 
 @cached
-def padding(shape, dtype, aligned, interpret):
-    """Kernel: a copy with rows of a multiple of 16 bytes, filled up with zeros.
+def padding(shape, dtype, aligned, interpret, to=0):
+    """Kernel: a copy with rows of `to` elements, by default the next multiple of 16 bytes, filled
+    up with zeros.
 
     Blocks take a few rows, or a part of one. Where it does not come out even the last ones begin
     earlier, and copy once more what others copy too."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
     is_open = _sizes.is_open(shape)
     whole = 16 // dtype.itemsize
-    padded = pl.cdiv(cols, whole) * whole
+    padded = to or pl.cdiv(cols, whole) * whole
     width = min(cols, _WIDTH)
     height = 1 if is_open else min(rows, max(_WIDTH // width, 1))
 
@@ -55,9 +56,8 @@ def padding(shape, dtype, aligned, interpret):
 
 @cached
 def cropping(shape, cols, dtype, interpret):
-    """Kernel: a copy of the first columns alone, of an array of two dims. Blocks overlap as those
-    of `padding` do."""
-    rows = shape[0]
+    """Kernel: a copy of the first columns alone. Blocks overlap as those of `padding` do."""
+    rows = math.prod(shape[:-1])
     width = min(cols, _WIDTH)
     height = min(rows, max(_WIDTH // width, 1))
 
@@ -66,11 +66,12 @@ def cropping(shape, cols, dtype, interpret):
         r = jnp.minimum(lax.axis_index("row") * height, rows - height)
         c = jnp.minimum(lax.axis_index("col") * width, cols - width)
         at = pl.ds(r, height), pl.ds(c, width)
+        x, o = x.reshape((rows, shape[-1])), o.reshape((rows, cols))
         o[at] = x[at]
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct((rows, cols), dtype),
+        out_type=plgpu.ShapeDtypeStruct((*shape[:-1], cols), dtype),
         grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
         grid_names=("row", "col"),
         interpret=interpret,

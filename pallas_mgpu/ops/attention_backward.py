@@ -13,7 +13,10 @@ for bit. Registers do not hold dK and dV of rows of 256 elements, so that the se
 runs once for each of them. On Blackwell five products are the default up to a head_dim of 128
 (`_attention_backward_tensor_memory.py`), seven are for longer rows and deterministic results
 (`_attention_backward_tensor_memory_seven.py`). The gradient of a bias is that of the scores, summed
-along the dims that the bias lacks: a kernel of its own (`_attention_backward_bias.py`)."""
+along the dims that the bias lacks: a kernel of its own (`_attention_backward_bias.py`).
+
+There are kernels for some head_dims. For others, and for values of another width, q, k, v, o and dO
+get columns of zeros, from which nothing but zeros comes (`_Padded`)."""
 
 import functools
 import typing
@@ -36,9 +39,11 @@ from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import kernel, statistics
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
+from ._padding import cropping, padding
 from .attention import _check
 
 _F32 = np.float32
+_MOST = _attention_backward_tensor_memory_seven.MOST  # the largest head_dim
 
 
 class AttentionBackwardConfig(typing.NamedTuple):
@@ -120,7 +125,7 @@ class Gradients(SeveralKernels):
             of_keys = self.ranges[0](cu_k, cu_q, stream=stream)
             of_queries = self.ranges[1](cu_q, cu_k, stream=stream)
         if self.fused:
-            three = None if out is None else (dq, dk, dv)
+            three = None if dq is None else (dq, dk, dv)
             ranges = (*of_keys, *of_queries) if self.on_blackwell else of_keys
             *found, lse, delta = self.fused(
                 grad, q, k, v, o, lse, (*rest, *ranges), angles, out=three, stream=stream
@@ -139,6 +144,46 @@ class Gradients(SeveralKernels):
             return found
         dbias = dbias[0] if dbias else None
         return *found, self.bias(*operands, *rest, *of_queries, out=dbias, stream=stream)
+
+
+class _Padded(SeveralKernels):
+    """The gradients of operands of other widths, by wider copies. pads: the kernels that copy grad,
+    q, k, v and o (None: it is wide enough); crops: those that take the columns of dq, dk and dv."""
+
+    def __init__(self, gradients, pads, crops):
+        self.gradients, self.pads, self.crops = gradients, pads, crops
+
+    def __call__(self, *operands, out=None, stream=None):
+        into = out or (None,) * 4
+        of_bias = (None, None, None, into[3]) if len(into) == 4 and into[3] is not None else None
+        wide = [x if pad is None else pad(x, stream=stream) for x, pad in zip(operands, self.pads)]
+        found = self.gradients(*wide, *operands[5:], out=of_bias, stream=stream)
+        three = [crop(x, out=to, stream=stream) for crop, x, to in zip(self.crops, found, into)]
+        return *three, *found[3:]
+
+
+def _width(dim, value_dim, on_blackwell):
+    """The head_dim of the kernels for rows of q and k, and of v; 0: there are none."""
+    most = max(dim, value_dim)
+    if on_blackwell:
+        return most if most % 8 == 0 and most <= _MOST else 0
+    return next((width for width in (64, 128, 256) if most <= width), 0)
+
+
+def _padded(width, operands, gradients_of, interpret):
+    """`_Padded` for head_dims of `width`. operands: grad, q, k, v, o; gradients_of(operands): the
+    gradients of such arrays."""
+    pads, wide = [], []
+    for x in operands:
+        shape = (*x.shape[:3], width)
+        is_wide = x.shape[3] == width
+        pads.append(None if is_wide else padding(x.shape, x.dtype, x.aligned, interpret, width))
+        wide.append(x if is_wide else plgpu.ArrayInfo(shape, x.dtype, x.device))
+    crops = [
+        cropping(wide[i].shape, operands[i].shape[3], operands[i].dtype, interpret)
+        for i in (1, 2, 3)
+    ]
+    return _Padded(gradients_of(wide), pads, crops)
 
 
 def _chosen(dim, scores):
@@ -199,8 +244,9 @@ def attention_backward(
 
     grad: the gradient of the result, like ``o``; o, lse: the results of attention, with
     ``return_lse``; q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed, cos, sin, causal, window,
-    bottom_right, softcap, dropout, scale: its arguments. float16 or bfloat16; head_dim 64, 128 or
-    256, on Blackwell any multiple of 8 up to 256; any lengths and numbers of heads. bias_gradient:
+    bottom_right, softcap, dropout, scale: its arguments. float16 or bfloat16; head_dims that are
+    multiples of 8 up to 256, also another one of v: on Hopper those other than 64, 128 and 256 are
+    copied to wider rows; any lengths and numbers of heads. bias_gradient:
     also return the gradient of ``bias``, summed along the dims in which it has size 1. config: an
     :class:`AttentionBackwardConfig`, on Blackwell a :class:`TensorMemoryBackwardConfig`.
     deterministic: results repeat bit for bit; otherwise dq may differ from call to call by its
@@ -214,19 +260,14 @@ def attention_backward(
     if config is None and _tensor_memory.runs_here(q.device):
         config = TensorMemoryBackwardConfig()
     on_blackwell = isinstance(config, TensorMemoryBackwardConfig)
-    most = _attention_backward_tensor_memory_seven.MOST if on_blackwell else 0
-    if q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.shape[3] != v.shape[3]:
-        raise NotImplementedError(
-            f"{name}: values of another width than keys, got {v.shape[3]} and {k.shape[3]}; pad q"
-            " and k, or v, o and grad, with zeros and give scale"
-        )
-    _check(q, k, v, name, (64, 128, 256), most)
+    _check(q, k, v, name, most=_MOST, own_value_dim=True)
     batch, queries, heads, dim = q.shape
+    shape = (*q.shape[:3], v.shape[3])
     for what, x in (("grad", grad), ("o", o)):
-        if x.shape != q.shape or x.dtype != q.dtype:
+        if x.shape != shape or x.dtype != q.dtype:
             raise ValueError(
-                f"{name}: {what} must be {q.dtype} of shape {q.shape}, as q is; got"
-                f" {x.dtype} of shape {x.shape}"
+                f"{name}: {what} must be {q.dtype} of shape {shape}, as the result of attention"
+                f" is; got {x.dtype} of shape {x.shape}"
             )
     if lse.shape != (batch, heads, queries) or lse.dtype != _F32:
         raise ValueError(
@@ -239,6 +280,31 @@ def attention_backward(
     if bias_gradient and bias is None:
         raise ValueError(f"{name}: bias_gradient needs the bias")
     scale = _attention_scores.scale_of("attention_backward", scale, dim)
+    width = _width(dim, v.shape[3], on_blackwell)
+    if width != dim or width != v.shape[3]:
+        if cos is not None or sin is not None:
+            raise NotImplementedError(
+                f"{name}: cos and sin with head_dims other than 64, 128 and 256, or of v; rotate q"
+                " and k before, by ops.rotary"
+            )
+        how = {
+            "bias": bias,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "seed": seed,
+            "causal": causal,
+            "window": window,
+            "bottom_right": bottom_right,
+            "softcap": softcap,
+            "dropout": dropout,
+            "scale": scale,
+            "bias_gradient": bias_gradient,
+            "config": config,
+            "deterministic": deterministic,
+            "interpret": interpret,
+        }
+        make = attention_backward.maker.make
+        return _padded(width, (grad, q, k, v, o), lambda wide: make(*wide, lse, **how), interpret)
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     how = causal, window, bottom_right, softcap, dropout
     scores = _attention_scores.options(name, q, k, arrays, *how)
