@@ -130,9 +130,12 @@ def _explained(e):
     """What Python or another library says of something of this package; None: of nothing of it."""
     text = e.args[0]
     found = explain_keyword(text) if isinstance(e, TypeError) else None
-    if found is not None or __package__ not in text:
+    unbound = "unbound axis name" in text  # jax.lax.axis_index of an axis of the kernel
+    if found is not None or __package__ not in text and not unbound:
         return found
-    if re.search("jax|torch|Tensor|ndarray", text, re.I):  # a function of theirs in a body
+    if unbound or re.search(
+        "jax|torch|Tensor|ndarray", text, re.I
+    ):  # a function of theirs in a body
         text += (
             "\n  inside a kernel use the functions of pallas_mgpu.numpy, lax and nn, and pass"
             " arrays of JAX and PyTorch as operands"

@@ -128,14 +128,53 @@ def test_dtypes_of_64_bits(x):
 
 @pytest.mark.parametrize(
     "f",
-    [jnp.exp, jax.lax.exp, jax.nn.silu, lambda v: v * jnp.ones(8), lambda v: jnp.where(v, 1, 0)],
+    [
+        *(jnp.exp, jax.lax.exp, jax.nn.silu),
+        lambda v: v * jnp.ones(8),
+        lambda v: jnp.where(v, 1, 0),
+        lambda v: v + jax.lax.axis_index("i"),
+    ],
 )
 def test_functions_of_jax_in_a_body(f, x):
     """The names that a kernel was not moved from: told with the line of the body."""
     kernel = plgpu.kernel(lambda x, o: o.__setitem__(..., f(x[...])), out_type=spec(8))
     for call in (kernel, jax.jit(kernel)):
-        with pytest.raises(TypeError, match=r"pallas_mgpu.numpy, lax and nn(.|\n)*test_jax.py:\d"):
+        error = TypeError, NameError  # of an axis that JAX does not know
+        with pytest.raises(error, match=r"pallas_mgpu.numpy, lax and nn(.|\n)*test_jax.py:\d"):
             call(x)
+
+
+def test_calls_outside_of_jit_that_xla_runs(x, monkeypatch):
+    """As arrays on a GPU go, with arrays of the CPU."""
+    from pallas_mgpu import _frameworks, _jax, _kernel
+
+    def concrete(x):
+        return _frameworks.is_jax(x) and not _frameworks.is_jax_traced(x)
+
+    compiled, made = _jax._compiled, []
+    for module in (_frameworks, _jax, _kernel):
+        monkeypatch.setattr(module, "is_jax_on_gpu", concrete)
+    monkeypatch.setattr(_jax, "_compiled", lambda *key: made.append(key) or compiled(*key))
+
+    @plgpu.kernel(out_type=[spec(8), spec(8)])
+    def both(d, factor, o, p):
+        o[...] = d["a"][...] + factor[()]
+        p[...] = d["b"][0][...]
+
+    o, p = both({"a": x, "b": [2 * x]}, 3.0)
+    same(o, x + 3), same(p, 2 * x)
+    args = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 24), jnp.bfloat16)
+    bias = jnp.ones(24, jnp.bfloat16)
+    got = _jax.call_eager(ops.matmul, args, {"activation": "relu", "bias": bias, "out": None})
+    assert (np.asarray(got, F32) == 65).all()
+    assert len(made) == 2
+    with pytest.raises(TypeError, match="different libraries"):
+        _jax.call_eager(add, (x, np.ones(8, F32)), {})
+    with pytest.raises(TypeError, match="axis must be an array or hashable"):
+        _jax.call_eager(ops.softmax, (x,), {"axis": [0]})
+    traced = plgpu.kernel(lambda x, o: o.__setitem__(..., x[...]), out_type=spec(8), interpret=True)
+    same(_jax.call_eager(traced, (x,), {}), x)
+    assert len(made) == 2
 
 
 def test_mutable_arrays(x):
