@@ -100,12 +100,17 @@ def call_eager(target, args, kwargs):
     options = {k: x for k, x in kwargs.items() if not _is_array(x)}
     names = [k for k in kwargs if k not in options]
     arrays = [*leaves, *(kwargs[k] for k in names)]
-    if not all(map(_may_go_to_xla, arrays)) or not _has_form_for_xla(target, options):
+    call = None
+    if all(map(_may_go_to_xla, arrays)):
+        state = _flags.state()
+        try:
+            typed = tuple((k, type(x), x) for k, x in options.items())  # 1 is not 1.0
+            call = _compiled(target, structure, tuple(names), typed, state)
+        except TypeError:  # an option has no hash
+            pass
+    if call is None:
         return target(*args, **kwargs, stream=_LEGACY)  # through DLPack
-    what = getattr(target, "__name__", "kernel")
-    arrays = [_array(x, what, k) for k, x in enumerate(arrays)]
-    key = target, structure, tuple(names), tuple(options.items()), _flags.state()
-    return _compiled(*key)(*arrays)
+    return call(*(_array(x, target.__name__, k) for k, x in enumerate(arrays)))
 
 
 _LEGACY = 1  # handle of the legacy default stream
@@ -114,39 +119,34 @@ _LEGACY = 1  # handle of the legacy default stream
 def _may_go_to_xla(x):
     if isinstance(x, (bool, int, float, np.bool_)):
         return True
-    return is_jax_on_gpu(x) and len(x.devices()) == 1 and itemsize_bits(_narrow(x.dtype)) >= 8
+    return is_jax_on_gpu(x) and len(x.devices()) == 1 and _has_whole_bytes(x.dtype)
 
 
-def _narrow(dtype):
-    return _core.as_dtype(np.dtype(dtype))
+@functools.lru_cache(64)
+def _has_whole_bytes(dtype):
+    return itemsize_bits(_core.as_dtype(np.dtype(dtype))) >= 8
 
 
 def _has_form_for_xla(target, options):
     """Is there nothing in it that only calls outside of jit can do?"""
     if isinstance(target, _core.Family):
-        return options.get("interpret") is None and all(map(_is_hashable, options.values()))
+        return options.get("interpret") is None
     d = target.definition
     plain = not (d.interpret or d.params.profile_space or d.devices)
-    return plain and bool(d.outs) and all(itemsize_bits(np.dtype(o.dtype)) >= 8 for o in d.outs)
-
-
-def _is_hashable(x):
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return plain and bool(d.outs) and all(_has_whole_bytes(o.dtype) for o in d.outs)
 
 
 @functools.lru_cache(512)
 def _compiled(target, structure, names, options, flags):
-    """The call, compiled by JAX for each combination of shapes. flags: the state of those that
-    decide how kernels are traced."""
-    n = tree.count(structure)
+    """The call, compiled by JAX for each combination of shapes; None where XLA cannot run it.
+    flags: the state of those that decide how kernels are traced."""
+    n, options = tree.count(structure), {k: x for k, _, x in options}
+    if not _has_form_for_xla(target, options):
+        return None
 
     def call(*arrays):
         args = tree.unflatten(structure, arrays[:n])
-        return target(*args, **dict(zip(names, arrays[n:])), **dict(options))
+        return target(*args, **dict(zip(names, arrays[n:])), **options)
 
     return jax.jit(call)
 

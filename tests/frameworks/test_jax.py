@@ -154,7 +154,13 @@ def test_calls_outside_of_jit_that_xla_runs(x, monkeypatch):
     compiled, made = _jax._compiled, []
     for module in (_frameworks, _jax, _kernel):
         monkeypatch.setattr(module, "is_jax_on_gpu", concrete)
-    monkeypatch.setattr(_jax, "_compiled", lambda *key: made.append(key) or compiled(*key))
+
+    def recorded(*key):
+        found = compiled(*key)
+        made.extend([key] if found else [])
+        return found
+
+    monkeypatch.setattr(_jax, "_compiled", recorded)
 
     @plgpu.kernel(out_type=[spec(8), spec(8)])
     def both(d, factor, o, p):
