@@ -127,17 +127,17 @@ def _value(x):
 
 class _Size(int):
     """A size with the expression that it comes from. Arithmetic keeps both; comparisons use the
-    int, and guard nothing."""
+    int, and guard nothing. others: what the size would be for other sizes of the arguments, None
+    where that cannot be computed; shapes of results are compared for these (`_follow`)."""
 
     def __new__(cls, symbol):
-        self = int.__new__(cls, symbol.node.hint)
-        self.symbol = symbol
-        return self
+        hint = symbol.node.hint
+        return cls._of(hint, symbol, (1, max(hint // 2, 1), hint + 1, 2 * hint))
 
     @classmethod
-    def _of(cls, number, symbol):
+    def _of(cls, number, symbol, others):
         self = int.__new__(cls, number)
-        self.symbol = symbol
+        self.symbol, self.others = symbol, others
         return self
 
     def __index__(self):
@@ -147,15 +147,30 @@ class _Size(int):
         return int.__hash__(self)
 
 
+_OTHERS = 4  # other sizes
+
+
+def _other(x, k):
+    return x.others[k] if isinstance(x, _Size) else x
+
+
 def _add_arithmetic():
     def method(name):
         of_int = getattr(int, name)
 
-        def compute(self, *other):
-            number = of_int(self, *other)
+        def other(self, given, k):
+            numbers = [_other(x, k) for x in (self, *given)]
+            try:
+                return None if None in numbers else of_int(*numbers)
+            except (ArithmeticError, ValueError):
+                return None
+
+        def compute(self, *given):
+            number = of_int(self, *given)
             if number is NotImplemented:
                 return number
-            return _Size._of(number, getattr(self.symbol, name)(*map(_value, other)))
+            others = tuple(other(self, given, k) for k in range(_OTHERS))
+            return _Size._of(number, getattr(self.symbol, name)(*map(_value, given)), others)
 
         return compute
 
@@ -230,6 +245,27 @@ def _has_symbol(shape):
     return any(isinstance(d, _Size) for d in shape)
 
 
+def _follow(shapes, make, infos, named):
+    """Do expressions say what the shapes of results are for other sizes of the arguments, too? Not
+    where they come from comparisons, or arithmetic that expressions do not follow."""
+    for k in range(_OTHERS):
+
+        def other(x, k=k):
+            if not isinstance(x, ArrayInfo):
+                return x
+            shape = tuple(_other(d, k) for d in x.shape)
+            return ArrayInfo(shape, x.dtype, x.device, x.aligned)
+
+        try:
+            target = make(*map(other, infos), **{name: other(x) for name, x in named.items()})
+        except Exception:  # noqa: BLE001 - what the function does not take cannot be compared
+            continue
+        want = [tuple(_other(d, k) for d in shape) for shape in shapes]
+        if is_kernel(target) and want != [tuple(o.shape) for o in target.definition.outs]:
+            return False
+    return True
+
+
 def _fake_family(family, args, kwargs):
     """What a call of a function under `specialize` returns, as empty tensors."""
     kwargs = dict(kwargs)
@@ -247,7 +283,8 @@ def _fake_family(family, args, kwargs):
     if not is_kernel(target):
         return target(*tensors)
     shapes = [o.shape for o in target.definition.outs]
-    if symbolic and not all(_has_symbol(s) for s in shapes):
+    known = all(_has_symbol(s) for s in shapes)
+    if symbolic and not (known and _follow(shapes, family.maker.make, infos, named)):
         for x in tensors:  # the kernel may be of these very sizes
             for d in x.shape:
                 int(d)

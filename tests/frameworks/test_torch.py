@@ -3,6 +3,7 @@ kernels run on the interpreter. Nothing cuts a graph of gradients silently."""
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import pytest
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops, pl
+from pallas_mgpu import numpy as jnp
 
 torch = pytest.importorskip("torch")
 pt = pytest.importorskip("pallas_mgpu.torch")
@@ -326,6 +328,36 @@ def test_arguments_that_are_returned(backward):
         op(x, y := torch.zeros(8))
         y.sum().backward()
         assert (x.grad == 2).all()
+
+
+SHAPES = {
+    "max": lambda n: (max(n, 4),),
+    "min": lambda n: (n, min(n, 8)),
+    "ceil": lambda n: (n, math.ceil(n / 2)),
+    "bits": lambda n: (n, n.bit_length()),
+    "cdiv": lambda n: (pl.cdiv(n, 3) * 3 + 1,),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_expressions_do_not_follow(name):
+    """Sizes become constants where the shape of a result is another function of them."""
+    shape = SHAPES[name]
+
+    @plgpu.specialize
+    def filled(x):
+        def body(x_ref, o_ref):
+            o_ref[...] = jnp.full(o_ref.shape, 3.0, np.float32)
+
+        return plgpu.kernel(body, out_type=spec(*shape(x.shape[0])))
+
+    op = plgpu.torch_op(filled, name=f"test_torch::shape_{name}")
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    f = torch.compile(lambda x: [*op(x).shape], fullgraph=True, dynamic=True, backend=counter)
+    for n in (6, 9, 3, 17):
+        assert f(torch.ones(n)) == [*shape(n)]
+    assert (counter.frame_count == 1) == (name == "cdiv")
 
 
 def test_more_results_than_annotated():
