@@ -287,22 +287,12 @@ def attention_backward(
                 f"{name}: cos and sin with head_dims other than 64, 128 and 256, or of v; rotate q"
                 " and k before, by ops.rotary"
             )
-        how = {
-            "bias": bias,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "seed": seed,
-            "causal": causal,
-            "window": window,
-            "bottom_right": bottom_right,
-            "softcap": softcap,
-            "dropout": dropout,
-            "scale": scale,
-            "bias_gradient": bias_gradient,
-            "config": config,
-            "deterministic": deterministic,
-            "interpret": interpret,
-        }
+        how = dict(
+            bias=bias, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seed=seed,
+            causal=causal, window=window, bottom_right=bottom_right, softcap=softcap,
+            dropout=dropout, scale=scale, bias_gradient=bias_gradient, config=config,
+            deterministic=deterministic, interpret=interpret,
+        )  # fmt: skip
         make = attention_backward.maker.make
         return _padded(width, (grad, q, k, v, o), lambda wide: make(*wide, lse, **how), interpret)
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
