@@ -34,14 +34,45 @@ def _dtype(dtype):
     return None if dtype is None else _core.as_dtype(str(dtype).removeprefix("torch."))
 
 
-def _operator(fake, backward=None, autocast=(), name=None):
+def _operator(fake, backward=None, autocast=(), name=None, sums=lambda *args, **options: False):
+    """sums(*args): are results without operands to sum over zeros?"""
+
     def make(fn):
         called = name or fn.__name__
         qualname = f"pallas_mgpu::{called}"
+        fn = _of_any_size(fn, fake, sums)
         made = _MADE[called] = make_operator(fn, qualname, (), backward, fake, autocast, True)
         return made
 
     return make
+
+
+def _yes(*args, **options):
+    return True
+
+
+def _of_any_size(fn, fake, sums):
+    """fn, which calls kernels, for tensors without elements, too, which these refuse. fake(*args):
+    results like its."""
+
+    @functools.wraps(fn)
+    def call(*args, **options):
+        try:
+            return fn(*args, **options)
+        except ValueError:
+            every = (*args, *options.values())
+            if all(x.numel() for x in every if isinstance(x, Tensor)):
+                raise
+            found = fake(*args, **options)
+            results = found if isinstance(found, tuple) else (found,)
+            if any(y.numel() for y in results):
+                if not sums(*args, **options):
+                    raise
+                for y in results:
+                    y.zero_()
+            return found
+
+    return call
 
 
 def _no_gradients(ctx, *outputs):
@@ -73,6 +104,10 @@ def _matmul_fake(a, b, bias=None, scale_a=None, scale_b=None, activation=None, o
                  transpose_a=False, transpose_b=False, batch_invariant=False):  # fmt: skip
     m = a.shape[-1] if transpose_a else a.shape[-2]
     n = b.shape[-2] if transpose_b else b.shape[-1]
+    k = a.shape[-2 if transpose_a else -1], b.shape[-1 if transpose_b else -2]
+    if all(isinstance(x, int) for x in k) and k[0] != k[1]:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"matmul: the inner dims differ, {k[0]} and {k[1]}: {shapes}")
     dtype = out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
     if a.dtype == torch.int8 and all(x is None for x in (bias, scale_a, scale_b, activation)):
         dtype = out_dtype or torch.int32
@@ -127,7 +162,18 @@ def _over_batches(grad, x):
     return grad if grad.shape == x.shape else grad.sum_to_size(x.shape)
 
 
-@_operator(_matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"), "matmul")
+def _has_no_bias(a, b, bias=None, *options, **named):
+    """Then the activations of zeros are zeros."""
+    return bias is None
+
+
+@_operator(
+    _matmul_fake,
+    (_matmul_setup, _matmul_backward),
+    ("a", "b", "bias"),
+    "matmul",
+    sums=_has_no_bias,
+)
 def _fused(
     a: Tensor,
     b: Tensor,
@@ -169,7 +215,7 @@ def _products_fake(a, b, bias=None, *options):
     return y, torch.empty_like(y)
 
 
-@_operator(_products_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"))
+@_operator(_products_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"), sums=_has_no_bias)
 def matmul_products(
     a: Tensor,
     b: Tensor,
@@ -196,7 +242,7 @@ def _activation_fake(grad, x, activation, of_result=False, bias=False, out_dtype
     return _like(grad), sums
 
 
-@_operator(_activation_fake)
+@_operator(_activation_fake, sums=_yes)
 def activation_backward(
     grad: Tensor,
     x: Tensor,
@@ -245,6 +291,7 @@ def _sums_fake(x, out_dtype=None):
         lambda ctx, inputs, output: setattr(ctx, "like", (inputs[0].shape, inputs[0].dtype)),
         lambda ctx, grad: (grad.to(ctx.like[1]).expand(ctx.like[0]), None),
     ),
+    sums=_yes,
 )
 def column_sums(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     return ops.column_sums(x, out_dtype=_dtype(out_dtype))
@@ -323,7 +370,7 @@ def _rms_backward_fake(grad, x, weight=None, add=None, eps=1e-6):
     return _like(x), x.new_empty((0,)) if weight is None else _like(weight)
 
 
-@_operator(_rms_backward_fake)
+@_operator(_rms_backward_fake, sums=_yes)
 def rms_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -373,7 +420,7 @@ def _layer_backward_fake(grad, x, weight=None, add=None, bias=False, eps=1e-5):
     return _like(x), none if weight is None else _like(weight), like if bias else none
 
 
-@_operator(_layer_backward_fake)
+@_operator(_layer_backward_fake, sums=_yes)
 def layer_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -537,7 +584,7 @@ def _attention_backward_fake(grad, q, k, v, o, lse, bias=None, *rest):
     return _like(q), _like(k), _like(v), dbias
 
 
-@_operator(_attention_backward_fake)
+@_operator(_attention_backward_fake, sums=_yes)
 def attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -687,7 +734,7 @@ def _transposed_backward(ctx, grad):
     return dl, dr, None, None
 
 
-@_operator(_transposed_fake, (_transposed_setup, _transposed_backward), ("lhs", "rhs"))
+@_operator(_transposed_fake, (_transposed_setup, _transposed_backward), ("lhs", "rhs"), sums=_yes)
 def transposed_ragged_dot(
     lhs: Tensor, rhs: Tensor, group_sizes: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -827,7 +874,7 @@ def _input_gradient_fake(grad, w, up, transpose_b=False):
     return grad.new_empty((grad.shape[0], w.shape[1 if transpose_b else 0]))
 
 
-@_operator(_input_gradient_fake)
+@_operator(_input_gradient_fake, sums=_yes)
 def gated_matmul_input_gradient(
     grad: Tensor, w: Tensor, up: Tensor, transpose_b: bool = False
 ) -> Tensor:
@@ -850,7 +897,7 @@ def _weight_gradients_fake(x, grad, transpose_b=False, of_w=True, of_up=True):
     return tuple(x.new_empty(shape if wanted else (0,)) for wanted in (of_w, of_up))
 
 
-@_operator(_weight_gradients_fake)
+@_operator(_weight_gradients_fake, sums=_yes)
 def gated_matmul_weight_gradients(
     x: Tensor, grad: Tensor, transpose_b: bool = False, of_w: bool = True, of_up: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -1075,7 +1122,7 @@ class _WeightGradient:
 
     def __init__(self, weight, chunks):
         self.chunks, dtype = chunks, weight.dtype if chunks <= _ROUNDED else torch.float32
-        self.total = torch.empty_like(weight, dtype=dtype)
+        self.total = (torch.empty_like if chunks else torch.zeros_like)(weight, dtype=dtype)
         self.by_kernel = weight.shape[1] * self.total.element_size() % 16 == 0
         self.first = True
 

@@ -1129,6 +1129,36 @@ def test_autocast():
     assert w.grad.dtype == torch.float32
 
 
+def empty_cases():
+    sizes, linear = torch.zeros(2, dtype=torch.int32), F.linear
+    return {
+        "matmul": (lambda a, b: pt.matmul(a, b, activation="silu"), lambda a, b: F.silu(a @ b),
+                   half(0, 16), half(16, 8)),
+        "matmul of no K": (pt.matmul, torch.matmul, half(3, 0), half(0, 8)),
+        "matmul with bias": (pt.matmul, lambda a, b, c: linear(a, b.t(), c),
+                             half(0, 16), half(16, 8), half(8)),
+        "layer_norm": (pt.layer_norm, lambda x, w, b: F.layer_norm(x, (16,), w, b),
+                       half(2, 0, 16), half(16), half(16)),
+        "gated_matmul": (lambda x, w, u: pt.gated_matmul(x, w, up=u),
+                         lambda x, w, u: F.silu(x @ w) * (x @ u),
+                         half(0, 16), half(16, 8), half(16, 8)),
+        "ragged_dot": (lambda x, w: pt.ragged_dot(x, w, sizes),
+                       lambda x, w: x @ w[0] + 0 * (x @ w[1]), half(0, 16), half(2, 16, 8)),
+        "attention": (pt.attention, lambda q, k, v: F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2),
+            half(1, 0, 2, 64), half(1, 5, 2, 64), half(1, 5, 2, 64)),
+        "column_sums": (pt.column_sums, lambda x: x.sum(0), half(0, 16)),
+        "linear_cross_entropy": (lambda x, w: pt.linear_cross_entropy(x, w, sizes[:0]),
+                                 lambda x, w: 0 * (x.sum() + w.sum()), half(0, 16), half(20, 16)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", empty_cases())
+def test_tensors_without_elements(name):
+    """As of torch's own functions: gradients of weights are zeros."""
+    compare(*empty_cases()[name])
+
+
 def test_gradients_that_were_not_asked_for():
     x, w = half(8, 16).requires_grad_(), half(20, 16).requires_grad_()
     f = torch.ops.pallas_mgpu.linear_cross_entropy_gradients
