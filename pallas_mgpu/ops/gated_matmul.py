@@ -287,6 +287,12 @@ def _gradient_kernel(x, cfg, sms, interpret):
     return warp_specialized(body, plan, out_type, **options)
 
 
+def _check_elements(*arrays):
+    for a in arrays:
+        if 0 in a.shape:
+            raise ValueError(f"{_NAME}: gradients of arrays without elements, got {a.shape}")
+
+
 def sums_two_weights(n, k, dtype, device):
     """Is there a kernel of `input_gradient` for two weights of K by N?"""
     if _tensor_memory.runs_here(device) or _warp_mma.runs_here(device):
@@ -302,6 +308,7 @@ def input_gradient(grad, w, up, *, transpose_b=False, config=None, interpret=Non
     Returns (M, K)."""
     (m, n), transposed = grad.shape, bool(transpose_b)
     n, k = n // 2, w.shape[1 if transposed else 0]
+    _check_elements(grad, w, up)
     if not (sums_two_weights(n, k, w.dtype, w.device) and all(a.aligned for a in (grad, w, up))):
         raise NotImplementedError(f"{_NAME}: the gradient of x for two such weights; join them")
     sms = plgpu.sm_count(w.device)
@@ -361,6 +368,7 @@ def weight_gradient(a, b, *, up=False, transpose_b=False, config=None, interpret
     transposed = bool(transpose_b)
     grad, x = (a, b) if transposed else (b, a)
     (m, k), n = x.shape, grad.shape[1] // 2
+    _check_elements(a, b)
     if not (sums_two_weights(n, k, x.dtype, x.device) and a.aligned and b.aligned):
         raise NotImplementedError(f"{_NAME}: the gradient of such a weight alone; use matmul")
     sms, shape = plgpu.sm_count(x.device), (n, k) if transposed else (k, n)
