@@ -67,7 +67,8 @@ def test_other_head_dims(rng, dim, value_dim, interpret=True):
     np.testing.assert_allclose(into[3], biased[3], rtol=1e-2, atol=1e-2)
     for a, b, c, w in zip(found, into, biased, want):
         for x in (a, b, c):
-            assert x.dtype == dtype and np.abs(x.astype(np.float64) - w).max() < 6e-3
+            error = np.abs(x.astype(np.float64) - w).max()
+            assert x.dtype == dtype and error < 1.5e-3 * max(4, np.abs(w).max())
     with pytest.raises(NotImplementedError, match="ops.rotary"):
         angles = np.ones((70, dim // 2), np.float32)
         ops.attention_backward(grad, q, k, v, o, lse, cos=angles, sin=angles, **how)
