@@ -32,7 +32,7 @@ import numpy as np
 import results
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax
+from pallas_mgpu import lax, pl
 from pallas_mgpu.ops import (
     _distributed_products,
     distributed,
@@ -603,8 +603,72 @@ def runs(of):
     return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"run": of})}}
 
 
+def made_of(*kinds, **members):
+    """Kernels of such classes with other members."""
+    return {"changes": {kind.__name__: type(kind.__name__, (kind,), members) for kind in kinds}}
+
+
+def both(*ways):
+    """A way with all that these change."""
+    found = {name: value for way in ways for name, value in way.items()}
+    return found | {"changes": {k: v for way in ways for k, v in way.get("changes", {}).items()}}
+
+
+def raised_here(block, device, flag):
+    """A signal that only blocks of this device wait for."""
+    plgpu.semaphore_signal(block.flags.at[flag, 0, device], memory_scope="gpu")
+
+
+def carry_early(block, slots, first, n, source, targets, there=None, arrived=None):
+    """Slots are filled again as soon as they were read."""
+    arrived = block.arrived if arrived is None else arrived
+    count = _distributed_products._PIECES
+
+    def load(j):
+        slot = (first + j) % count
+        plgpu.copy_gmem_to_smem(source(j), slots.at[slot], arrived.at[slot])
+
+    def send(j, _):
+        it = first + j
+        plgpu.barrier_wait(arrived.at[it % count], phase=it // count)
+        for target in targets(j):
+            plgpu.copy_smem_to_gmem(slots.at[it % count], target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(j + count < n)(lambda: load(j + count))
+        plgpu.wait_smem_to_gmem(1)
+        if there:
+            pl.when(j >= 1)(lambda: there(j - 1))
+
+    for j in range(count):
+        pl.when(j < n)(lambda j=j: load(j))
+    lax.fori_loop(0, n, send, None)
+    plgpu.wait_smem_to_gmem(0)
+    if there:
+        pl.when(n > 0)(lambda: there(n - 1))
+
+
+ROWS, SUMS = _distributed_products.PullGatherBlock, _distributed_products.PullSumBlock
+NEAR, EARLY = {"raised": raised_here}, {"carry": carry_early}
+BY_CHUNK = {"by_chunk": True, "await_summands": _distributed_products.SumBlock.await_summands}
+THROUGH, TOLD = {"changes": {"_THROUGH_RING": True}}, {"changes": {"_TELLS": True}}
+ALONE = {"courier": lambda block: None, "await_signal": lambda *args, **options: None}
 WAYS = {
     "all_gather_matmul": {
+        "near": both(PULL, made_of(ROWS, **NEAR)),
+        "near, each": both(PULL, made_of(ROWS, **NEAR), runs(1)),
+        "early": both(PULL, made_of(ROWS, **EARLY)),
+        "near, early": both(PULL, made_of(ROWS, **NEAR, **EARLY)),
+        "near, early, each": both(PULL, made_of(ROWS, **NEAR, **EARLY), runs(1)),
+        "near, early, four": both(PULL, made_of(ROWS, **NEAR, **EARLY), runs(4)),
+        "near, early, 256": both(PULL, made_of(ROWS, **NEAR, **EARLY), {"config": WIDE}),
+        "near, early, each, 256": both(
+            PULL, made_of(ROWS, **NEAR, **EARLY), runs(1), {"config": WIDE}
+        ),
+        "near, early, 128 by 1": both(
+            PULL, made_of(ROWS, **NEAR, **EARLY), {"config": TILE._replace(cluster=1)}
+        ),
+        "alone": both(PULL, made_of(ROWS, **ALONE)),
+        "alone, 256": both(PULL, made_of(ROWS, **ALONE), {"config": WIDE}),
         "push": PUSH,
         "pull": PULL,
         "pull, a flag for each piece": PULL | runs(1),
@@ -613,6 +677,17 @@ WAYS = {
         "pull, tile 256": PULL | {"config": WIDE},
     },
     "matmul_reduce_scatter": {
+        "pull, near": both(PULL, made_of(SUMS, **NEAR)),
+        "push, ring": both(PUSH, THROUGH),
+        "push, told": both(PUSH, TOLD),
+        "push, ring, told": both(PUSH, THROUGH, TOLD),
+        "pull, ring": both(PULL, THROUGH),
+        "pull, ring, near": both(PULL, THROUGH, made_of(SUMS, **NEAR)),
+        "pull, ring, near, chunks": both(PULL, THROUGH, made_of(SUMS, **NEAR, **BY_CHUNK)),
+        "pull, ring, near, early, chunks": both(
+            PULL, THROUGH, made_of(SUMS, **NEAR, **EARLY, **BY_CHUNK)
+        ),
+        "pull, ring, near, early": both(PULL, THROUGH, made_of(SUMS, **NEAR, **EARLY)),
         "push": PUSH,
         "pull": PULL,
         "push, tile 128": PUSH | {"config": TILE},
@@ -622,6 +697,8 @@ WAYS = {
     },
     "matmul_all_reduce": {
         "push": PUSH,
+        "push, ring": both(PUSH, THROUGH),
+        "push, ring, told": both(PUSH, THROUGH, TOLD),
         "pull": PULL,
         "push, tile 128": PUSH | {"config": TILE},
         "push, tile 256": PUSH | {"config": WIDE},
@@ -639,7 +716,8 @@ def configs(w, dtype="float16"):
     for shape in shapes_of_products(w)[:4]:
         for kind in WAYS:
             for name, way in WAYS[kind].items():
-                if w.ways and f"{kind}, {name}" not in w.ways:
+                names = f"{kind}, {name}", f"{kind}, {name}: {'x'.join(map(str, shape))}"
+                if w.ways and not set(names) & set(w.ways):
                     continue
                 yield partial(configured, w, kind, *shape, dtype, name, way)
 
