@@ -18,6 +18,7 @@ from ._trace import (
     Leaves,
     Ref,
     as_array,
+    as_bools,
     block_number,
     carry_names,
     env,
@@ -54,6 +55,14 @@ def _index_scalar(x, what):
         return x.__index__()
     except (AttributeError, TypeError):
         raise TypeError(f"{what} must be an integer scalar, got {show(x)}") from None
+
+
+def _int32(x, what):
+    """The same as an int32 value; OverflowError for an int that does not fit."""
+    try:
+        return _core.as_array(x, "int32")
+    except OverflowError as e:
+        raise OverflowError(f"{what}: {e}") from None
 
 
 def _loop_bounds(what, *bounds):
@@ -118,7 +127,7 @@ def _bounds(lower, upper):
             f" {' and '.join(texts)}"
         )
     dtype = strong.pop() if strong else None
-    lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
+    lo, hi = (_int32(x, f"fori_loop: {n}") for x, n in ((lower, "lower"), (upper, "upper")))
     if dtype == "uint32":  # bounds may exceed int32: count the iterations
         trips = _core.convert(_core.where(lower < upper, upper - lower, 0), "int32")
         return _core.as_array(0, "int32"), trips, lambda k: lower + _core.convert(k, dtype)
@@ -200,12 +209,7 @@ def while_loop(cond_fun, body_fun, init_val):
             weak = _weak(first)
             args = op.enter(0, weak=weak, names=carry_names(cond_fun, 0, init))
             pred = state.read(lambda a=args, n=n: cond_fun(init.rebuild(a[:n])), args[n:])
-            if not isinstance(pred, Array):
-                pred = as_array(pred, "while_loop: the result of cond_fun")
-            if pred.shape != () or pred.dtype != bool:
-                raise TypeError(
-                    f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
-                )
+            pred = as_bools(pred, "while_loop: the result of cond_fun")
             op.leave([pred])
             args = op.enter(1, weak=weak, names=carry_names(body_fun, 0, init))
             result = state.run(lambda a=args, n=n: body_fun(init.rebuild(a[:n])), args[n:])
@@ -302,8 +306,8 @@ def warp_where(mask, on_true, on_false):
     that is seldom needed, such as rescaling an accumulator. TypeError for other masks, or if the
     structures differ.
     """
-    mask = as_array(mask, "warp_where: mask")
-    if mask.dtype != bool or not mask.shape:
+    mask = as_bools(mask, "warp_where: mask", "bool array")
+    if not mask.shape:
         raise TypeError(f"warp_where: mask must be a bool array, got {type_text(mask)}")
     on_false = tree.map(lambda x: as_array(x, "warp_where: on_false"), on_false)
 
@@ -360,7 +364,7 @@ def switch(index, branches, *operands):
     operands = _operands(operands, "switch")
     if len(branches) == 1:
         return branches[0](*operands)
-    index = _core.as_array(_index_scalar(index, "switch: index"), "int32")
+    index = _int32(_index_scalar(index, "switch: index"), "switch: index")
     return _branches("switch", index, tuple(lambda f=f: f(*operands) for f in branches), "switch")
 
 

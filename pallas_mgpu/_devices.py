@@ -60,7 +60,7 @@ def _from_dict(device_id, axes, what):
         unknown = [n for n in group if n not in axes]
         if unknown or not group:
             raise ValueError(f"{what}: {name!r} is no axis of the mesh, which has {list(axes)}")
-        if any(n in of_axis for n in group):
+        if any(n in of_axis for n in group) or len(set(group)) < len(group):
             raise ValueError(f"{what}: an axis of {name!r} is named twice")
         size = 1
         for n in group:

@@ -11,7 +11,7 @@ from ._clipped import ClippedRef
 from ._jnp.refs import IndexedRef, MaskedRef
 from ._jnp.shape import broadcast_to
 from ._names import show, shown_as
-from ._trace import Array, Ref, as_array, type_text
+from ._trace import Array, Ref, as_array, as_bools
 
 _OPTIONS = ("cache_modifier", "eviction_policy", "volatile")
 
@@ -75,9 +75,7 @@ def _beside(what, x, view):
 
 
 def _mask(what, mask, view):
-    mask = as_array(mask, f"{what}: mask")
-    if mask.dtype != bool:
-        raise TypeError(f"{what}: mask must be a bool array, got {type_text(mask)}")
+    mask = as_bools(mask, f"{what}: mask", "bool array")
     return _beside(f"{what}: mask", mask, view)
 
 

@@ -7,6 +7,7 @@ import importlib
 import math
 import re
 import types
+from collections.abc import Hashable
 
 from . import _core, _flags, tree
 from ._clipped import ClippedRef
@@ -15,7 +16,7 @@ from ._devices import PeerMemRef, remote_ref
 from ._jnp.refs import IndexedRef
 from ._memory import load as masked_load
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
-from ._trace import Array, Ref, as_array, env, scope_names, tracing, type_text
+from ._trace import Array, Ref, as_array, as_bools, env, scope_names, tracing, type_text
 from ._types import (
     GMEM,
     REGS,
@@ -87,13 +88,7 @@ def _barrier(x, what):
 
 
 def _predicate(x, what):
-    if x is None:
-        return ()
-    if not isinstance(x, Array):
-        x = as_array(x, f"{what}: predicate")
-    if x.shape != () or x.dtype != bool:
-        raise TypeError(f"{what}: predicate must be a bool scalar, got {type_text(x)}")
-    return (x,)
+    return () if x is None else (as_bools(x, f"{what}: predicate"),)
 
 
 def _same(a, b, what, an, bn):
@@ -746,12 +741,7 @@ def debug_check(condition, message):
         raise NotImplementedError("debug_check: only in the body of a kernel; use assert")
     if not _flags.enable_debug_checks.value:
         return
-    condition = as_array(condition, "debug_check: condition")
-    if condition.shape != () or condition.dtype != bool:
-        raise TypeError(
-            f"debug_check: condition must be a bool scalar, got {type_text(condition)}; reduce"
-            " arrays by jnp.all"
-        )
+    condition = as_bools(condition, "debug_check: condition", hint="; reduce arrays by jnp.all")
     _core.effect("debug_check", (condition,), format=message)
 
 
@@ -865,39 +855,43 @@ def transform_ref(ref, transform):
     return view.transpose((*range(first), *pairs[::2], *pairs[1::2]))
 
 
-def _unbound(name, axes):
-    bound = f"bound are {sorted(map(str, axes))}" if axes else "the kernel names no axes"
-    return NameError(
-        f"unbound axis name: {name!r}; {bound} (grid_names=, cluster_names=, thread_name=)"
-    )
+def _flat(names):
+    """One name, or tuples of names in tuples, as a list."""
+    several = isinstance(names, (tuple, list))
+    return [n for part in names for n in _flat(part)] if several else [names]
+
+
+def _bound(names, what):
+    """Kind, index among its kind and size of each axis."""
+    axes, found = env(what).axes, []
+    for name in _flat(names):
+        if isinstance(name, Hashable) and name in axes:
+            found.append(axes[name])
+            continue
+        bound = f"bound are {sorted(map(str, axes))}" if axes else "the kernel names no axes"
+        raise NameError(
+            f"unbound axis name: {name!r}; {bound} (grid_names=, cluster_names=, thread_name=)"
+        )
+    if len(set(found)) < len(found):
+        raise ValueError(f"{what}: an axis is repeated in {names!r}")
+    return found
 
 
 def axis_index(name):
-    """The int32 index of this program along a grid, cluster or thread axis. A tuple of names gives
-    the row-major index over those axes. NameError for an unknown name."""
-    axes = env("axis_index").axes
-    if isinstance(name, (tuple, list)):
-        total = 0
-        for n in name:
-            total = total * axis_size(n) + axis_index(n)
-        return total
-    if name not in axes:
-        raise _unbound(name, axes)
-    kind, k, _ = axes[name]
-    return program_id(k) if kind == "program" else _core.axis_index(kind, k)
+    """The int32 index of this program along a grid, cluster or thread axis, or an axis of the mesh
+    of devices. A tuple of names gives the row-major index over those axes. NameError for an unknown
+    name, ValueError for one that is repeated."""
+    total = None
+    for kind, k, size in _bound(name, "axis_index"):
+        index = program_id(k) if kind == "program" else _core.axis_index(kind, k)
+        total = index if total is None else total * size + index
+    return 0 if total is None else total
 
 
 def axis_size(name):
-    """Size of an axis as a Python int; the product for a tuple of names."""
-    axes = env("axis_size").axes
-    if isinstance(name, (tuple, list)):
-        total = 1
-        for n in name:
-            total *= axis_size(n)
-        return total
-    if name not in axes:
-        raise _unbound(name, axes)
-    return axes[name][2]
+    """Size of an axis as a Python int; the product for a tuple of names. NameError for an unknown
+    name, ValueError for one that is repeated."""
+    return math.prod(size for _, _, size in _bound(name, "axis_size"))
 
 
 def program_id(axis):

@@ -200,6 +200,8 @@ def nd_loop(grid, *, collective_axes, tiling=None, init_carry=None):
         total = 1
         for g in grid:
             total = total * g
+        if isinstance(total, int) and abs(total) >= 2**31:
+            raise ValueError(f"nd_loop: the grid {grid} has {total} indices; at most 2**31 - 1")
         rest = total % programs
         steps = total // programs
         if not (isinstance(rest, int) and rest == 0):

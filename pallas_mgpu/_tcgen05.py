@@ -9,7 +9,7 @@ from . import _core, lax
 from ._control import cluster_axis
 from ._names import show
 from ._ops import _barrier, _ref
-from ._trace import as_array, env, type_text
+from ._trace import as_array, as_bools, env, type_text
 from ._types import SMEM, TMEM, axis_names, layout_spec
 
 _NONE, *_REDUCTIONS = _core.enum_names("TMEM_REDUCE")
@@ -32,15 +32,6 @@ def _pair(collective_axis, what):
             " cluster axis and have size 2"
         )
     return 1
-
-
-def _flag(x, what):
-    if isinstance(x, bool):
-        return x
-    x = as_array(x, what)
-    if x.shape != () or x.dtype != bool:
-        raise TypeError(f"{what} must be a bool scalar, got {type_text(x)}")
-    return x
 
 
 def tcgen05_mma(
@@ -107,7 +98,9 @@ def tcgen05_mma(
     pair = _pair(collective_axis, what)
     if barrier is not None:
         barrier = _barrier(barrier, what)
-    flag = _flag(accumulate, f"{what}: accumulate")
+    flag = accumulate
+    if not isinstance(flag, bool):
+        flag = as_bools(flag, f"{what}: accumulate")
     _core.effect(what, (acc, a, b, flag, *extras), pair=pair)
     if barrier is not None:
         _core.effect("tcgen05_commit_arrive", (barrier,), pair=pair)

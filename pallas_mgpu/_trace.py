@@ -175,12 +175,26 @@ def add_place(e):
 
 
 def as_array(x, what):
-    """A traced value of an array or a number; TypeError for anything else."""
+    """A traced value of an array or a number; TypeError for anything else, and OverflowError for an
+    int that does not fit int32."""
     env(what)
     try:
         return _core.as_array(x)
     except TypeError:
         raise TypeError(f"{what}: expected an array or a number, got {show(x)}") from None
+    except OverflowError as e:
+        raise OverflowError(f"{what}: {e}") from None
+
+
+def as_bools(x, what, kind="bool scalar", hint=""):
+    """A traced bool scalar, or another kind of bool array; TypeError for anything else."""
+    try:
+        value = as_array(x, what)
+    except OverflowError:
+        raise TypeError(f"{what} must be a {kind}, got {show(x)}{hint}") from None
+    if value.dtype != bool or kind == "bool scalar" and value.shape != ():
+        raise TypeError(f"{what} must be a {kind}, got {type_text(value)}{hint}")
+    return value
 
 
 def check_arity(f, what, gets, n, keyword=()):
@@ -212,6 +226,8 @@ def as_values(leaves, what):
             out.append(_core.as_array(x))
         except TypeError:
             raise TypeError(f"{what}: {show(x)} is not an array, a number or a ref") from None
+        except OverflowError as e:
+            raise OverflowError(f"{what}: {e}") from None
     return out
 
 

@@ -15,6 +15,7 @@ import datetime
 import functools
 import importlib
 import math
+import numbers
 import os
 import select
 import socket
@@ -101,7 +102,7 @@ def _leave_at_exit():
 def watch_of(what, name, timeout):
     """The watch of a mesh, which equal meshes share. what: its shape, axes, devices, group and
     memory. With a group, all of its processes call this."""
-    bad = isinstance(timeout, bool) or not isinstance(timeout, (int, float, type(None)))
+    bad = isinstance(timeout, bool) or not isinstance(timeout, (numbers.Real, type(None)))
     if bad or (timeout is not None and not 0 <= timeout < 4_000_000):
         raise ValueError(
             f"DeviceMesh: timeout must be seconds below 4,000,000, 0 for none, got {show(timeout)}"

@@ -41,8 +41,8 @@ typedef struct pm_program_site {
   /* the index is one of so many blocks of an axis of the cluster, or devices of the mesh, or 0 */
   uint32_t blocks, devices;
 } pm_program_site;
-/* Of a failed check: `value` is the index. */
-void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n);
+/* Of a failed check: `value` is the index, `place` the record's last word. */
+void pm_describe_site(const pm_program_site *s, int64_t value, uint32_t place, char *buf, size_t n);
 
 /* The grid of a launch whose axes may be sizes of the call. */
 typedef struct pm_launch_grid {

@@ -86,9 +86,24 @@ void pm_print_leave(pm_gen *e, uint32_t begin) {
 
 /* ---- indices ------------------------------------------------------------------------------- */
 
+/* The last argument of index_outside, of a view of another device's memory. */
+static const char *place_of(pm_gen *e, pm_val view) {
+  const pm_opid op = pm_view_device(e->g, view);
+  if (!op || pm_get(e->g, op)->n_in < 2) return ""; /* of all devices */
+  return pm_str(e, ", 1 + (%s)", pm_scalar_of(e, pm_in(e->g, op, 1)));
+}
+
+/* Is a ref more than an argument, on this device or another one? */
+static bool is_part(const pm_graph *g, pm_val ref) {
+  const pm_val base = pm_view_base(g, ref);
+  const pm_opid def = pm_value_of(g, ref)->def;
+  if (ref == base) return false;
+  return !def || def != pm_view_device(g, ref) || pm_in(g, def, 0) != base;
+}
+
 /* extent: the size of the call that the limit is above its least by, 0: there is none */
 static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, uint32_t extent,
-                        const char *mask, pm_program_site s) {
+                        const char *mask, const char *place, pm_program_site s) {
   const pm_size *open = extent ? &e->g->sizes.at[extent] : NULL;
   const char *most = pm_str(e, "%lld", (long long)limit);
   int64_t lo, hi;
@@ -98,8 +113,8 @@ static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, uint
   if (open)
     most = pm_str(e, "%s - %lld", pm_size_text(e, extent), (long long)(open->least - limit));
   pm_place(e, op);
-  pm_line(e, "if (%s%sindex_outside(%s, %s, %uu, sanitizer)) %s", mask, *mask ? " && " : "",
-          pm_scalar_of(e, index), most, add_site(e, op, s), leave(e));
+  pm_line(e, "if (%s%sindex_outside(%s, %s, %uu, sanitizer%s)) %s", mask, *mask ? " && " : "",
+          pm_scalar_of(e, index), most, add_site(e, op, s), place, leave(e));
 }
 
 /* Of a ref; an extent that a call tells goes by the name of its size. */
@@ -136,10 +151,10 @@ static void check_starts(pm_gen *e, pm_opid op, pm_opid view_op, pm_val view, co
                                .shape = shape_text(e, of),
                                .dim = d,
                                .size = dropped ? 0 : span,
-                               .of_view = of != pm_view_base(g, view)};
+                               .of_view = is_part(g, of)};
     const uint32_t extent = pm_whole_extent(g, of, d);
     const int64_t size = extent ? g->sizes.at[extent].least : t->dim[d];
-    check_index(e, op, pm_in(g, view_op, next++), size - span, extent, mask, s);
+    check_index(e, op, pm_in(g, view_op, next++), size - span, extent, mask, place_of(e, view), s);
   }
 }
 
@@ -154,12 +169,12 @@ static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask, boo
       const uint32_t axis = (uint32_t)*pm_attr(g, def, PM_ATTR_DIM);
       const pm_program_site s = {
           .ref = ref_name(e, view), .shape = "", .dim = axis, .blocks = (uint32_t)g->cluster[axis]};
-      check_index(e, op, pm_in(g, def, 1), g->cluster[axis] - 1, 0, mask, s);
+      check_index(e, op, pm_in(g, def, 1), g->cluster[axis] - 1, 0, mask, "", s);
     }
     if (pm_get(g, def)->code == PM_OP_DEVICE_REF) {
       const uint32_t n = (uint32_t)pm_n_devices(g);
       const pm_program_site s = {.ref = ref_name(e, view), .shape = "", .devices = n};
-      check_index(e, op, pm_in(g, def, 1), (int64_t)n - 1, 0, mask, s);
+      check_index(e, op, pm_in(g, def, 1), (int64_t)n - 1, 0, mask, "", s);
     }
     v = pm_in(g, def, 0);
   }
@@ -220,12 +235,10 @@ static void put_starts(pm_gen *e, pm_opid op, const char *const *at, pm_text *t)
     if (!dropped) x = pm_str(e, "%s + (%s) * %lld", x, at[along], (long long)stride);
     const char *most = extent ? pm_str(e, "%s - 1", pm_size_text(e, extent))
                               : pm_str(e, "%lld", (long long)least - 1);
-    const pm_program_site s = {.ref = ref_name(e, view),
-                               .shape = shape_text(e, of),
-                               .dim = d,
-                               .of_view = of != pm_view_base(g, view)};
-    pm_putf(t, "%s!index_outside(%s, %s, %uu, sanitizer)", t->n ? " && " : "", x, most,
-            add_site(e, op, s));
+    const pm_program_site s = {
+        .ref = ref_name(e, view), .shape = shape_text(e, of), .dim = d, .of_view = is_part(g, of)};
+    pm_putf(t, "%s!index_outside(%s, %s, %uu, sanitizer%s)", t->n ? " && " : "", x, most,
+            add_site(e, op, s), place_of(e, view));
   }
 }
 
@@ -253,9 +266,9 @@ const char *pm_inside(pm_gen *e, pm_opid op, const char *const *at, const char *
     const pm_program_site s = {.ref = ref_name(e, view),
                                .shape = shape_text(e, view),
                                .dim = d,
-                               .of_view = view != pm_view_base(g, view)};
-    pm_putf(&t, "%s!index_outside(%s, %s, %uu, sanitizer)", t.n ? " && " : "", pm_at(e, index, reg),
-            most, add_site(e, op, s));
+                               .of_view = is_part(g, view)};
+    pm_putf(&t, "%s!index_outside(%s, %s, %uu, sanitizer%s)", t.n ? " && " : "",
+            pm_at(e, index, reg), most, add_site(e, op, s), place_of(e, view));
   }
   return t.n ? t.at : condition;
 }
@@ -329,8 +342,9 @@ void pm_print_meeting(pm_gen *e, pm_opid op, const char *who, const char *functi
 
 /* ---- the record ---------------------------------------------------------------------------- */
 
-void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n) {
-  char what[64];
+void pm_describe_site(const pm_program_site *s, int64_t value, uint32_t place, char *buf,
+                      size_t n) {
+  char what[64], where[64] = "";
   if (s->waits && !*s->ref) {
     snprintf(buf, n, "%s did not end: the others did not come for %d seconds", s->op,
              PM_SANITIZE_SECONDS);
@@ -350,6 +364,7 @@ void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t
   }
   if (s->size) snprintf(what, sizeof what, "range %" PRId64 ":%" PRId64, value, value + s->size);
   else snprintf(what, sizeof what, "index %" PRId64, value);
-  snprintf(buf, n, "%s out of bounds: %s of dimension %u lies outside %s'%s' of shape %s", s->op,
-           what, s->dim, s->of_view ? "a view of " : "", s->ref, s->shape);
+  if (place) snprintf(where, sizeof where, " on device %u of the mesh", place - 1);
+  snprintf(buf, n, "%s out of bounds: %s of dimension %u lies outside %s'%s' of shape %s%s", s->op,
+           what, s->dim, s->of_view ? "a view of " : "", s->ref, s->shape, where);
 }

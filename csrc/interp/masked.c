@@ -55,12 +55,14 @@ static step outside(pm_machine *m, thread *t, const walker *w, const char *what)
   const access *mem = w->s->mem;
   int64_t at[PM_MAX_RANK];
   const int d = w->s->base && mem->by ? indexed(t, w, at) : -1;
+  char owner[128];
   if (d < 0) return pm_vm_outside(m, t, w->i->op, w->s, what);
   return pm_vm_fail(m, t, w->i->op, PM_E_INDEX,
                     "%s out of bounds: index %" PRId64
                     " of an array of indices, for dimension %d "
-                    "of %s'%s', which has size %" PRId64,
-                    what, at[d], d, mem->n_steps ? "a view of " : "", mem->name, mem->dim[d]);
+                    "of %s'%s'%s, which has size %" PRId64,
+                    what, at[d], d, mem->n_steps ? "a view of " : "", mem->name,
+                    pm_vm_whose(m, t, mem, owner, sizeof owner), mem->dim[d]);
 }
 
 static bool is_true(thread *t, const walker *w, uint32_t slot, uint32_t n) {

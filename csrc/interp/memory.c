@@ -85,9 +85,8 @@ located pm_vm_on_device(const pm_machine *m, const located *s, uint32_t to) {
   return out;
 }
 
-/* " on device (1,)", of memory of another device */
-static const char *on_device(const pm_machine *m, const thread *t, const access *mem, char *buf,
-                             size_t n) {
+const char *pm_vm_whose(const pm_machine *m, const thread *t, const access *mem, char *buf,
+                        size_t n) {
   buf[0] = 0;
   if (mem->all_devices) snprintf(buf, n, " on all devices");
   if (!mem->device_slot) return buf;
@@ -130,7 +129,7 @@ step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const located *s, const
                     "shape (%s%s)%s",
                     what, range, c->dim, c->step + 1 < (int)mem->n_steps ? "a view of " : "",
                     mem->name, shape, v->in_rank == 1 ? "," : "",
-                    on_device(m, t, mem, device, sizeof device));
+                    pm_vm_whose(m, t, mem, device, sizeof device));
 }
 
 /* ---- inside ------------------------------------------------------------------------------- */

@@ -6,11 +6,11 @@
 #include "vm.h"
 
 /* NULL: failed */
-static uint32_t *semaphore_at(pm_machine *m, thread *t, const instr *i) {
+static uint32_t *semaphore_at(pm_machine *m, thread *t, const instr *i, const char *what) {
   located s;
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) {
-    pm_vm_outside(m, t, i->op, &s, "semaphore");
+    pm_vm_outside(m, t, i->op, &s, what);
     return NULL;
   }
   if (i->mem->kind == PM_REF) return (uint32_t *)s.at;
@@ -30,7 +30,7 @@ static void signal(pm_machine *m, thread *t, const instr *i, uint32_t *s) {
 }
 
 static step exec_signal(pm_machine *m, thread *t, const instr *i) {
-  uint32_t *s = semaphore_at(m, t, i);
+  uint32_t *s = semaphore_at(m, t, i, "semaphore_signal");
   located here;
   if (!s) return STEP_FAIL;
   if (!i->mem->all_devices) return signal(m, t, i, s), STEP_PAUSE;
@@ -44,7 +44,7 @@ static step exec_signal(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_await(pm_machine *m, thread *t, const instr *i) {
-  uint32_t *s = semaphore_at(m, t, i);
+  uint32_t *s = semaphore_at(m, t, i, "semaphore_wait");
   const uint32_t least = (uint32_t)slot_i32(t, i->a);
   if (!s) return STEP_FAIL;
   const bool early = (int32_t)(*s - least) < 0; /* counts may wrap */
@@ -62,7 +62,7 @@ static step exec_await(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_read(pm_machine *m, thread *t, const instr *i) {
-  const uint32_t *s = semaphore_at(m, t, i);
+  const uint32_t *s = semaphore_at(m, t, i, "semaphore_read");
   if (!s) return STEP_FAIL;
   *(int32_t *)slot_of(t, i->dst) = (int32_t)*s;
   if (m->races) pm_race_read_semaphore(m, t, s);

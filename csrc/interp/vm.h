@@ -636,6 +636,9 @@ char *pm_vm_element(const located *s, bool strict, const int64_t *view_index);
 int64_t pm_vm_device_of(const pm_machine *m, const thread *t, const access *mem);
 /* The same place on device `to`, for an access of all devices. */
 located pm_vm_on_device(const pm_machine *m, const located *s, uint32_t to);
+/* " on device (1,)", of memory of another device, otherwise "" */
+const char *pm_vm_whose(const pm_machine *m, const thread *t, const access *mem, char *buf,
+                        size_t n);
 /* The device whose argument begins at `base`. */
 uint32_t pm_vm_owner(const pm_machine *m, const access *mem, const char *base);
 

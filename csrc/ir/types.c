@@ -1044,7 +1044,7 @@ static pm_code pm_type_groups(const pm_typing *t, pm_type *out) {
   const int64_t n = word(t, PM_ATTR_N);
   (void)out;
   if (n >= 0 && n <= 4096) return PM_OK;
-  FAIL(VALUE, "%s: n is %" PRId64 "; 0 or more is needed", name(t), n);
+  FAIL(VALUE, "%s: n is %" PRId64 "; 0 to 4096 is needed", name(t), n);
 }
 
 static pm_code pm_type_section(const pm_typing *t, pm_type *out) {

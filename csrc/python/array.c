@@ -465,19 +465,21 @@ static PyObject *full(PyObject *module, PyObject *args, PyObject *kw) {
 static PyObject *iota(PyObject *module, PyObject *args, PyObject *kw) {
   static char *names[] = {"dtype", "shape", "dim", "layout", NULL};
   (void)module;
-  PyObject *dtype, *shape, *layout = Py_None;
-  int dim;
+  PyObject *dtype, *shape, *along, *layout = Py_None;
+  int64_t dim;
   pm_dtype d;
   pm_type type = pm_scalar_type(PM_BOOL);
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOi|O:iota", names, &dtype, &shape, &dim, &layout) ||
-      pmpy_dtype_from(dtype, &d)) {
-    return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOO|O:iota", names, &dtype, &shape, &along,
+                                   &layout) ||
+      pmpy_dtype_from(dtype, &d) || pmpy_ints(along, "iota: dimension", &dim, 1) != 1) {
+    if (PyErr_Occurred()) return NULL;
+    return pmpy_fail(PM_E_TYPE, "iota: dimension must be an int");
   }
   pmpy_trace *t = pmpy_begin("iota", NULL);
   if (!t || pmpy_shape(shape, "iota", &type)) return NULL;
   type.dtype = (uint8_t)d;
   if (dim < 0 || dim >= type.rank) {
-    return pmpy_fail(PM_E_VALUE, "iota: dimension %d is out of bounds for %s", dim,
+    return pmpy_fail(PM_E_VALUE, "iota: dimension %lld is out of bounds for %s", (long long)dim,
                      pmpy_type_text(&type));
   }
   pm_attr_arg attrs[] = {{.id = PM_ATTR_DIM, .i = dim}, {.id = PM_ATTR_LAYOUT}};

@@ -396,7 +396,7 @@ pm_code pm_kernel_end_checks(const pm_kernel *k, void *stream, uint64_t record, 
   if (code || !found[0]) return code;
   if (found[1] >= k->n_sites) return pm_fail(err, PM_E_INTERNAL, "a check of site %u", found[1]);
   const pm_program_site *s = &k->sites[found[1]];
-  pm_describe_site(s, (int32_t)found[2], what, sizeof what);
+  pm_describe_site(s, (int32_t)found[2], found[7], what, sizeof what);
   pm_fail(err, s->waits ? PM_E_DEADLOCK : PM_E_INDEX,
           "kernel %s: %s (block (%u, %u, %u), thread %u, warp %u)", k->name, what, found[3],
           found[4], found[5], found[6] / 128, found[6] / 32 % 4);

@@ -161,7 +161,7 @@ void host_warp_sync(u32 mask, int line);
 bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
 void host_cluster_sync(int line);
 u32 host_cluster_rank();
-void host_outside(i32 i, i32 limit, u32 site, int line);
+void host_outside(i32 i, i32 limit, u32 site, u32 place, int line);
 bool host_stopped();
 bool host_late();
 void host_timed(u32 site); /* of the wait that comes next */
@@ -1060,8 +1060,8 @@ FN void fence_proxy_async_global(LINE) { host_proxy_fence(HOST_FENCE_GLOBAL, lin
 
 /* ---- checks of programs -------------------------------------------------------------------- */
 
-FN bool index_outside(i32 i, i32 limit, u32 site, u32 *, LINE) {
-  if (i < 0 || i > limit) host_outside(i, limit, site, line);
+FN bool index_outside(i32 i, i32 limit, u32 site, u32 *, u32 place = 0, LINE) {
+  if (i < 0 || i > limit) host_outside(i, limit, site, place, line);
   return i < 0 || i > limit;
 }
 /* A wait that cannot end is one that ends late. */

@@ -496,6 +496,8 @@ def site(names, facts):
     what = f"range {n}:{n + size}" if size else f"index {n}"
     who = ", ".join(filter(None, [names.block(a["block"]), f"thread {int(a['thread']) // 128}"]))
     wrong = f"{what} of dimension {dim} lies outside {ref} of shape {shape}"
+    if owner := int(a["place"]):  # 1 + another device
+        wrong += f" on {names.device(owner - 1)}"
     if blocks:
         wrong = f"cluster_ref of {ref} to index {n}, on an axis of {blocks} blocks"
     if devices:

@@ -116,11 +116,12 @@ extern "C" int host_print(const char *format, ...) {
 }
 
 /* The first failure, as the record of PALLAS_MGPU_SANITIZE has it. */
-static void note(u32 site, i32 value, const Thread &t) {
+static void note(u32 site, i32 value, const Thread &t, u32 place = 0) {
   if (m.stopped) return;
   m.stopped = true;
   const u32 words[8] = {
-      1, site, (u32)value, t.block_index.x, t.block_index.y, t.block_index.z, t.number, 0};
+      1,      site, (u32)value, t.block_index.x, t.block_index.y, t.block_index.z, t.number,
+      place};
   memcpy(report->record, words, sizeof words);
 }
 
@@ -130,13 +131,13 @@ extern "C" bool host_late() {
   return m.self->late;
 }
 
-extern "C" void host_outside(i32 i, i32 limit, u32 site, int line) {
+extern "C" void host_outside(i32 i, i32 limit, u32 site, u32 place, int line) {
   if (m.leaves) {
-    note(site, i, *m.self);
+    note(site, i, *m.self, place);
     return;
   }
   host_fact("kind outside");
-  host_fact("site %u value %d thread %u %s", site, i, m.self->number,
+  host_fact("site %u value %d place %u thread %u %s", site, i, place, m.self->number,
             host_name_of(*m.self->block).c_str());
   host_fail(line, "index %d is not in [0, %d]", i, limit);
 }

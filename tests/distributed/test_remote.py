@@ -529,14 +529,25 @@ def test_arguments_of_devices_must_agree():
 
 
 @both
-def test_out_of_bounds_on_another_device(backend):
-    """Names the device, the block, the thread and the line."""
+@pytest.mark.parametrize("access", ["store", "atomic", "gather", "semaphore_signal"])
+def test_out_of_bounds_on_another_device(access, backend):
+    """Names whose memory it is, and the device, the block, the thread and the line."""
 
     def body(where, y):
+        sems = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))
+
         @pl.when(lax.axis_index("x") == 1)
         def _():
-            to = plgpu.remote_ref(y, 0).at[where[0]]
-            to[...] = jnp.zeros((4,), np.float32)
+            there = plgpu.remote_ref(y, 0)
+            if access == "store":
+                there[where[0]] = jnp.zeros((4,), np.float32)
+            elif access == "atomic":
+                plgpu.atomic_add(there.at[where[0], 0], 1.0)
+            elif access == "gather":
+                rows = lax.iota(jnp.int32, 128) % 3 + where[0] - 2
+                y[0, 0] = jnp.max(there[rows, jnp.zeros_like(rows)])
+            else:
+                plgpu.semaphore_signal(sems.at[where[0]], device_id=0)
 
     with pytest.raises(IndexError) as e:
         call(
@@ -548,10 +559,9 @@ def test_out_of_bounds_on_another_device(backend):
             backend=backend,
         )
     text = str(e.value)
-    assert re.search(
-        r"index 7 of dimension 0 lies outside (a view of )?'y' of shape \(3, 4\)", text
-    )
-    assert backend == "emulate" or "on device (0,)" in text
+    assert text.startswith(("load" if access == "gather" else access) + " out of bounds: index ")
+    ref = r"'sems' of shape \(3,\)" if access == "semaphore_signal" else r"'y'( of shape \(3, 4\))?"
+    assert re.search(rf"{ref} on device \(0,\)", text) and " a view " not in text
     assert (
         re.search(r"device \(1,\), grid point \([01],\), thread 0", text)
         and "test_remote.py:" in text

@@ -259,6 +259,14 @@ def on_ref(f, **options):
     return run(lambda x, o: f(x), **options)
 
 
+def on_axes(f):
+    return lambda x, o: f(("a", "a"))
+
+
+def on_semaphore(x, o):
+    plgpu.semaphore_signal(pl.get_global(plgpu.SemaphoreType.REGULAR), 2**40)
+
+
 ARRAYS = {
     "index text": (VE, "str is no index; use ints, slices, pl.ds", index("a")),
     "index float": (VE, "float is no index", index(1.5)),
@@ -471,6 +479,25 @@ ARRAYS = {
     ),
     "print zero": (TE, "without zero bytes", value(lambda v: pl.debug_print("a\0{}", v[0]))),
     "axis": (NameError, "unbound axis name: 'q'; bound are", run(lambda x, o: lax.axis_index("q"))),
+    "axes": (VE, "an axis is repeated in", run(on_axes(lax.axis_index), grid=(2,), grid_names="a")),
+    "sizes": (VE, "an axis is repeated in", run(on_axes(lax.axis_size), grid=(2,), grid_names="a")),
+    "axis dict": (NameError, "unbound axis name: {}", run(lambda x, o: lax.axis_index({}))),
+    "inc 2**40": (OverflowError, "semaphore_signal: inc: .*int32", run(on_semaphore)),
+    "iota 2**40": (
+        VE,
+        "is out of bounds",
+        value(lambda v: lax.broadcasted_iota("int32", (4,), 2**40)),
+    ),
+    "loop 2**40": (
+        OverflowError,
+        "fori_loop: upper: .*int32",
+        run(lambda x, o: lax.fori_loop(0, 2**40, lambda i, c: c, 0)),
+    ),
+    "mask 2**40": (
+        TE,
+        "mask must be a bool array",
+        run(lambda x, o: pl.load(x.at[...], mask=2**40)),
+    ),
     "program_id": (VE, "axis must be 0..0, got 1", run(lambda x, o: pl.program_id(1), grid=(2,))),
     "program_id none": (VE, "there is no grid", run(lambda x, o: pl.program_id(0))),
     "multiple_of": (VE, "at least 1", value(lambda v: pl.multiple_of(v[0].astype("int32"), 0))),

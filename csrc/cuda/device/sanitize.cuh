@@ -1,14 +1,15 @@
 // Checks of PALLAS_MGPU_SANITIZE. The record, words of global memory: is there one, site, value,
-// block x, y, z, thread of the block.
+// block x, y, z, thread of the block, and 1 + the device whose memory it is about, 0: its own.
 
 //! sanitizer_note
 // the first failure of the launch stays
-FN void sanitizer_note(u32* s, u32 site, i32 value) {
+FN void sanitizer_note(u32* s, u32 site, i32 value, u32 place = 0) {
   u32 was;
   asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(was) : "l"(s) : "memory");
   if (was) return;
-  const u32 words[6] = {site, (u32)value, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x};
-  for (int k = 0; k < 6; k++)
+  const u32 words[7] = {site,       (u32)value,  blockIdx.x, blockIdx.y,
+                        blockIdx.z, threadIdx.x, place};
+  for (int k = 0; k < 7; k++)
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(s + 1 + k), "r"(words[k]) : "memory");
 }
 
@@ -20,9 +21,9 @@ FN bool sanitizer_stopped(const u32* s) {
 }
 
 //! index_outside
-FN bool index_outside(i32 i, i32 limit, u32 site, u32* s) {
+FN bool index_outside(i32 i, i32 limit, u32 site, u32* s, u32 place = 0) {
   if (i >= 0 && i <= limit) return false;
-  sanitizer_note(s, site, i);
+  sanitizer_note(s, site, i, place);
   return true;
 }
 

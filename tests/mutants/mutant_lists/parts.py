@@ -57,8 +57,8 @@ breaks(
     "runtime/test_sanitize.py",
     checks_allow_one_more=(
         "check_starts",
-        "size - span, extent, mask, s);",
-        "size - span + 1, extent, mask, s);",
+        "size - span, extent, mask, place_of(e, view), s);",
+        "size - span + 1, extent, mask, place_of(e, view), s);",
     ),
     checks_forget_arrays=("pm_inside", "if (dims[d] >= 0) continue;", "continue;"),
     checks_forget_barriers=("pm_check_indices", "a.where == PM_IN_PHASE", "a.where != PM_IN_GMEM"),
