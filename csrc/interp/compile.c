@@ -560,7 +560,7 @@ void pm_vm_encode_tensor(compiler *c, pm_opid op, const handler *h) {
   x->pair = *pm_attr(c->g, op, PM_ATTR_PAIR);
   if (x->pair) {
     x->number = c->pair_ops.n;
-    pm_vec_push(&c->m->arena, &c->pair_ops, op);
+    pm_vec_push(&c->m->arena, &c->pair_ops, ((struct pair_op){op, x->name}));
   }
   if (first->space == PM_TMEM) {
     add_product(c, op, x);

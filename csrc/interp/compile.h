@@ -55,7 +55,7 @@ struct compiler {
     uint32_t first_acc;
   } * open, *whole;
   uint32_t n_barriers;
-  PM_VEC(pm_opid) pair_ops;
+  PM_VEC(struct pair_op) pair_ops;
 };
 
 /* The code of the whole kernel, whose operands are still numbers of storages. */

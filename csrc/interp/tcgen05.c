@@ -831,13 +831,21 @@ static step check_commits(pm_machine *m, const cluster *c) {
   return STEP_NEXT;
 }
 
-/* The cluster has ended: the blocks of its pairs came to each op equally often. */
+/* How much oftener a leader came to the ops of a kind than the other block of its pair. */
+static int64_t ahead(const pm_machine *m, const block *b, const char *name) {
+  int64_t n = 0;
+  for (uint32_t k = 0; k < m->n_pairs; k++)
+    if (m->pair_ops[k].name == name) n += (int64_t)b->n_pairs[k] - b[1].n_pairs[k];
+  return n;
+}
+
+/* The cluster has ended: the blocks of its pairs came to the ops of each kind equally often. */
 step pm_vm_check_pairs(pm_machine *m, const cluster *c) {
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b += 2) {
     thread *t = &m->threads[(size_t)(b - m->blocks) * m->n_threads];
     for (uint32_t k = 0; k < m->n_pairs; k++) {
-      if (b->n_pairs[k] == b[1].n_pairs[k]) continue;
-      return pm_vm_fail(m, t, m->pair_ops[k], PM_E_VALUE,
+      if (b->n_pairs[k] == b[1].n_pairs[k] || !ahead(m, b, m->pair_ops[k].name)) continue;
+      return pm_vm_fail(m, t, m->pair_ops[k].op, PM_E_VALUE,
                         "the leader of a pair of blocks executed this op with collective_axis %u "
                         "times, the other block %u times; both must call it",
                         b->n_pairs[k], b[1].n_pairs[k]);

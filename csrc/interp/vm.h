@@ -245,6 +245,11 @@ typedef struct rows {
 
 enum { PM_VM_TMEM_OPERANDS = 5 };
 
+struct pair_op {
+  pm_opid op;
+  const char *name;
+};
+
 /* A product, a copy to TMEM, or a commit. */
 typedef struct tensor_op {
   const char *name;
@@ -488,7 +493,7 @@ struct pm_machine {
   uint32_t n_scopes, n_bars, n_barriers; /* n_barriers: all elements of all bars */
   uint32_t n_shared_copies, n_args;
   uint32_t n_pairs; /* ops of pairs of blocks */
-  pm_opid *pair_ops;
+  struct pair_op *pair_ops;
   int64_t tmem_columns;
   arg *args;
   size_t frame_bytes, smem_bytes;

@@ -242,6 +242,19 @@ def test_one_unit_too_many():
         call(body, shaped((128, 4)), scratch=scratch)
 
 
+def test_refs_that_nobody_accesses_take_no_columns():
+    def body(o, used, *unused):
+        plgpu.async_store_tmem(used, jnp.ones((128, 256), F32))
+        plgpu.commit_tmem()
+        o[...] = plgpu.async_load_tmem(used)
+
+    out = plgpu.ShapeDtypeStruct((128, 256), F32)
+    scratch = [plgpu.TMEM((128, 256), F32)] * 3
+    kernel = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=True)
+    assert " tmem 256 " in kernel.lower(target="sm_100a").as_text("graph")
+    np.testing.assert_array_equal(kernel(), np.ones((128, 256), F32))
+
+
 def test_parts_of_tensor_memory(rng):
     """Numbers of a batch and slices of columns, static and not: on the interpreter and the emulated
     machine."""
