@@ -915,6 +915,15 @@ HOST_MULTIMEM_INTS(add, f32, p + q)
   HOST_MULTIMEM_HALVES(max, T, cvt_##T(max_f32(cvt_f32(p), cvt_f32(q))))
 HOST_MULTIMEM_HALF(f16)
 HOST_MULTIMEM_HALF(bf16)
+#define HOST_MULTIMEM_FP8(op, T, expr)                                    \
+  HOST_MULTIMEM_LOAD(op, T, 4, expr) HOST_MULTIMEM_LOAD(op, T, 8, expr) \
+  HOST_MULTIMEM_LOAD(op, T, 16, expr)
+#define HOST_MULTIMEM_BYTE(T)                                                  \
+  HOST_MULTIMEM_FP8(add, T, cvt_##T(cvt_f32(p) + cvt_f32(q)))                  \
+  HOST_MULTIMEM_FP8(min, T, cvt_##T(min_f32(cvt_f32(p), cvt_f32(q))))          \
+  HOST_MULTIMEM_FP8(max, T, cvt_##T(max_f32(cvt_f32(p), cvt_f32(q))))
+HOST_MULTIMEM_BYTE(e4m3)
+HOST_MULTIMEM_BYTE(e5m2)
 
 /* ---- barriers and copies ------------------------------------------------------------------- */
 

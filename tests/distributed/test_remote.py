@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from distributed.meshes import Mesh, on_gpus, params, shards, struct
-from ml_dtypes import bfloat16, float8_e4m3fn
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e5m2
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -270,6 +270,7 @@ def test_multimem_store(on_cpu, rng, dtype):
         np.testing.assert_array_equal(z[d], np.full((3, 512), 3, dtype))
 
 
+both = pytest.mark.parametrize("backend", ["interpret", "emulate"])
 SWITCH = [(np.float32, "add")]
 SWITCH += [(t, op) for t in (np.float16, bfloat16) for op in ("add", "min", "max")]
 SWITCH += [
@@ -291,14 +292,21 @@ def test_multimem_load_reduce(on_cpu, rng, dtype, op):
         np.testing.assert_array_equal(y[d], want)
 
 
-def test_sums_of_float8_need_blackwell(rng):
-    def body(x, y):
-        y[...] = plgpu.multimem_load_reduce(x, collective_axes="x", reduction_op="max")
+@both
+@pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2])
+def test_sums_of_float8_need_blackwell(rng, dtype, backend):
+    functions = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
-    x = [rng.integers(0, 9, 2048).astype(float8_e4m3fn) for _ in range(2)]
-    kernel = plgpu.kernel(body, out_type=struct((2048,), float8_e4m3fn), interpret=True)
+    def body(x, y):
+        for k, op in enumerate(functions):
+            y[k] = plgpu.multimem_load_reduce(x, collective_axes="x", reduction_op=op)
+
+    x = [rng.integers(0, 9, 2048).astype(dtype) for _ in range(2)]
+    params = plgpu.InterpretParams(backend=backend)
+    kernel = plgpu.kernel(body, out_type=struct((3, 2048), dtype), interpret=params)
     f = plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x"))
-    np.testing.assert_array_equal(f(x)[0], np.maximum(*x))
+    for y in f(x):
+        np.testing.assert_array_equal(y, np.stack([g(*x) for g in functions.values()]))
     assert "multimem.ld_reduce" in f.lower(x[0], target="sm_100a").as_text("cuda")
     with pytest.raises(NotImplementedError, match="sums of float8.*sm_90a"):
         f.lower(x[0], target="sm_90a")
@@ -413,9 +421,6 @@ def test_nested_results(rng):
 
 
 # ---- what is refused ----------------------------------------------------------------------------
-
-
-both = pytest.mark.parametrize("backend", ["interpret", "emulate"])
 
 
 def call(body, n=2, outs=None, args=(), seed=0, backend="interpret", **options):
