@@ -510,12 +510,12 @@ def _part(ref, alone):
     return ref.at[_core.axis_index("thread", 0)] if alone else ref
 
 
-def _of_block(e, shape):
+def _of_block(e, shape, name):
     """Semaphores of the block that other devices reach, too: a part of those of the launch."""
     grid, cluster = e.blocks
     n, size = math.prod((*grid, *cluster)), math.prod(shape)
     first, e.semaphores = e.semaphores, e.semaphores + n * size
-    return _core.alloc_semaphore((n, *shape), first).at[block_number(grid, cluster)]
+    return _core.alloc_semaphore((n, *shape), first, name=name).at[block_number(grid, cluster)]
 
 
 def _allocate(x, collective, name, what, union=None):
@@ -545,7 +545,7 @@ def _allocate(x, collective, name, what, union=None):
         )
     alone = e.n_threads > 1 and not collective
     if isinstance(x, Semaphores) and e.blocks is not None:
-        return _part(_of_block(e, _parts(x.shape, alone)), alone)
+        return _part(_of_block(e, _parts(x.shape, alone), name), alone)
     if isinstance(x, Semaphores):
         return _part(_core.alloc_semaphore(_parts(x.shape, alone), -1, name=name), alone)
     if isinstance(x, (Barrier, ClusterBarrier)):

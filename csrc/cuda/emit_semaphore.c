@@ -85,11 +85,14 @@ pm_code pm_cuda_AWAIT(pm_gen *e, pm_opid op) {
   pm_note(e, op, "semaphore_wait");
   PM_TRY(semaphore_of(e, op, &s));
   const char *n = pm_scalar_of(e, pm_in(e->g, op, 1));
-  if (s.first && pm_n_devices(e->g) > 1 && !e->options->check_waits)
+  const bool mesh = s.first && pm_n_devices(e->g) > 1;
+  if (mesh) s.scope = "<true>"; /* another device may have signalled */
+  if (mesh && !e->options->check_waits) {
     pm_print_watched_wait(e, op, how, s.address, n, s.first);
-  else
+  } else {
     pm_print_wait_of_one(e, op, pm_str(e, "%ssemaphore_%s", s.prefix, how), s.scope,
                          pm_str(e, "%s, %s", s.address, n));
+  }
   if (e->program->multicasts) pm_line(e, "fence_proxy_alias();");
   return PM_OK;
 }

@@ -181,6 +181,7 @@ void host_mbarrier_wait(u32 b, u32 parity, bool cluster, int line);
 bool host_mbarrier_test(u32 b, u32 parity, int line);
 void host_semaphore_signal(void *p, u32 a, u32 n, int line); /* p NULL: shared memory at a */
 void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line);
+void host_awaits(u32 site, u32 element);
 u32 host_semaphore_read(void *p, u32 a, int line);
 void host_semaphore_fence(int line);
 void host_semaphore_relaxed(void *p, u32 n, int line);
@@ -1123,6 +1124,7 @@ struct Watch {
 template <bool SYSTEM>
 FN bool wait_watched(u32 *s, u32 n, bool take, u32 *first, u32 site, const Watch &w, int line) {
   if (!w.words[0]) {
+    host_awaits(site, (u32)(s - first));
     host_semaphore_wait(s, 0, n, take, line);
     return true;
   }

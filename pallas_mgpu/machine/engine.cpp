@@ -231,14 +231,20 @@ extern "C" void host_semaphore_relaxed(void *p, u32 n, int line) {
   host_yield();
 }
 
+/* The next wait is at a site of the program, for an element of a ref. */
+extern "C" void host_awaits(u32 site, u32 element) {
+  snprintf(m.self->awaited, sizeof m.self->awaited, ", of site %u, element %u", site, element);
+}
+
 extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) {
   u32 *w = word_at(p, a, line);
   m.self->line = line;
   while ((i32)(*w - n) < 0) {
     m.semaphores[w].waiters.push_back(m.self);
-    host_sleep("a semaphore to be %u, which is %u", n, *w);
+    host_sleep("a semaphore to be %u, which is %u", n, *w, m.self->awaited);
     if (m.self->late) return;
   }
+  m.self->awaited[0] = 0;
   Semaphore &s = m.semaphores[w];
   count_from(s, *w);
   size_t k = 0;

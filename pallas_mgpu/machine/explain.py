@@ -520,6 +520,9 @@ def _wait(names, words, barriers):
         )
         missing += [f"{b['bytes']} bytes of copies"] if int(b.get("bytes", 0)) else []
         what += f", which lacks {' and '.join(missing)}" if missing else ""
+    if found := re.match(r"a semaphore (to .*), of site (\d+), element (\d+)", what):
+        ref = names.info["sites"][int(found[2])][3].replace("''", "'")
+        what = f"a semaphore, element {found[3]} of {ref}, {found[1]}"
     what = names.translate(_meeting(what, names.info["block"]))
     return f"\n  {who}: waits for {what}{names.at(int(a['line']), ', ').lstrip(chr(10))}"
 

@@ -205,6 +205,7 @@ struct Thread : HostThread {
   bool done;
   int line;
   WaitsFor waits_for = {"", 0, 0, ""}; /* while it sleeps */
+  char awaited[48] = "";               /* which semaphore */
   i64 site = -1;                       /* of the check that ends its wait */
   bool late = false;                   /* that wait was ended */
   Clock clock;

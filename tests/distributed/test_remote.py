@@ -598,7 +598,7 @@ def signal_device(who, x, y, smem, sem):
 @pytest.mark.parametrize("body", [to_device, from_device, copy_to_device, signal_device])
 def test_no_such_device(body, number, backend):
     """The number of a device that a kernel computes is checked like any other index."""
-    ref = {from_device: "x", signal_device: "semaphore"}.get(body, "y")
+    ref = {from_device: "x", signal_device: "sem"}.get(body, "y")
     text = rf"remote_ref of '{ref}' to device {number} of a mesh of 2 devices \(device \([01],\)"
     with pytest.raises(IndexError, match=text) as e:
         call(
@@ -624,7 +624,10 @@ def test_deadlock_names_devices(seed, backend):
 
     with pytest.raises(plgpu.DeadlockError) as e:
         call(body, scratch_types=[REGULAR], seed=seed, backend=backend)
-    waits = {"interpret": "semaphore_wait at .*", "emulate": "waits for a semaphore .*, at .*"}
+    waits = {
+        "interpret": "semaphore_wait at .*on 'sem' .*\\n.*",
+        "emulate": "waits for a semaphore, element 0 of 'sem', to be 1, which is 0, at .*",
+    }
     at = rf"device \(0,\), thread 0: {waits[backend]}test_remote.py"
     assert re.search(at, str(e.value)), str(e.value)
 
