@@ -254,6 +254,8 @@ def vmap(f, in_axes=0, out_axes=0):
         return f.definition.mapped(in_axes, out_axes).make()
     if isinstance(f, _core.Family):
         return _map_function(f, in_axes, out_axes)
+    if hasattr(f, "_refuse_vmap"):  # on a mesh of devices
+        f._refuse_vmap()
     maker = f.func if isinstance(f, functools.partial) else f
     if str(getattr(maker, "__module__", "")).startswith(f"{__package__}._"):
         raise TypeError(

@@ -567,8 +567,19 @@ class SpmdKernel:
             handle.barrier()
         return addresses, everywhere
 
+    def _refuse_vmap(self):
+        raise NotImplementedError(
+            f"vmap: {self.definition.name} runs on a mesh of devices; give the kernel one more axis"
+        )
+
     def lower(self, *args, **options):
         """The lowered kernel, for arguments of one device: things with shape and dtype."""
+        for k, x in enumerate(args):
+            if isinstance(x, (list, tuple)):
+                raise TypeError(
+                    f"{self.definition.name}.lower: argument {k} must be the array of one device,"
+                    f" got a {type(x).__name__} of {len(x)}"
+                )
         return self.kernel.lower(*args, **options)
 
 
@@ -581,7 +592,8 @@ def spmd(kernel, mesh, in_specs=None, out_specs=None, *, ordered=True):
     mesh: a :class:`DeviceMesh`.
     in_specs, out_specs: a :class:`PartitionSpec` for each operand and output, or one for all; None:
         each device has the whole array. They define how NumPy arrays are split over the devices and
-        joined again.
+        joined again. Along axes that split no dimension of an output, devices should compute the
+        same; whose array is returned is undefined.
     ordered: the kernel starts on each device only after all devices have finished their earlier
         work. Kernels with semaphores of their own need this; kernels that synchronise by flags in
         persistent memory (:func:`plgpu.ext.as_semaphores`) do not.

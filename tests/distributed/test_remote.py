@@ -531,6 +531,8 @@ def test_arguments_of_devices_must_agree():
         plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x"), spec)(np.zeros(5, np.float32))
     with pytest.raises(TypeError, match="in_specs must be a plgpu.PartitionSpec.*got 'x'"):
         plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x"), "x")(np.zeros(8, np.float32))
+    with pytest.raises(TypeError, match="lower: argument 0 must be .* one device, got a list of 2"):
+        plgpu.spmd(kernel, plgpu.DeviceMesh(2, "x")).lower([np.zeros(8, np.float32)] * 2)
 
 
 @both

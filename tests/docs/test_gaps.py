@@ -138,14 +138,18 @@ def tmem_product(a, b, acc, **options):
     return traced(body, scratch_types=types, target="sm_100a")
 
 
-def on_mesh(*args, **options):
+def mesh_kernel(**options):
     def body(*refs):
         refs[1][...] = jnp.zeros((8,), F32)
 
     kernel = plgpu.kernel(
         body, out_type=plgpu.ShapeDtypeStruct((8,), F32), interpret=True, **options
     )
-    return plgpu.spmd(kernel, two)(*args)
+    return plgpu.spmd(kernel, two)
+
+
+def on_mesh(*args, **options):
+    return mesh_kernel(**options)(*args)
 
 
 def counted():
@@ -507,7 +511,7 @@ CASES = {
     ],
     "pickling a kernel": [(TypeError, lambda: pickle.dumps(unnamed()))],
     "mutable arrays (`new_ref`)": [mutable_twice],
-    "`vmap` of kernels with counters": [counted],
+    "`vmap` of kernels on a mesh": [lambda: plgpu.vmap(mesh_kernel()), counted],
     "on a mesh of devices: mutable": [
         lambda: on_mesh(plgpu.new_ref(zeros(16))),
         (TypeError, lambda: on_mesh([{"x": zeros(8)}] * 2)),
