@@ -32,8 +32,7 @@ import numpy as np
 import results
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
-from pallas_mgpu import numpy as jnp
+from pallas_mgpu import lax
 from pallas_mgpu.ops import (
     _distributed_products,
     distributed,
@@ -604,175 +603,8 @@ def runs(of):
     return {"changes": {kind.__name__: type(kind.__name__, (kind,), {"run": of})}}
 
 
-def made_of(*kinds, **members):
-    """Kernels of such classes with other members."""
-    return {"changes": {kind.__name__: type(kind.__name__, (kind,), members) for kind in kinds}}
-
-
-def both(*ways):
-    """A way with all that these change."""
-    found = {name: value for way in ways for name, value in way.items()}
-    return found | {"changes": {k: v for way in ways for k, v in way.get("changes", {}).items()}}
-
-
-def raised_here(block, device, flag):
-    """A signal that only blocks of this device wait for."""
-    plgpu.semaphore_signal(block.flags.at[flag, 0, device], memory_scope="gpu")
-
-
-def carry_early(block, slots, first, n, source, targets, there=None, arrived=None):
-    """Slots are filled again as soon as they were read."""
-    arrived = block.arrived if arrived is None else arrived
-    count = _distributed_products._PIECES
-
-    def load(j):
-        slot = (first + j) % count
-        plgpu.copy_gmem_to_smem(source(j), slots.at[slot], arrived.at[slot])
-
-    def send(j, _):
-        it = first + j
-        plgpu.barrier_wait(arrived.at[it % count], phase=it // count)
-        for target in targets(j):
-            plgpu.copy_smem_to_gmem(slots.at[it % count], target)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(j + count < n)(lambda: load(j + count))
-        plgpu.wait_smem_to_gmem(1)
-        if there:
-            pl.when(j >= 1)(lambda: there(j - 1))
-
-    for j in range(count):
-        pl.when(j < n)(lambda j=j: load(j))
-    lax.fori_loop(0, n, send, None)
-    plgpu.wait_smem_to_gmem(0)
-    if there:
-        pl.when(n > 0)(lambda: there(n - 1))
-
-
-ROWS, SUMS = _distributed_products.PullGatherBlock, _distributed_products.PullSumBlock
-NEAR, EARLY = {"raised": raised_here}, {"carry": carry_early}
-BY_CHUNK = {"by_chunk": True, "await_summands": _distributed_products.SumBlock.await_summands}
-THROUGH = {"changes": {"_THROUGH_RING": True}}
-ALONE = {"courier": lambda block: None, "await_signal": lambda *args, **options: None}
-
-
-def pieces_of(first):
-    """Blocks that begin with rows of others move the first pieces, so many runs each, and those with
-    own rows the rest."""
-
-    def block_pieces(block):
-        p = block.plan
-        per_band = p.slabs * p.runs
-        total = (p.bands - 1) * per_band + p.slabs * p.last_runs
-        own = p.tiles * p.cluster
-        others, mine = p.blocks - own, block.block < own
-        lead = first * others
-        start = lax.select(mine, lead + block.block, block.block - own)
-        stride = lax.select(mine, jnp.int32(own), jnp.int32(others))
-        trips = lax.select(mine, (total - lead - block.block + (own - 1)) // own, jnp.int32(first))
-
-        def place(j):
-            g = start + j // p.run * stride
-            band = jnp.minimum(g // per_band, p.bands - 1)
-            inside, runs = g - band * per_band, p.runs_of(band)
-            slab, i = inside // runs, inside % runs * p.run + j % p.run
-            row = band * p.band + i // p.across * 16
-            col = slab * (p.slab * p.cfg.step) + i % p.across * 256
-            row, col = jnp.maximum(row, 0), jnp.maximum(col, 0)
-            return band * p.slabs + slab, (pl.ds(row, 16), pl.ds(col, 256))
-
-        def there(j, tell):
-            pl.when(j % p.run == p.run - 1)(lambda: tell(place(j)[0]))
-
-        return trips * p.run, place, there
-
-    return {"block_pieces": block_pieces}
-
-
-def fetch_at_once(block, device, flag, times=1, n=None):
-    if isinstance(flag, int):
-        _distributed_products.DeviceBlock.await_signal(block, device, flag, times, n)
-
-
-def tell_alone(block, slots, first, n, source, targets, there=None, arrived=None):
-    lax.fori_loop(0, n, lambda j, _: there(j), None)
-
-
-def gather(*members, of=None, **config):
-    """Rows by loads, with other members, a flag for so many pieces, and fields of the tiles."""
-    members = {k: v for m in members for k, v in m.items()}
-    tile = {"config": TILE._replace(**config)} if config else {}
-    return both(PULL, made_of(ROWS, **NEAR, **members), runs(of) if of else {}, tile)
-
-
-def columns_first(block, it0, row, col, first, sources, backwards=True, before=None, t=None):
-    """B of the first slots of a tile is fetched before rows of A are waited for."""
-    p, ring, step = block.plan, block.ring, block.cfg.step
-    along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
-    place = block.order(it0, backwards, t)
-
-    def along(s):
-        return pl.ds(first + place(s) * step, step)
-
-    def fetch_a(s, _):
-        before(s)
-        slot = ring.slot(it0 + s)
-        for holds, a in sources:
-
-            def copy(a=a):
-                target, full = block.a_smem.at[slot], block.full.at[slot]
-                plgpu.copy_gmem_to_smem(a.at[along_m, along(s)], target, full)
-
-            pl.when(holds)(copy)
-
-    def fetch_b(s, _):
-        slot = ring.slot(it0 + s)
-        ring.acquire(it0 + s)
-        plgpu.copy_gmem_to_smem(
-            block.b.at[along(s), along_n],
-            block.b_smem.at[slot],
-            block.full.at[slot],
-            collective_axes="cm" if "cm" in p.axes else None,
-        )
-
-    def fetch(s, _):
-        fetch_b(s, None)
-        fetch_a(s, None)
-
-    ahead = min(p.stages, p.steps)
-    lax.fori_loop(0, ahead, fetch_b, None)
-    lax.fori_loop(0, ahead, fetch_a, None)
-    lax.fori_loop(ahead, p.steps, fetch, None)
-    return it0 + p.steps
-
-
-B_FIRST = {"fetch_steps": columns_first}
-NO_WAITS, TELL = {"await_signal": fetch_at_once}, {"carry": tell_alone}
 WAYS = {
     "all_gather_matmul": {
-        "near": gather(),
-        "near, four": gather(of=4),
-        "near, no waits": gather(NO_WAITS),
-        "near, flags alone": gather(TELL),
-        "near, step 128": gather(step=128),
-        "near, columns": gather(cluster=1, cluster_n=2),
-        "near, two buffers": gather(buffers=2),
-        "near, 256": gather(tile_n=256),
-        "near, 256, each": gather(of=1, tile_n=256),
-        "near, 256, each, B first": gather(B_FIRST, of=1, tile_n=256),
-        "near, B first": gather(B_FIRST),
-        "near, 256, no waits": gather(NO_WAITS, tile_n=256),
-        "near, 256, flags alone": gather(TELL, tile_n=256),
-        "near, 256, own": gather(pieces_of(0), tile_n=256),
-        "near, 256, own, early": gather(pieces_of(0), EARLY, tile_n=256),
-        "near, 256, first 1": gather(pieces_of(1), tile_n=256),
-        "near, 256, first 1, early": gather(pieces_of(1), EARLY, tile_n=256),
-        "near, 256, first 3": gather(pieces_of(3), tile_n=256),
-        "near, 256, first 3, early": gather(pieces_of(3), EARLY, tile_n=256),
-        "near, 256, first 8": gather(pieces_of(8), tile_n=256),
-        "near, 256, first 8, early": gather(pieces_of(8), EARLY, tile_n=256),
-        "near, 256, each, first 2": gather(pieces_of(2), of=1, tile_n=256),
-        "alone": both(PULL, made_of(ROWS, **ALONE)),
-        "alone, 256": both(PULL, made_of(ROWS, **ALONE), {"config": WIDE}),
         "push": PUSH,
         "pull": PULL,
         "pull, a flag for each piece": PULL | runs(1),
@@ -781,19 +613,6 @@ WAYS = {
         "pull, tile 256": PULL | {"config": WIDE},
     },
     "matmul_reduce_scatter": {
-        "pull, near": both(PULL, made_of(SUMS, **NEAR)),
-        "push, ring": both(PUSH, THROUGH),
-        "push, again": PUSH,
-        "push, ring, again": both(PUSH, THROUGH),
-        "pull, again": PULL,
-        "pull, ring, again": both(PULL, THROUGH),
-        "pull, ring": both(PULL, THROUGH),
-        "pull, ring, near": both(PULL, THROUGH, made_of(SUMS, **NEAR)),
-        "pull, ring, near, chunks": both(PULL, THROUGH, made_of(SUMS, **NEAR, **BY_CHUNK)),
-        "pull, ring, near, early, chunks": both(
-            PULL, THROUGH, made_of(SUMS, **NEAR, **EARLY, **BY_CHUNK)
-        ),
-        "pull, ring, near, early": both(PULL, THROUGH, made_of(SUMS, **NEAR, **EARLY)),
         "push": PUSH,
         "pull": PULL,
         "push, tile 128": PUSH | {"config": TILE},
@@ -803,7 +622,6 @@ WAYS = {
     },
     "matmul_all_reduce": {
         "push": PUSH,
-        "push, ring": both(PUSH, THROUGH),
         "pull": PULL,
         "push, tile 128": PUSH | {"config": TILE},
         "push, tile 256": PUSH | {"config": WIDE},
@@ -821,8 +639,7 @@ def configs(w, dtype="float16"):
     for shape in shapes_of_products(w)[:4]:
         for kind in WAYS:
             for name, way in WAYS[kind].items():
-                names = f"{kind}, {name}", f"{kind}, {name}: {'x'.join(map(str, shape))}"
-                if w.ways and not set(names) & set(w.ways):
+                if w.ways and f"{kind}, {name}" not in w.ways:
                     continue
                 yield partial(configured, w, kind, *shape, dtype, name, way)
 

@@ -29,6 +29,9 @@ change until all devices have signalled that they have loaded them. Summands sta
 own device until a fourth warp of the producer of the block that adds them, the *puller*, sees their
 flag; it copies them to memory of its own device and raises a flag for the whole tile.
 
+Flags that only blocks of the own device wait for are released for that device alone, which takes a
+fraction of the time of a release for all.
+
 With `transfer="engine"` the copy engines move the data: _distributed_engine.py.
 
 Staging memory has two halves, and flags count up, as in distributed.py. All blocks run at once, so
@@ -55,8 +58,6 @@ _CELLS = 8  # along K, at most
 _PANEL = 8  # columns of summands that follow each other in memory
 _WAITING = 2  # tiles of a block that are to be sent
 _PULLING = 56, 224  # registers of a lane of the producer, which has four roles, and of consumers
-_THROUGH_RING = False  # summands come through the ring
-_TELLS = False  # a warp signals for the courier
 _UNROLLED = 4  # devices whose summands are all loaded at once, at most
 # For the choice of tiles, from times on two H200s: bytes that a device sends in a cycle of an SM;
 # cycles until what blocks that divide K send each other is added, and until the first rows of
@@ -233,8 +234,8 @@ class DeviceBlock(_Block):
         plgpu.semaphore_signal(self.flags.at[flag, 0, self.me], device_id={self.axis: device})
 
     def raised(self, device, flag):
-        """Raises the flag of a kind that another device has here."""
-        plgpu.semaphore_signal(self.flags.at[flag, 0, device])
+        """Raises the flag of a kind that another device has here, for blocks of this one."""
+        plgpu.semaphore_signal(self.flags.at[flag, 0, device], memory_scope="gpu")
 
     def step_back(self, step):
         """The device so many places before this one."""
@@ -574,22 +575,12 @@ class SumPlan(Plan):
         part = 64 * self.chunk
         self.piece = min(math.prod(_PIECE) // 2, part)  # elements
         self.pieces = part // self.piece  # of a consumer's part of a chunk
-        self.through = _THROUGH_RING and self.split == 1
-        self.tells = _TELLS and type(self) is SumPlan
-        # columns of each consumer's summands in a slot of A, and how many of those a tile has
-        self.come = math.gcd(self.cfg.step // 2, self.chunk)
-        self.coming = self.width // self.come * (parts - 1) if self.through else 0
         rows = 4 * math.prod(_PIECE) // 2 // (self.width * x.out_dtype.itemsize)
         self.result_piece = min(1 << rows.bit_length() - 1, 64), self.width
 
     def scratch(self):
-        waiting, found = {"num_barriers": _WAITING}, super().scratch()
-        if self.through:
-            shape = self.stages, self.consumers, self.cfg.step // 2 // _PANEL, 64, _PANEL
-            found["a_smem"] = plgpu.RefUnion([found["a_smem"]], [plgpu.SMEM(shape, jnp.float32)])
-        if self.tells:
-            found["told"] = plgpu.Barrier(num_barriers=_WAITING * self.chunks)
-        return found | {
+        waiting = {"num_barriers": _WAITING}
+        return super().scratch() | {
             # of summands, or of the result
             "pieces": plgpu.RefUnion(
                 plgpu.SMEM((_PIECES, self.piece), jnp.float32),
@@ -633,13 +624,6 @@ class SumBlock(DeviceBlock):
     it. The unit of a block's share of a tile is the number of a flag, which counts chunks, and the
     place of a summand."""
 
-    by_chunk = False  # flags of what is fetched
-
-    def __init__(self, plan, axis, refs, flags, epochs):
-        super().__init__(plan, axis, refs, flags, epochs)
-        if plan.through:
-            (self.a_smem,), (self.come_smem,) = self.a_smem
-
     def source(self, t):
         """Where A of tile t is."""
         return self.a.at[self.part(t, False)]
@@ -671,77 +655,26 @@ class SumBlock(DeviceBlock):
     # ---- producer
 
     def roles(self):
-        heard = [] if self.plan.through else [self.listener]
-        tells = [self.teller] if self.plan.tells else []
-        return [*super().roles(), *heard, *tells]
+        return [*super().roles(), self.listener]
 
     def fetch_tile(self, t, it0):
-        first, p = self.first_step() * self.cfg.step, self.plan
-        it = self.fetch_steps(it0, *self.origin(self.tile(t)), first, [(True, self.source(t))])
-        if not p.through:
-            return it
-        summed = (t >= p.each * (self.size - 1)) & self.summed(t)
-        pl.when(summed)(lambda: self.fetch_summands(t, it))
-        return it + summed.astype(jnp.int32) * p.coming
-
-    def fetch_summands(self, t, it0):
-        """Summands of tile t from step it0 on: of the first columns by all devices and so on."""
-        p, ring, unit = self.plan, self.ring, self.unit(t)
-        others, panels, of_chunk = self.size - 1, p.come // _PANEL, p.chunk // p.come
-
-        def fetch(j, _):
-            columns, d = j // others, j % others
-            chunk, part = columns // of_chunk, columns % of_chunk
-
-            @pl.when((d == 0) & (part == 0))
-            def _():
-                for c in range(p.chunks):
-                    pl.when(chunk == c)(lambda c=c: self.await_summands(t, c))
-
-            slot = ring.slot(it0 + j)
-            ring.acquire(it0 + j)
-            # as many copies as of A and B
-            for copy in range(2):
-                me, first, n = copy, 0, panels
-                if p.consumers == 1:
-                    me, first, n = 0, copy * panels // 2, panels // 2
-                source = self.arrivals(d).at[chunk, me, unit, pl.ds(part * panels + first, n)]
-                target = self.come_smem.at[slot, me, pl.ds(first, n)]
-                plgpu.copy_gmem_to_smem(source, target, self.full.at[slot])
-
-        lax.fori_loop(0, p.coming, fetch, None)
+        first = self.first_step() * self.cfg.step
+        return self.fetch_steps(it0, *self.origin(self.tile(t)), first, [(True, self.source(t))])
 
     def courier(self):
         sends = self.sends()
-        self.each_filled(0, sends, self.carry_summands, not self.plan.tells)
+        self.each_filled(0, sends, self.carry_summands)
 
-    def teller(self):
-        """Signals what the courier has sent."""
-        p, tiles = self.plan, self.tiles()
-
-        def step(w, _):
-            t, slot = tiles.tile(w), w % _WAITING
-            device, unit = self.part(t, False), self.unit(t)
-            for c in range(p.chunks):
-                plgpu.barrier_wait(self.told.at[slot * p.chunks + c], phase=w // _WAITING)
-                self.signal(device, unit)
-            pl.when(w + _WAITING < self.filled_tiles())(
-                lambda: plgpu.barrier_arrive(self.sent.at[slot])
-            )
-
-        lax.fori_loop(0, self.sends(), step, None)
-
-    def each_filled(self, first, end, carry, sent=True):
+    def each_filled(self, first, end, carry):
         """carry(w) for tiles of this block from the first to the end, each when consumers allow."""
 
         def step(w, _):
             slot = w % _WAITING
             plgpu.barrier_wait(self.filled.at[slot], phase=w // _WAITING)
             carry(w)
-            if sent:
-                pl.when(w + _WAITING < self.filled_tiles())(
-                    lambda: plgpu.barrier_arrive(self.sent.at[slot])
-                )
+            pl.when(w + _WAITING < self.filled_tiles())(
+                lambda: plgpu.barrier_arrive(self.sent.at[slot])
+            )
 
         lax.fori_loop(first, end, step, None)
 
@@ -774,8 +707,8 @@ class SumBlock(DeviceBlock):
         n = p.chunks * of_chunk
 
         def there(j):
-            told = of_chunk if arrived is None or self.by_chunk else n
-            pl.when(j % told == told - 1)(lambda: signals(j // told))
+            told = of_chunk if arrived is None else n
+            pl.when(j % told == told - 1)(signals)
 
         def piece(memory, unit, j):
             found = memory.at[j // of_chunk, j // p.pieces % p.consumers, unit]
@@ -796,13 +729,7 @@ class SumBlock(DeviceBlock):
         device, unit = self.part(t, False), self.unit(t)
         source = self.waiting.at[w % _WAITING], self.block
         there = self.on(self.staging, device).at[self.half, self.among(self.me, device)]
-
-        def signals(c):
-            if not self.plan.tells:
-                return self.signal(device, unit)
-            plgpu.barrier_arrive(self.told.at[w % _WAITING * self.plan.chunks + c])
-
-        self.carry_share(w, source, (there, unit), signals)
+        self.carry_share(w, source, (there, unit), lambda: self.signal(device, unit))
 
     def outgoing(self, w, c, me):
         """Where a consumer's part of chunk c of tile w is to be left."""
@@ -845,10 +772,8 @@ class SumBlock(DeviceBlock):
             own = w >= sends
             summed = own & self.summed(t)
             pl.when(~own)(lambda: self.send(w, me, value))
-            self.come_first = it0 + self.plan.steps
             pl.when(summed)(lambda: self.total(t, w, me, value, k))
-            k = k + summed.astype(jnp.int32)
-            return it0 + self.plan.steps + summed.astype(jnp.int32) * self.plan.coming, w + 1, k
+            return it0 + self.plan.steps, w + 1, k + summed.astype(jnp.int32)
 
         self.tiles().consume(multiply, (jnp.int32(0),) * 3)
 
@@ -865,9 +790,6 @@ class SumBlock(DeviceBlock):
 
     def total(self, t, w, me, value, k):
         p, unit = self.plan, self.unit(t)
-        if p.through:
-            chunks = Chunks(p.chunks, lambda c: self.total_from_ring(me, self.columns(value, c), c))
-            return self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
 
         def summand(c, d):
             """Of the other device number d."""
@@ -898,26 +820,6 @@ class SumBlock(DeviceBlock):
 
         chunks = Chunks(p.chunks, total_of)
         self.epilogue(me, chunks, [self.o], *self.corner(self.tile(t)))
-
-    def total_from_ring(self, me, own, c):
-        """Of chunk c, from the steps after those of the product."""
-        p, ring, others, done = self.plan, self.ring, self.size - 1, []
-        for part in range(p.chunk // p.come):
-            first = self.come_first + (c * (p.chunk // p.come) + part) * others
-
-            def summand(d, first=first):
-                it = first + d
-                slot = ring.slot(it)
-                ring.wait(it)
-                panels = self.come_smem.at[slot, me, pl.ds(0, p.come // _PANEL)]
-                value = panels.transpose((1, 0, 2))[...].reshape(64, p.come)
-                # other blocks fill slots of A along "cn": they need to know of this load
-                plgpu.barrier_arrive(ring.empty.at[slot], relaxed="cn" not in p.axes)
-                return value
-
-            mine = own[:, part * p.come : (part + 1) * p.come]
-            done.append(in_order(self.me, mine, (summand(d) for d in range(others)), self.size))
-        return jnp.concatenate(done, axis=1) if len(done) > 1 else done[0]
 
     def total_in_turn(self, own, summand):
         """The sum in the order of the ranks; the next summand is loaded while one is added."""
@@ -1062,7 +964,7 @@ class PullSumBlock(SumBlock):
                     (step - 1) * own + i,
                     (there, unit),
                     (here, unit),
-                    lambda c: self.raised(source, unit),
+                    lambda: self.raised(source, unit),
                     arrived,
                 )
 
