@@ -89,8 +89,9 @@ def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
     registers of this lane, ``const T*``; a scalar is its value; a GMEM ref is a pointer to its
     first element; an SMEM ref or a barrier is its 32-bit shared address. The source writes the
     first result to ``r0[0]``, ``r0[1]`` ..., the second to ``r1[0]`` and so on. All 128 lanes of
-    the thread execute it, and synchronise before and after it. It may use the device functions of
-    generated programs. The compiler neither removes nor moves it.
+    the thread execute it; if a ref or a barrier is among the arguments, they synchronise before and
+    after it. It may use the device functions of generated programs. The compiler neither removes
+    nor moves it.
 
     ``interpret``: a Python function that replaces the source on the interpreter. It gets NumPy
     arrays of the full shapes, NumPy scalars, arrays that it modifies in place for refs (read-only

@@ -417,9 +417,16 @@ static void visit_memory(placer *p, pm_opid op) {
 
 static void visit_block(placer *p, pm_blk block);
 
-/* Source text that may access its refs in any way. */
+/* Source text that may access its refs in any way. Without refs and barriers it is as any op on
+ * registers. */
 static void visit_inline(placer *p, pm_blk block, uint32_t *k) {
   const pm_graph *g = p->g;
+  const pm_opid op = g->blocks.at[block].ops.at[*k];
+  bool reaches = false;
+  for (uint32_t i = 0; i < pm_get(g, op)->n_in; i++) {
+    reaches |= pm_typeof(g, pm_in(g, op, i))->kind != PM_ARRAY;
+  }
+  if (!reaches) return;
   if (!g->no_auto_barriers && p->at != ORDERED) place(p, block, k);
   p->touched = p->waited = true;
   if (!g->no_auto_barriers) place_after(p, block, k);

@@ -166,6 +166,23 @@ def test_lanes_meet_around_source(way, rng):
     np.testing.assert_array_equal(before, np.stack([x[0], *want[:-1]]))
 
 
+def test_arrays_alone_need_no_barrier():
+    layout = STRIDED((128,), 1)
+    result = shape((128,), layout=layout)
+    f = plgpu.inline_cuda("r0[0] = a0[0] + 1;", arg_types=layout, return_type=result)
+
+    def barriers(g):
+        def body(x_ref, o_ref, a):
+            a[...] = x_ref[...]
+            o_ref[...] = g(a[...]) + g(x_ref[...])
+
+        scratch = [plgpu.SMEM((128,), F32)]
+        kernel = plgpu.kernel(body, out_type=shape((128,)), scratch_types=scratch)
+        return kernel.lower(np.zeros(128, F32)).as_text("cuda").count("warpgroup_sync(wg)")
+
+    assert barriers(f) == barriers(lambda x: x + 1) > 0
+
+
 def test_warps(way):
     """In a warp_map: scalars in and out."""
     source = "r0[0] = a0 * 10 + (i32)(threadIdx.x >> 5);"
