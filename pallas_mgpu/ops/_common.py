@@ -39,11 +39,22 @@ def buffer(*shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=swizzled(width, dtype))
 
 
-def overlap_launches():
+def overlap_launches(prefetch=lambda: None):
     """Lets the next kernel be launched now, and waits until the kernels before this one are done:
-    nothing is read or written earlier."""
+    nothing is read or written earlier. prefetch(): asks for memory before that."""
     plgpu.griddepcontrol_launch_dependents()
+    prefetch()
     plgpu.griddepcontrol_wait()
+
+
+def check_fields(op, config):
+    """TypeError unless a configuration has ints where its defaults are ints."""
+    for name, default in config._field_defaults.items():
+        value = getattr(config, name)
+        if isinstance(default, int) and not hasattr(value, "__index__"):
+            raise TypeError(
+                f"{op}: {name} of {type(config).__name__} must be an int, got {value!r}"
+            )
 
 
 def padded(source, at, width):

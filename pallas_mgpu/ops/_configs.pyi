@@ -16,6 +16,7 @@ class AttentionDecodeConfig(NamedTuple):
     consumers: int = 0
     stages: int = 0
     lanes: int = 0
+    prefetch: bool | None = None
 
 class FewRowsConfig(NamedTuple):
     tile_n: int = 128

@@ -18,6 +18,8 @@ from pallas_mgpu._caches import cached
 
 from ._common import WarpSpecialized
 
+_SEQUENCES = 1 << 16  # whose blocks a thread adds up
+
 
 class Shares(WarpSpecialized):
     reads_only = False
@@ -147,6 +149,13 @@ def check_array(op, name, x, shape, dtype):
         raise ValueError(
             f"{op}: {name} must be {np.dtype(dtype)} of shape ({want}), got {x.dtype}"
             f" of shape {x.shape}"
+        )
+
+
+def check_batch(op, q):
+    if q.shape[0] > _SEQUENCES:
+        raise NotImplementedError(
+            f"{op}: up to {_SEQUENCES} sequences, got q {q.shape}; divide the batch"
         )
 
 

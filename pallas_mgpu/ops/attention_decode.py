@@ -33,12 +33,21 @@ from ._common import (
     SMEM_BYTES,
     Ring,
     buffer,
+    check_fields,
     overlap_launches,
     padded,
     swizzled,
     warp_specialized,
 )
-from ._decode_shares import Shares, WithParts, check_array, check_pages, check_scale, memory_of
+from ._decode_shares import (
+    Shares,
+    WithParts,
+    check_array,
+    check_batch,
+    check_pages,
+    check_scale,
+    memory_of,
+)
 from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
@@ -89,18 +98,22 @@ class AttentionDecodeConfig(NamedTuple):
     """How attention_decode is tiled. ``consumers``: warpgroups that process blocks of keys
     alternately, up to 4 (fewer if shared memory has no room for them, 1 if a key head has many
     results); ``stages``: slots of the rings of keys and values; ``lanes``: key heads on which
-    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen."""
+    neighbouring blocks of the grid work at the same time, a divisor of their number. 0: chosen.
+    ``prefetch``: while the kernels before this one end, ask for the first keys and values. Lengths
+    and page tables are read for that before they are final, which checkers report as a race; None:
+    with arrays on a GPU."""
 
     consumers: int = 0
     stages: int = 0
     lanes: int = 0
+    prefetch: bool | None = None
 
 
 def _lanes(kv_heads, sms):
     """As many heads side by side as leave almost no SM without work: their rows of keys are
     neighbours in memory."""
     fitting = (n for n in range(min(kv_heads, sms), 1, -1) if kv_heads % n == 0)
-    return next((n for n in fitting if n * (sms // n) >= 0.98 * sms), 1)
+    return next((n for n in fitting if n * (sms // n) >= 0.96 * sms), 1)
 
 
 class _Plan:
@@ -120,6 +133,11 @@ class _Plan:
         wanted = wanted if result <= 16 * 128 else 1
         plans = ((n, self.slots(n)) for n in range(wanted, 0, -1))
         self.consumers, self.stages = next((n, slots) for n, slots in plans if slots or n == 1)
+        if not self.stages:
+            raise ValueError(
+                f"attention_decode: {cfg.stages} stages of {_KEYS} keys and values do not fit into"
+                f" shared memory with head_dims {x.dim} and {x.value_dim}; got {cfg}"
+            )
         self.registers = {3: (32, 160), 4: (32, 112)}.get(self.consumers)
         merging = _MERGE_REGISTERS // (2 if self.consumers > 2 else 1)
         self.together = max(1, merging * 128 // result)
@@ -167,6 +185,23 @@ class _Block(Shares):
             self.others = Ring(2, self.part_full, self.part_empty)
 
     # ---- producer
+
+    def prefetch(self):
+        """Asks for the first keys and values while the kernels before this one end. Lengths and
+        pages may not be final yet, which only makes this useless: both are clipped, and what is
+        asked for goes to the L2 cache, where later stores of others reach it."""
+        begin, end = self.share()
+        b, head, _, _, length, low, high = self.segment(begin, end)
+        before, _ = self.extent(length)
+
+        def one(j, _):
+            key = (before + high - 1 - j) * self.block
+            for _, at in self.pieces(b, head, key, length):
+                plgpu.async_prefetch(self.k.at[at])
+                plgpu.async_prefetch(self.v.at[at])
+
+        count = jnp.minimum(high - low, self.plan.stages)
+        pl.when(end > begin)(lambda: lax.fori_loop(0, count, one, None))
 
     def producer(self):
         steps = self.segments(self.fetch, jnp.int32(0))
@@ -398,7 +433,8 @@ class _Block(Shares):
             sums = plgpu.load(self.stats.at[part, 1], layout=along)
             value = plgpu.load(self.parts.at[part], layout=plgpu.Layout.WGMMA)
             there = i < others
-            return value, jnp.where(there, m, _MASKED), jnp.where(there, sums, _F32(0))
+            value, sums = (jnp.where(there, x, _F32(0)) for x in (value, sums))  # of inf, too
+            return value, jnp.where(there, m, _MASKED), sums
 
         def add(j, state):
             first = (j * self.plan.consumers + me) * together
@@ -466,11 +502,17 @@ def _kernel(x, cfg, programs, interpret):
     plan = _Plan(x, cfg, programs)
 
     def body(q, k, v, *others, **scratch):
-        overlap_launches()
         names = [*x.options, "o"] + ["lse"] * x.return_lse + ["parts", "stats"]
         refs = dict(q=q, k=k, v=v) | dict(zip(names, others, strict=True))
         done = pl.get_global(plgpu.SemaphoreType.REGULAR((programs,)))
-        _Block(plan, refs | scratch | {"done": done}).run()
+        block = _Block(plan, refs | scratch | {"done": done})
+        if cfg.prefetch:
+            overlap_launches(
+                lambda: pl.when(lax.axis_index("wg") == plan.consumers)(block.prefetch)
+            )
+        else:
+            overlap_launches()
+        block.run()
 
     outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
     if x.return_lse:
@@ -515,9 +557,10 @@ def _check(q, k, v):
     unit = 8 if k.dtype == q.dtype else 16
     if any(d % unit or not 32 <= d <= 256 for d in dims) or rows > 64 or size > 64 * 128:
         raise NotImplementedError(
-            f"attention_decode: the head_dims must be multiples of {unit} from 32 to 256 (of 8; of"
-            " 8-bit caches of 16), and up to 64 queries share a key head (queries * heads /"
-            " kv_heads), 40 with values of more than 128 and 32 of more than 192; got q"
+            f"attention_decode: the head_dims must be multiples of {unit}"
+            f"{' for 8-bit caches' if unit > 8 else ''} from 32 to 256, and up to 64 queries share"
+            " a key head (queries * heads / kv_heads), 40 with values of more than 128 and 32 of"
+            " more than 192; got q"
             f" {q.shape}, k {k.shape}, v {v.shape}; use ops.attention"
         )
     if _core.target(q.device)["name"] != "sm_90a":
@@ -527,13 +570,15 @@ def _check(q, k, v):
         )
 
 
-def _chosen(config, kv_heads, sms):
+def _chosen(config, kv_heads, sms, on_gpu):
     if config is not None and not isinstance(config, AttentionDecodeConfig):
         raise TypeError(
             f"attention_decode: config must be an AttentionDecodeConfig, got {config!r}"
         )
     c = config or AttentionDecodeConfig()
+    check_fields("attention_decode", c)
     c = c._replace(lanes=c.lanes or _lanes(kv_heads, sms))
+    c = c._replace(prefetch=on_gpu if c.prefetch is None else bool(c.prefetch))
     if c.consumers not in range(5) or c.stages < 0 or c.lanes < 1 or kv_heads % c.lanes:
         raise ValueError(
             "attention_decode: an AttentionDecodeConfig has up to 4 consumers, stages from 0 and a"
@@ -602,6 +647,7 @@ def attention_decode(
     more queries.
     """
     _check(q, k, v)
+    check_batch("attention_decode", q)
     check_pages("attention_decode", q, k, page_table)
     batch, queries, heads, dim = q.shape
     if kv_lengths is not None:
@@ -631,7 +677,7 @@ def attention_decode(
     if k.dtype != q.dtype:
         dims = [0 if a is None else len(a.shape) for a in (k_scale, v_scale)]
         x = x._replace(kv_dtype=k.dtype, k_scale=dims[0], v_scale=dims[1])
-    cfg = _chosen(config, x.kv_heads, sms)
+    cfg = _chosen(config, x.kv_heads, sms, q.device is not None and not interpret)
     lanes = cfg.lanes
     programs = min(sms // lanes, x.batch * (x.kv_heads // lanes) * pl.cdiv(keys, _KEYS)) * lanes
     if batch == 1 and not page:  # a cache that grows by being made anew

@@ -25,8 +25,15 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores, scale_of
-from ._common import SMEM_BYTES, Ring, overlap_launches, swizzled, warp_specialized
-from ._decode_shares import Shares, WithParts, check_array, check_pages, memory_of
+from ._common import (
+    SMEM_BYTES,
+    Ring,
+    check_fields,
+    overlap_launches,
+    swizzled,
+    warp_specialized,
+)
+from ._decode_shares import Shares, WithParts, check_array, check_batch, check_pages, memory_of
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -458,6 +465,7 @@ def mla_decode(
     lse). TypeError, ValueError for other dtypes and shapes, NotImplementedError for other dims.
     """
     _check(q, cache, value_dim)
+    check_batch("mla_decode", q)
     check_pages("mla_decode", q, cache, page_table)
     batch, queries, heads, dim = q.shape
     if kv_lengths is not None:
@@ -465,6 +473,7 @@ def mla_decode(
     config = MlaConfig() if config is None else config
     if not isinstance(config, MlaConfig):
         raise TypeError(f"mla_decode: config must be an MlaConfig, got {config!r}")
+    check_fields("mla_decode", config)
     if config.block not in (32, 64) or config.stages < 0:
         raise ValueError(
             f"mla_decode: an MlaConfig has a block of 32 or 64 and stages from 0; got {config}"

@@ -410,6 +410,14 @@ CASES = {
             heads[:, :1], *[zeros(4, 20, 2, 64)] * 2, kv_lengths=lengths, page_table=table
         ),
     ],
+    "`ops.attention_decode` and `ops.mla_decode` with": [
+        lambda: ops.attention_decode(
+            *[np.broadcast_to(heads[:1, :1], (70000, 1, *heads.shape[2:]))] * 3
+        ),
+        lambda: ops.mla_decode(
+            *[np.broadcast_to(x[:1], (70000, *x.shape[1:])) for x in (latent, latent[0])]
+        ),
+    ],
     "`ops.mla_decode` on": [
         *[(lambda t=t: on(t, ops.mla_decode, latent, latent[0])) for t in ("sm_80", "sm_100a")],
         lambda: ops.mla_decode(latent[..., :80].copy(), latent[0, ..., :80].copy(), value_dim=64),

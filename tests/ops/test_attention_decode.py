@@ -293,6 +293,35 @@ def test_out(rng, interpret):
         attention_decode(q, k, v, out=o, **how)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_prefetches(paged, rng):
+    """They are in programs for arrays on a GPU; checkers see that lengths are read early."""
+    q, k, v, n = operands(rng, (140, 70), 1, 4, 2, 72, 160, np.float16)
+    config = AttentionDecodeConfig(prefetch=True)
+    want = attention_decode(q, k, v, interpret=True)
+    found = attention_decode(q, k, v, config=config, interpret="emulate")
+    np.testing.assert_allclose(found, want, atol=2e-3)
+    with pytest.raises(plgpu.RaceError, match="launched earlier"):
+        attention_decode(q, k, v, kv_lengths=n, config=config, interpret="emulate")
+    how = {"kv_lengths": n}
+    if paged:
+        k, v = (x.reshape(20, 16, 2, 72) for x in (k, v))
+        how["page_table"] = np.arange(20, dtype=np.int32).reshape(2, 10)
+    for prefetch in (None, True):
+        config = AttentionDecodeConfig(prefetch=prefetch)
+        kernel = attention_decode.kernel(q, k, v, **how, config=config).kernel
+        found = kernel.lower(q, k, v, *how.values(), target="sm_90a").as_text("cuda")
+        assert ("tma_prefetch" in found) == bool(prefetch)
+
+
+def test_infinite_values(rng):
+    """They make infinite what they belong to, also where several blocks have parts of a result."""
+    q, k, v, n = operands(rng, (300,), 1, 2, 1, 64, 300, np.float16)
+    v[0, 70, 0, 3] = np.inf
+    found = attention_decode(q, k, v, kv_lengths=n, interpret=True)
+    assert np.isposinf(found[..., 3]).all() and np.isfinite(np.delete(found, 3, -1)).all()
+
+
 def test_lengths_do_not_compile(rng):
     q, k, v, _ = operands(rng, (200, 200), 1, 2, 1, 64, 200, np.float16)
     attention_decode(q, k, v, kv_lengths=np.array([5, 9], np.int32), interpret=True)
@@ -310,6 +339,9 @@ def test_errors(rng):
         with pytest.raises(error, match=words):
             attention_decode(q, k, v, interpret=True, **options)
 
+    many = (np.broadcast_to(x, (70000, *x.shape[1:])) for x in (q, k, v))
+    call(NotImplementedError, "up to 65536 sequences", *many)
+    call(ValueError, "100 stages of 64 keys", config=AttentionDecodeConfig(stages=100))
     call(ValueError, "kv_lengths must be int32", kv_lengths=n[:0])
     call(ValueError, "page_table must be int32", page_table=table[0])
     tree = np.ones((1, 1, 1), bool)

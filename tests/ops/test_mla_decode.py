@@ -110,6 +110,8 @@ def test_errors():
         with pytest.raises(error, match=words):
             mla_decode(q, cache, interpret=True, **options)
 
+    many = (np.broadcast_to(x[:1], (70000, *x.shape[1:])) for x in (q, cache))
+    call(NotImplementedError, "up to 65536 sequences", *many)
     call(ValueError, "cache must have 3 dims", cache=cache[:, :, None])
     call(ValueError, "one last dim", cache=cache[..., :512].copy())
     call(ValueError, "differ in batch", cache=cache[:1].copy())
