@@ -4,9 +4,14 @@ how many parts, and the kernel that merges their results.
 Each number of parts is a program, so there are few of them. What they cost is counted in blocks of
 keys of one SM. A part costs one block more than it has, the sum one and a tenth of one for each MB
 of its operands; while an SM does a block, memory delivers 4 MB of keys and values. Fitted to 54
-shapes on an H100, most of them random (benchmarks/NOTEBOOK.md)."""
+shapes on an H100, most of them random (benchmarks/NOTEBOOK.md).
+
+Where all tiles have the same blocks and equal parts leave the last wave half empty, all blocks of
+all tiles are one row that is divided into equal shares, one for each SM: a tile has as many parts
+as shares have blocks of it."""
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +20,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_scores import PLAIN
 from ._common import SeveralKernels, overlap_launches
 from ._open_rows import in_shapes
 
@@ -24,13 +30,72 @@ _PART_COST, _MERGE_COST, _MERGED_MB_COST = 1, 1, 0.1
 _MB_OF_A_BLOCK = 4.0  # that memory delivers in the time of a block
 _LEAST_PART = 3  # blocks of a part
 _ALIKE = 3  # blocks by which tiles may differ that are still done in waves
+_SHARES_COST = 1.03  # what shares take of the time that is computed for them
+_SHARED_BLOCKS = 1 << 24  # of keys, whose numbers do not overflow
 _GAIN = 0.95  # what divided keys take of the time of whole ones, at most
 
 
+class Shares(NamedTuple):
+    """Equal shares of the blocks of keys of all tiles, one for each block of the grid. ``tiles``:
+    how many; ``blocks``: of keys of each; ``rows``: of queries of each; ``places``: shares."""
+
+    tiles: int
+    blocks: int
+    rows: int
+    places: int
+
+    @property
+    def _even(self):
+        return divmod(self.tiles * self.blocks, self.places)
+
+    @property
+    def pieces(self):
+        """Tiles of a share, at most."""
+        each, rest = self._even
+        return pl.cdiv(each + (rest > 0) - 1, self.blocks) + 1
+
+    @property
+    def parts(self):
+        """Shares that a tile is divided among, at most."""
+        return min(pl.cdiv(self.blocks - 1, self._even[0]) + 1, self.blocks)
+
+    def start(self, place):
+        """The first block of a share, counted over all tiles."""
+        each, rest = self._even
+        return place * each + jnp.minimum(place, rest)
+
+    def owner(self, block):
+        """The share that has a block."""
+        each, rest = self._even
+        wide = rest * (each + 1)
+        return lax.select(block < wide, block // (each + 1), rest + (block - wide) // each)
+
+    def shared_by(self, tile):
+        """The first and the last share that have blocks of a tile."""
+        return self.owner(tile * self.blocks), self.owner(tile * self.blocks + self.blocks - 1)
+
+
+class SharedTiles:
+    """The schedule of a block of the grid, as StaticTiles: number ``place * pieces + w`` is tile w
+    of that share; the number of all is beyond."""
+
+    def __init__(self, shares, place):
+        self.total, self.first = shares.places * shares.pieces, place * shares.pieces
+        begin, end = shares.start(place), shares.start(place + 1)
+        self.count = (end - 1) // shares.blocks - begin // shares.blocks + 1
+
+    def tile(self, w):
+        return lax.select(w < self.count, self.first + w, self.total)
+
+    def produce(self, work, carry, beyond=False):
+        trips = self.count + int(beyond)
+        return lax.fori_loop(0, trips, lambda w, carry: work(self.tile(w), carry), carry)
+
+
 @cached
-def merge(x, parts, interpret):
+def merge(x, parts, interpret, shares=None):
     """Kernel: the result from those over parts of the keys, in the order of the parts. A lane has 8
-    neighbouring columns of a row."""
+    neighbouring columns of a row. shares: the parts that there are of a tile, if not all."""
     groups, layout = x.value_dim // 8, plgpu.Layout.TCGEN05_TMEM_NATIVE(8)
     units = x.batch * x.queries * x.heads * groups
 
@@ -46,6 +111,15 @@ def merge(x, parts, interpret):
         heads = [part * x.heads + head for part in range(parts)]
         logs = [lse[b, row, h] for h in heads]
         values = [o[b, row, h, group].astype(_F32) for h in heads]
+        if shares:  # the others were not written
+            tiles = pl.cdiv(x.queries, shares.rows)
+            first, last = shares.shared_by((b * x.heads + head) * tiles + row // shares.rows)
+            exist = [first + part <= last for part in range(parts)]
+            logs = [jnp.where(e, log, _F32(-np.inf)) for e, log in zip(exist, logs)]
+            values = [
+                jnp.where(lax.broadcast_in_dim(e, (128, 8), [0]), v, _F32(0))
+                for e, v in zip(exist, values)
+            ]
         top = functools.reduce(jnp.maximum, logs)
         base = jnp.where(top == -np.inf, _F32(0), top)
         weights = [jnp.exp(log - base) for log in logs]
@@ -93,12 +167,16 @@ def _cost(x, blocks, cores, parts):
         cost = waves * longest
     else:
         cost = max(longest, each.sum() * heads * parts / cores + longest / 2)
-    size, width = x.cached.itemsize, x.dim + x.value_dim
-    cost = max(cost, x.batch * x.kv_heads * x.keys * width * size / 1e6 / _MB_OF_A_BLOCK)
+    cost = max(cost, _memory_cost(x))
     if parts == 1:
         return cost
     merged = parts * x.batch * x.queries * x.heads * x.value_dim * x.out_dtype.itemsize / 1e6
     return cost + _MERGE_COST + _MERGED_MB_COST * merged
+
+
+def _memory_cost(x):
+    width = x.cached.itemsize * (x.dim + x.value_dim)
+    return x.batch * x.kv_heads * x.keys * width / 1e6 / _MB_OF_A_BLOCK
 
 
 def tiles_of(x, cfg):
@@ -117,11 +195,29 @@ def parts_of(x, cfg, cores):
     return best if costs[best] < _GAIN * costs[1] else 1
 
 
+def shares_of(x, cfg, cores, parts):
+    """Shares, if they are faster than so many equal parts of each tile, or None. Tiles have the
+    same blocks, and memory is not the limit: blocks of the grid read other keys of a head at the
+    same time then."""
+    if x.causal or x.scores != PLAIN or any(x.lengths) or x.is_narrow:
+        return None
+    tiles, blocks = tiles_of(x, cfg), pl.cdiv(x.keys, cfg.block)
+    if not cores <= tiles * blocks <= _SHARED_BLOCKS or tiles >= 4 * cores:
+        return None
+    segments, rows = tiles + cores, cfg.consumers * 64
+    cost = pl.cdiv(tiles * blocks, cores) + segments / cores * _PART_COST
+    merged = segments * rows * x.value_dim * x.out_dtype.itemsize / 1e6
+    cost = (cost + _MERGE_COST + _MERGED_MB_COST * merged) * _SHARES_COST
+    fast = cost < _cost(x, _blocks_of_tiles(x, cfg), cores, parts)
+    return Shares(tiles, blocks, rows, cores) if fast and _memory_cost(x) < 0.85 * cost else None
+
+
 class _Divided(SeveralKernels):
     """Attention to parts of the keys, then the sum of the results."""
 
-    def __init__(self, x, parts, kernel, interpret):
-        self.parts, self.merge = kernel, merge(x, parts, interpret)
+    def __init__(self, x, parts, kernel, interpret, shares=None):
+        self.parts, self.merge = kernel, merge(x, parts, interpret, shares)
+        self.shares = shares
 
     def __call__(self, *operands, out=None, stream=None):
         return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)

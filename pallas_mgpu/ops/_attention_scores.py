@@ -30,6 +30,8 @@ _F32 = np.float32
 _LOG2E = _F32(math.log2(math.e))
 _MULTIPLE = 384  # rows of padded ranges: of whole tiles of 64, 128 and 192 rows
 _PART = 256  # rows of a block that looks up ranges
+_LARGEST = 2.0**127  # number, whose product with log2(e) is a float32, too
+_ENDLESS = 1 << 30  # keys that no side of a window has
 
 
 class Scores(NamedTuple):
@@ -187,7 +189,7 @@ def options(
     left, right = _window(name, window)
     softcap = 0.0 if softcap is None else _finite(name, "softcap", softcap)
     if softcap < 0:
-        raise ValueError(f"{name}: softcap must be positive and finite, got {softcap}")
+        raise ValueError(f"{name}: softcap must not be negative, got {softcap}")
     if not 0 <= dropout < 1:
         raise ValueError(f"{name}: dropout must be from 0 and less than 1, got {dropout}")
     if (seed is None) != (dropout == 0):
@@ -213,8 +215,8 @@ def _finite(name, what, x):
         found = float(x)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: {what} must be a number or None, got {x!r}") from None
-    if not math.isfinite(found):
-        raise ValueError(f"{name}: {what} must be finite, got {found}")
+    if not abs(found) <= _LARGEST:
+        raise ValueError(f"{name}: {what} must be finite in float32, got {found}")
     return found
 
 
@@ -235,7 +237,8 @@ def _window(name, window):
         raise ValueError(
             f"{name}: window must be (left, right), each None or an int from 0; got {window!r}"
         )
-    return tuple(None if side is None else operator.index(side) for side in sides)
+    sides = [None if side is None else operator.index(side) for side in sides]
+    return tuple(None if side is None or side >= _ENDLESS else side for side in sides)
 
 
 def _check_bias(name, bias, whole, dtype):

@@ -44,6 +44,7 @@ from . import (
 )
 from ._attention_cache import DTYPES, Cache, is_narrow
 from ._attention_narrow import Narrow, NarrowPlan, grain
+from ._attention_parts import SharedTiles
 from ._attention_scores import PLAIN, Problem, Ranges, Tile, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
@@ -56,6 +57,8 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     buffer,
+    check_fields,
+    overlap_launches,
     padded,
     store,
     warp_specialized,
@@ -173,9 +176,10 @@ def _width(dim):
 class _Plan:
     """What follows from a problem and a configuration."""
 
-    def __init__(self, x, cfg, cores, parts=1):
+    def __init__(self, x, cfg, cores, parts=1, shares=None):
         self.x, self.cfg, self.consumers, self.axes = x, cfg, cfg.consumers, {}
-        self.parts = parts  # of the keys of a tile, whose results are merged later
+        # of the keys of a tile, whose results are merged later; shares: they are unequal
+        self.parts, self.shares = parts, shares
         self.rows, self.block, self.stages = cfg.consumers * 64, cfg.block, cfg.stages
         self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
         self.all_heads = x.batch * x.heads * parts
@@ -192,6 +196,9 @@ class _Plan:
                 self.group = min(max(_L2_BYTES // (x.keys * x.dim * 4), 1), self.all_heads)
             self.ragged = x.keys % self.block != 0
             self.counted = uneven and self.total > self.clusters
+        if shares:
+            self.all_heads = x.batch * x.heads
+            self.total, self.clusters = shares.places * shares.pieces, shares.places
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         self.left = plgpu.Layout.WGMMA  # of a left operand
         self.lazy, self.raised = _LAZY, 0  # log2 of what all probabilities are multiplied with
@@ -286,6 +293,8 @@ class _Block(WarpSpecialized):
         if plan.counted:
             counted = self.tile_numbers, self.tile_full, self.tile_empty, None
             self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
+        elif plan.shares:
+            self.tiles = SharedTiles(plan.shares, cluster)
         else:
             self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
 
@@ -293,6 +302,10 @@ class _Block(WarpSpecialized):
         """Tile of queries, part of the keys, head and batch of tile number t."""
         p, x = self.plan, self.x
         t = jnp.clip(t, 0, p.total - 1)  # there is one beyond
+        if p.shares:
+            tile, part = self.shared_tile(t)[:2]
+            head, tile = tile // p.q_tiles, tile % p.q_tiles
+            return tile, part, head % x.heads, head // x.heads
         group = self.group
         band, inside = t // (group * p.q_tiles), t % (group * p.q_tiles)
         width = jnp.int32(group) if p.group else group
@@ -303,6 +316,17 @@ class _Block(WarpSpecialized):
             tile = jnp.maximum(p.q_tiles - 1 - tile, 0)  # longest first
         part, head = (head % p.parts, head // p.parts) if p.parts > 1 else (0, head)
         return tile, part, head % x.heads, head // x.heads
+
+    def shared_tile(self, t):
+        """Where keys are divided into shares: the tile of number t, counted over all heads, its
+        part, the first block of that and how many it has."""
+        s = self.plan.shares
+        place = t // s.pieces
+        begin, end = s.start(place), s.start(place + 1)
+        tile = jnp.minimum(begin // s.blocks + t % s.pieces, s.tiles - 1)
+        first = jnp.maximum(begin - tile * s.blocks, 0)
+        count = jnp.minimum(end - tile * s.blocks, s.blocks) - first
+        return tile, jnp.maximum(place - s.shared_by(tile)[0], 0), first, count
 
     def keys_of(self, b):
         """The number of keys of a batch entry."""
@@ -776,6 +800,9 @@ class _ScoredBlock(_Block):
     def blocks_of(self, t, tile, part):
         p = self.plan
         inside = t < p.total
+        if p.shares:
+            first, count = self.shared_tile(jnp.minimum(t, p.total - 1))[2:]
+            return lax.select(inside, first, 0), lax.select(inside, count, 1)
         tile = jnp.minimum(tile, p.q_tiles - 1)
         b = self.tile_of(t)[3] if any(self.x.lengths) else 0
         first, count = self.ranges_of(b).blocks(tile * p.rows, p.rows, p.block)
@@ -922,11 +949,17 @@ def _block_of(x, parts):
 
 
 @cached
-def _kernel(x, cfg, cores, parts, interpret):
-    """x: a Problem. parts: of the keys; the results of each are heads of their own."""
+def _kernel(x, cfg, cores, parts, interpret, shares=None):
+    """x: a Problem. parts: of the keys; the results of each are heads of their own. shares: these
+    parts are Shares."""
     x = x._replace(return_lse=True) if parts > 1 else x
-    plan = (_NarrowPlan if x.is_narrow else _Plan)(x, cfg, cores, parts)
-    block = functools.partial(_block_of(x, parts), plan)
+    plan = (_NarrowPlan if x.is_narrow else _Plan)(x, cfg, cores, parts, shares)
+    make = _block_of(x, parts)
+
+    def block(refs):
+        overlap_launches()
+        return make(plan, refs)
+
     body = x.body(block, block)
     out_type = x.results
     if parts > 1:
@@ -1049,6 +1082,7 @@ def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False,
 def _check_config(config):
     if not isinstance(config, AttentionConfig):
         raise TypeError(f"attention: config must be an AttentionConfig, got {config!r}")
+    check_fields("attention", config)
     c = config
     blocks = range(16, 257, 16)
     if c.consumers not in (1, 2, 3) or c.block not in blocks or c.stages < 1 or c.programs < 0:
@@ -1163,6 +1197,7 @@ def _of_wgmma(
     blocks share the keys? exact: it is that of the lengths of a batch. widens: may a kernel before
     copy keys and values, which rounds them otherwise?"""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
+    shares = None
     queries, scores = problem.queries, problem.scores
     if config is None and widens and pays(problem):
         how = None, widths, divides, block_mask, device, interpret
@@ -1173,6 +1208,7 @@ def _of_wgmma(
             chosen = _choose_for(problem, queries, width)
             parts = _attention_parts.parts_of(problem, chosen, cores)
             few = 2 * _attention_parts.tiles_of(problem, chosen) <= cores
+            shares = _attention_parts.shares_of(problem, chosen, cores, parts)
         if not exact and (parts == 1 or not few):
             found = _flattened(problem, widths, device, interpret)
             if found is not None:
@@ -1187,6 +1223,9 @@ def _of_wgmma(
             )
     config = config or _choose_for(problem, queries, width)
     _check_config(config)
+    if shares and not problem.is_open:
+        kernel = _kernel(problem, config, cores, shares.parts, interpret, shares)
+        return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)
     kernel = _kernel(problem, config, cores, parts, interpret)
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)

@@ -226,3 +226,26 @@ def test_divided_keys(rng, n, m, options, interpret):
     there = np.full_like(o, np.nan), np.full_like(lse, np.nan)
     attention(q, k, v, out=there, **how)
     assert np.array_equal(there[0], o) and np.array_equal(there[1], lse)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "batch, n, m, heads, dim, value_dim",
+    [(1, 130, 2100, (3, 3), 64, 64), (2, 70, 1300, (6, 2), 96, 40), (3, 10, 900, (2, 1), 128, 128)],
+)
+@pytest.mark.parametrize("interpret", INTERPRET, ids=str)
+def test_shared_keys(rng, monkeypatch, batch, n, m, heads, dim, value_dim, interpret):
+    """Equal shares of the keys of all tiles, where equal parts of each leave a wave half empty."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
+    plgpu.clear_caches()
+    q, k, v = (
+        rng.standard_normal((batch, rows, h, d)).astype(np.float16)
+        for rows, h, d in ((n, heads[0], dim), (m, heads[1], dim), (m, heads[1], value_dim))
+    )
+    how = {"return_lse": True, "interpret": interpret}
+    assert attention.kernel(q, k, v, **how).shares
+    o, lse = attention(q, k, v, **how)
+    want, want_lse = expected(q, k, v, np.ones((n, m), bool))
+    np.testing.assert_allclose(o, want, atol=4e-3)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-3)
+    plgpu.clear_caches()

@@ -256,7 +256,8 @@ def _errors(q, bias, cu, seed):
         "window must be [(]left": {"window": 5},
         "window must be.*got [(]1, 2, 3": {"window": (1, 2, 3)},
         "scale must be finite": {"scale": float("nan")},
-        "softcap must be": {"softcap": -1.0},
+        "softcap must not be negative": {"softcap": -1.0},
+        "softcap must be finite in float32": {"softcap": 1e39},
         "dropout must be": {"dropout": 1.0, "seed": seed},
         "dropout and seed": {"dropout": 0.5},
         "seed must be": {"dropout": 0.5, "seed": np.zeros(2, np.int32)},
@@ -272,6 +273,29 @@ def test_errors(words):
     options = _errors(q, bias, np.asarray([0, 8, 16], np.int32), np.zeros(1, np.int32))[words]
     with pytest.raises(ValueError, match=f"attention: .*{words}"):
         ops.attention(q, q, q, interpret=True, **options)
+
+
+@pytest.mark.parametrize("op", (ops.attention, ops.attention_decode))
+def test_windows_without_an_end(op, rng):
+    """Their sides are beyond int32, or reach beyond it with a position added."""
+    q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float16) for n in (3, 70, 70))
+    lengths = np.array([66], np.int32)
+    how = {"bottom_right": True} if op is ops.attention else {}
+    want = op(q, k, v, kv_lengths=lengths, interpret=True)
+    for window in ((2**31 - 1, 2**31 - 2), (2**40, None), (None, 1 << 30)):
+        got = op(q, k, v, kv_lengths=lengths, window=window, interpret=True, **how)
+        np.testing.assert_allclose(got, want, atol=1e-3)
+
+
+def test_configs_of_other_types():
+    q, c = np.zeros((1, 16, 2, 128), np.float16), np.zeros((1, 16, 128), np.float16)
+    for call, config in (
+        (lambda c: ops.attention(q, q, q, config=c), ops.AttentionConfig(block=64.0)),
+        (lambda c: ops.attention_decode(q, q, q, config=c), ops.AttentionDecodeConfig(stages=1.5)),
+        (lambda k: ops.mla_decode(q, c, value_dim=128, config=k), ops.MlaConfig(stages="2")),
+    ):
+        with pytest.raises(TypeError, match=f"of {type(config).__name__} must be an int, got"):
+            call(config)
 
 
 def test_numbers_that_are_none():
