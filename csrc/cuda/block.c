@@ -22,6 +22,16 @@ static pm_val packed_source(pm_gen *e, pm_val v) {
   return def && pm_get(e->g, def)->code == PM_OP_UNPACK ? pm_in(e->g, def, 0) : 0;
 }
 
+/* Were the elements of array v loaded into registers of fewer bytes than a word? */
+static bool loaded_apart(pm_gen *e, pm_val v) {
+  const pm_opid def = pm_value_of(e->g, v)->def;
+  if (!def || !pm_get(e->g, def)->n_in || !pm_is_memory(pm_typeof(e->g, pm_in(e->g, def, 0))))
+    return false;
+  const pm_type *t = pm_typeof(e->g, v);
+  const int64_t together = pm_layout_vector(pm_value_layout(e->g, v), t->rank - 1);
+  return together * pm_dtypes[t->dtype].bits < 32;
+}
+
 /* f32 to 16 or 8 bits, and 8 bits to more, two at a time in one instruction; small integers by
  * words (device/widen.cuh). */
 static group_convert find_group_convert(pm_gen *e, pm_opid op) {
@@ -38,10 +48,12 @@ static group_convert find_group_convert(pm_gen *e, pm_opid op) {
     fn = pm_str(e, "cvt_%sx2", pm_cpp_type(to));
     c.n = c.from = pm_dtypes[to].group;
   } else if (group > 1 && (bits == 8 ? wide : bits < 8 && half)) {
-    fn = pm_str(e, "cvt_from_%sx%d", short_name, group);
+    if (bits < 8) c.bytes = packed_source(e, c.in);
+    const bool can = bits < 8 || (from == PM_I8 && to == PM_BF16);
+    const bool apart = can && loaded_apart(e, c.bytes ? c.bytes : c.in);
+    fn = pm_str(e, "cvt_from_%sx%d%s", short_name, group, apart ? "_apart" : "");
     c.n = group;
     c.from = group * bits / 8; /* bytes */
-    if (bits < 8) c.bytes = packed_source(e, c.in);
   }
   if (fn && pm_regs_of(e, o->out) % c.n == 0) c.fn = fn;
   return c;

@@ -352,6 +352,7 @@ template <typename T>
 FN void cvt_from_u8x4(T *d, const u8 *x) {
   for (int k = 0; k < 4; k++) widened(d + k, x[k]);
 }
+FN void cvt_from_s8x4_apart(bf16 *d, const i8 *x) { cvt_from_s8x4(d, x); }
 template <typename T>
 FN void cvt_from_s4x8(T *d, const u8 *x) {
   for (int k = 0; k < 8; k++) widened(d + k, (f32)((i8)(x[k / 2] << (k % 2 ? 0 : 4)) >> 4));
@@ -359,6 +360,14 @@ FN void cvt_from_s4x8(T *d, const u8 *x) {
 template <typename T>
 FN void cvt_from_u4x8(T *d, const u8 *x) {
   for (int k = 0; k < 8; k++) widened(d + k, (f32)(x[k / 2] >> (k % 2 ? 4 : 0) & 15));
+}
+template <typename T>
+FN void cvt_from_s4x8_apart(T *d, const u8 *x) {
+  cvt_from_s4x8(d, x);
+}
+template <typename T>
+FN void cvt_from_u4x8_apart(T *d, const u8 *x) {
+  cvt_from_u4x8(d, x);
 }
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */

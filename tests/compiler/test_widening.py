@@ -88,22 +88,24 @@ class Ptx:
             "or": lambda: x[0] | x[1],
             "shr": lambda: x[0] >> x[1],
             "shl": lambda: x[0] << x[1],
+            "mul": lambda: x[0] * x[1],
             "setp": lambda: x[0] == x[1] if ".eq" in op else x[0] != x[1],
             "selp": lambda: np.where(x[2], x[0], x[1]),
         }[name]()
 
 
 @pytest.mark.parametrize(
-    "name, to",
-    [(n, t) for n in ("s8", "u8") for t in ("f16", "bf16", "f32")]
-    + [(n, t) for n in ("s4", "u4") for t in ("f16", "bf16")],
+    "name, to, how",
+    [(n, t, "") for n in ("s8", "u8") for t in ("f16", "bf16", "f32")]
+    + [(n, t, how) for n in ("s4", "u4") for t in ("f16", "bf16") for how in ("", "_apart")]
+    + [("s8", "bf16", "_apart")],
 )
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-def test_every_number(name, to, target):
+def test_every_number(name, to, how, target):
     """All bytes in all four places, exactly."""
     element, n = ("u8", 8) if name.endswith("4") else (f"{name}".replace("s", "i"), 4)
     code = f"{element} x[4]; unpack<{element}, 4>(x, &u); {to} d[{n}];"
-    code += f" cvt_from_{name}x{n}(d, x); pack<{to}, {n}>(out, d);"
+    code += f" cvt_from_{name}x{n}{how}(d, x); pack<{to}, {n}>(out, d);"
     byte = np.arange(256)
     words = np.stack([byte, byte ^ 0x5A, 255 - byte, byte * 7 % 256], 1).astype(np.uint8)
     stored = Ptx(code, words.view(np.uint32)[:, 0], target=target).stored

@@ -9,6 +9,35 @@ FN u32 bits_under(u32 x, u32 mask, u32 one) {
   u32 r; asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(x), "r"(mask), "r"(one)); return r;
 }
 
+//! bf16_of_s8
+// Of the low bytes of both halves of p. bf16 has 7 mantissa bits: 128 + (the low bits) - (128 + the
+// sign bit)
+FN u32 bf16_of_s8(u32 p) {
+  u32 r;
+#ifdef HAS_BF16
+  asm("sub.rn.bf16x2 %0, %1, %2;"
+      : "=r"(r) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
+        "r"(bits_under(p, 0x00800080u, 0x43004300u)));
+#else
+  asm("fma.rn.bf16x2 %0, %2, %3, %1;" // times -1
+      : "=r"(r) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
+        "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0xbf80bf80u));
+#endif
+  return r;
+}
+
+//! cvt_from_s8x4_apart
+// Of bytes that are not together in a word, but two in a register.
+FN void cvt_from_s8x4_apart(bf16* d, const i8* x) {
+  u32 r[2];
+  #pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const u32 pair = (u8)x[2 * k] | (u32)(u8)x[2 * k + 1] << 8;
+    r[k] = bf16_of_s8(__byte_perm(pair, 0, 0x4140));
+  }
+  unpack<bf16, 4>(d, r);
+}
+
 //! cvt_from_s8x4
 // f16: 1024 + (x + 128)
 FN void cvt_from_s8x4(f16* d, const i8* x) {
@@ -21,23 +50,10 @@ FN void cvt_from_s8x4(f16* d, const i8* x) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(p[k]), "r"(0x64806480u));
   unpack<f16, 4>(d, r);
 }
-// bf16 has 7 mantissa bits: 128 + (the low bits) - (128 + the sign bit)
 FN void cvt_from_s8x4(bf16* d, const i8* x) {
-  u32 w, r[2];
+  u32 w;
   pack<i8, 4>(&w, x);
-  #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    const u32 p = __byte_perm(w, 0, k ? 0x4342 : 0x4140);
-#ifdef HAS_BF16
-    asm("sub.rn.bf16x2 %0, %1, %2;"
-        : "=r"(r[k]) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
-          "r"(bits_under(p, 0x00800080u, 0x43004300u)));
-#else
-    asm("fma.rn.bf16x2 %0, %2, %3, %1;" // times -1
-        : "=r"(r[k]) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
-          "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0xbf80bf80u));
-#endif
-  }
+  const u32 r[2] = {bf16_of_s8(__byte_perm(w, 0, 0x4140)), bf16_of_s8(__byte_perm(w, 0, 0x4342))};
   unpack<bf16, 4>(d, r);
 }
 // f32: 2^23 + (x + 128)
@@ -90,16 +106,29 @@ FN void cvt_from_u8x4(f32* d, const u8* x) {
     d[k] = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650 | k)) - 8388608.0f;
 }
 
+//! spread_4x8
+// The two elements of byte k, one in the low bits of each half of a word, the second one `by` bits
+// above. APART: bytes lie in registers of their own; a multiplication leaves the units alone that
+// do all else.
+template <bool APART> FN u32 spread_4x8(const u8* x, int k, u32 by) {
+  u32 w, p;
+  if (APART) {
+    asm("mul.lo.u32 %0, %1, %2;" : "=r"(p) : "r"((u32)x[k]), "r"((0x10000u >> (4 - by)) + 1));
+    return p;
+  }
+  pack<u8, 4>(&w, x);
+  return __byte_perm(w, by ? w : w >> 4, 0x0400 | k * 0x0101);
+}
+
 //! cvt_from_4x8
 // Four bytes x of two elements each; `sign` is 8 if they are signed, else 0.
 // f16: the low half of a byte gives 1024 + n, the high half 1024 + 16 n
-FN void cvt_from_4x8(f16* d, const u8* x, u32 sign) {
-  u32 w, r[4];
-  pack<u8, 4>(&w, x);
+template <bool APART> FN void cvt_from_4x8(f16* d, const u8* x, u32 sign) {
+  u32 r[4];
   const u32 add = sign ? 0xd480e408u : 0xd400e400u; // -(1024 + sign) and -(64 + sign)
   #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const u32 p = __byte_perm(w, 0, 0x4040 | k | k << 8);
+    const u32 p = spread_4x8<APART>(x, k, 4);
     asm("fma.rn.f16x2 %0, %1, %2, %3;" // times 1 and 1 / 16
         : "=r"(r[k])
         : "r"(bits_under(p, 0x00f0000fu, 0x64006400u | sign | sign << 20)), "r"(0x2c003c00u),
@@ -108,13 +137,12 @@ FN void cvt_from_4x8(f16* d, const u8* x, u32 sign) {
   unpack<f16, 8>(d, r);
 }
 // bf16: 128 + n for both
-FN void cvt_from_4x8(bf16* d, const u8* x, u32 sign) {
-  u32 w, r[4];
-  pack<u8, 4>(&w, x);
-  const u32 high = w >> 4, one = 0x43004300u | sign | sign << 16;
+template <bool APART> FN void cvt_from_4x8(bf16* d, const u8* x, u32 sign) {
+  u32 r[4];
+  const u32 one = 0x43004300u | sign | sign << 16;
   #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const u32 p = __byte_perm(w, high, 0x0400 | k * 0x0101);
+    const u32 p = spread_4x8<APART>(x, k, 0);
 #ifdef HAS_BF16
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(bits_under(p, 0x000f000fu, one)), "r"(one));
 #else
@@ -126,7 +154,17 @@ FN void cvt_from_4x8(bf16* d, const u8* x, u32 sign) {
 }
 
 //! cvt_from_s4x8
-template <typename T> FN void cvt_from_s4x8(T* d, const u8* x) { cvt_from_4x8(d, x, 8); }
+template <typename T> FN void cvt_from_s4x8(T* d, const u8* x) { cvt_from_4x8<false>(d, x, 8); }
 
 //! cvt_from_u4x8
-template <typename T> FN void cvt_from_u4x8(T* d, const u8* x) { cvt_from_4x8(d, x, 0); }
+template <typename T> FN void cvt_from_u4x8(T* d, const u8* x) { cvt_from_4x8<false>(d, x, 0); }
+
+//! cvt_from_s4x8_apart
+template <typename T> FN void cvt_from_s4x8_apart(T* d, const u8* x) {
+  cvt_from_4x8<true>(d, x, 8);
+}
+
+//! cvt_from_u4x8_apart
+template <typename T> FN void cvt_from_u4x8_apart(T* d, const u8* x) {
+  cvt_from_4x8<true>(d, x, 0);
+}

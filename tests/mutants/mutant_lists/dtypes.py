@@ -84,8 +84,8 @@ breaks(
     f"{SMALL}::test_conversions",
     pairs_of_small_floats_are_of_the_result=(
         "find_group_convert",
-        'pm_str(e, "cvt_from_%sx%d", short_name, group);',
-        'pm_str(e, "cvt_from_%sx%d", from == PM_E4M3 ? "e5m2" : short_name, group);',
+        'pm_str(e, "cvt_from_%sx%d%s", short_name, group,',
+        'pm_str(e, "cvt_from_%sx%d%s", from == PM_E4M3 ? "e5m2" : short_name, group,',
     ),
 )
 breaks(

@@ -100,7 +100,7 @@ breaks(
     f"{DEVICE}/widen.cuh",
     WIDENING,
     signs_of_bytes_are_their_second_bit=(
-        "cvt_from_s8x4",
+        "bf16_of_s8",
         "0x00800080u, 0x43004300u)));",
         "0x00400040u, 0x43004300u)));",
     ),

@@ -23,7 +23,13 @@ breaks(
         "0x7650 | (3 - k))) - 8388736.0f",
     ),
     high_halves_are_not_divided=("cvt_from_4x8", '"r"(0x2c003c00u)', '"r"(0x3c003c00u)'),
-    both_halves_are_the_low_one=("cvt_from_4x8", "const u32 high = w >> 4,", "const u32 high = w,"),
+    both_halves_are_the_low_one=("spread_4x8", "by ? w : w >> 4", "w"),
+    bytes_apart_lose_their_high_half=("spread_4x8", "(0x10000u >> (4 - by)) + 1", "0x10001u"),
+    pairs_of_bytes_are_in_another_order=(
+        "cvt_from_s8x4_apart",
+        "__byte_perm(pair, 0, 0x4140)",
+        "__byte_perm(pair, 0, 0x4041)",
+    ),
     bits_are_joined_by_and=(
         "bits_under",
         'asm("lop3.b32 %0, %1, %2, %3, 0x6a;"',
