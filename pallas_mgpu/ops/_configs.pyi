@@ -52,6 +52,8 @@ class MixedConfig(NamedTuple):
     step: int = 128
     group: int = 8
     turns: int = 1
+    ahead: int = 0
+    cluster: int = 1
 
 class MlaConfig(NamedTuple):
     block: int = 64

@@ -97,6 +97,17 @@ CONFIGS = {  # with extents m, n, k, groups of scales
     C(1, 64, 2, 8, 64, turns=2): (60, 70, 512, 1),
     C(1, 128, 1, 0, 64, turns=2): (100, 130, 256, 1),
     C(2, 256, 1, 0, 64): (300, 200, 192, 1),
+    C(2, 128, 1, 4, 64, ahead=4): (140, 300, 448, 1),
+    C(2, 256, 1, 0, 64, ahead=2, cluster=2): (260, 500, 384, 1),
+    C(1, 64, 1, 4, 64, turns=2, ahead=2, cluster=2): (60, 264, 512, 1),
+    C(2, 256, 1, 0, 64, cluster=2): (260, 504, 384, 3),  # halves, by the same accumulators
+    C(2, 128, 1, 0, 128, ahead=2): (140, 304, 512, 4),  # and by two
+    C(2, 128, 1, 0, 64, ahead=4, cluster=2): (140, 302, 384, 3),
+    C(2, 192, 1, 1, 64): (150, 136, 768, 2),  # parts of groups, no slot to spare
+    C(1, 16, 1, 2, 64, turns=2, ahead=3): (9, 130, 640, 0),
+    C(1, 16, 1, 4, 64, turns=4): (9, 712, 768, 12),  # several tiles of a block
+    C(1, 32, 1, 4, 64, turns=2): (20, 712, 768, 6),
+    C(1, 16, 1, 4, 64, turns=4, group=1): (40, 500, 512, 1),
 }
 
 
@@ -122,9 +133,9 @@ def test_chosen_configurations(m):
     for weights, groups in ((I4, 64), (I8, 0), (E4, 64)):
         given = [spec((m, 8192), BF16), spec((8192, 8192), weights)]
         given += [spec((groups, 8192), BF16)] if groups else []
-        config = choose(m, 8192, 8192, max(groups, 1))
-        assert config.tile_m == (256 if m == 4096 and not groups else min(m, 128))
-        assert config.split == (2 if m == 16 else 1)
+        config = choose(m, 8192, 8192, max(groups, 1), weights=weights.name)
+        assert config.tile_m == min(m, 256 if m == 4096 else 128)
+        assert config.split == 1 or m == 16
         used = mixed_matmul.kernel(*given, config=config).lower(*given).resources()
         assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
 
@@ -144,8 +155,14 @@ def test_chosen_configurations(m):
         (dict(config=2), TypeError, "must be a MixedConfig"),
         (dict(config=C(4)), ValueError, "has 1 to 3 consumers"),
         (dict(config=C(step=128)), ValueError, "multiple of the step"),
-        (dict(config=C(2, 256, step=64)), ValueError, "to 128 with groups of scales"),
-        (dict(config=C(2, 128, step=64, turns=2)), ValueError, "2 with a tile_m up to 128 and 1"),
+        (dict(config=C(3, 192, step=64)), ValueError, "a tile_m above 128 up to 2"),
+        (
+            dict(config=C(2, 16, step=64, turns=2, ahead=2)),
+            ValueError,
+            "ahead .* 1 turn and no split",
+        ),
+        (dict(config=C(2, 128, step=64, turns=2)), ValueError, "tile_m .* turns up to 256"),
+        (dict(config=C(1, 16, 2, step=64, cluster=2)), ValueError, r"2 \(1 with a split\)"),
     ],
 )
 def test_errors(change, error, words):
