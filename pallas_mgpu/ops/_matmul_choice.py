@@ -169,6 +169,7 @@ _WAVE_SLICES = 4  # most where they make waves even
 _SLICE_STEPS = 4  # fewest steps of one
 _SHARED_WAVES = 6
 _SHARES = 8  # most parts of K of the last tiles
+_COLD = 64 << 20  # bytes of weights
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
 _SWAPPED = 128  # most rows of A that become columns of one tile
 _PADDING = 1.08  # rows of several such tiles, as a multiple of A's
@@ -331,6 +332,14 @@ def _swapped(m, n, k, sms, in_bytes):
             for split in (1, 2, 4, 8):
                 members = functools.partial(_members_swapped, m, n, k, cfg, split, sms, in_bytes)
                 yield cfg._replace(split=split), members
+
+
+def _gathered(m, n, k, sms):
+    """Clusters of four blocks, with two consumers each, that fetch few rows together. Where these
+    take three of four SMs, and weights of 16 bits come from memory, they took 0 to 6 % less time
+    than the fastest of all others on an H100."""
+    cfg = MatmulConfig(2, pl.cdiv(m, 8) * 8, 0, 1, step=128, swapped=True)
+    return next(_members_swapped(m, n, k, cfg, 1, sms, 2))._replace(cluster=4)
 
 
 def _members_swapped(m, n, k, cfg, split, sms, in_bytes):
@@ -620,6 +629,8 @@ def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False, is_open=False
     if m == 1 and (transpose_a or transpose_b) or m == 2 and transpose_b and not transpose_a:
         return _few_rows.choose(n, k, transpose_b, sms)
     swaps = 0 if transpose_a else _SWAPPED if is_open else m
+    if swaps and not is_open and m <= 64 and 2 * n * k >= _COLD and n >= 0.75 * 128 * sms:
+        return _gathered(m, n, k, sms)
     found = _families(m, n, k, sms, 2, False, transpose_b, swaps, 8)
     crooked = crooked_rows((m if transpose_a else k, k if transpose_b else n), 2)
     return _fastest(found, m, n, k, sms, 2, rates_of(m), crooked)
