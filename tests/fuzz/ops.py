@@ -237,9 +237,12 @@ def _mixed(c):
         split = c.pick(*(s for s in (1, 2, 4, 8) if groups < 2 or groups % s == 0))
         tile = c.pick(16, 32) if split > 1 else 16 * c.rng.randint(1, 8)
         consumers = c.rng.randint(1, 3)
+        turns = c.pick(1, 2) if tile <= 32 and consumers < 3 else 1
+        turns = 4 if tile == 16 and consumers == 1 and c.chance(0.3) else turns
+        ahead = c.pick(0, 2, 3) if groups < 2 or turns == split == 1 and consumers < 3 else 0
         c.options["config"] = ops.MixedConfig(
-            consumers, tile, split, c.pick(0, 2, 3), step, c.rng.randint(1, 3),
-            c.pick(1, 2) if tile <= 32 and consumers < 3 else 1,
+            consumers, tile, split, c.pick(0, 2, 3), step, c.rng.randint(1, 3), turns, ahead,
+            c.pick(1, 2) if split == 1 else 1,
         )  # fmt: skip
     want = c.rounded(multiplied(x, factors.T), out, exact)
     if not exact:
