@@ -17,7 +17,6 @@ import timeit
 import numpy as np
 import results
 import torch
-
 from torch._C._dynamo.guards import _empty_strided_cuda as empty  # noqa: F401
 
 import pallas_mgpu as plgpu
