@@ -40,19 +40,25 @@ from ._attention_backward_seven import (
     padded,
     statistics,
 )
-from ._common import SeveralKernels, overlap_launches, store, warp_specialized
+from ._common import CountedTiles, SeveralKernels, overlap_launches, store, warp_specialized
 
 _F32 = np.float32
+_CONVERTED = 32  # rows of dQ that a warpgroup converts at a time
 
 
 class FusedPlan(Plan):
     """How the kernel is tiled. cfg: an AttentionBackwardConfig."""
 
-    def __init__(self, x, cfg):
+    def __init__(self, x, cfg, sms=0):
+        """sms: with as many blocks that convert dQ."""
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
         self.block, self.stages = 64, cfg.stages or 3
         self.turns = x.dim == 64
         self.buffers = 4 if self.turns else 2
+        self.products, self.chunks = self.clusters, pl.cdiv(x.queries, CONSUMERS * _CONVERTED)
+        self.units = x.batch * x.heads * self.chunks
+        self.converters = min(sms, self.units)
+        self.clusters += self.converters
 
     def scratch(self):
         x = self.x
@@ -66,7 +72,12 @@ class FusedPlan(Plan):
             "dq_smem": smem((CONSUMERS, self.block, 64), np.dtype(_F32)),
             "ds_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.buffers),
         }
-        return super().scratch() | more
+        found = super().scratch() | more
+        if self.converters:
+            found |= CountedTiles.scratch(CONSUMERS)
+            either = [found.pop("tile_numbers")], [found["lse_smem"]]  # no block needs both
+            found["lse_smem"] = plgpu.RefUnion(*either)
+        return found
 
 
 class _Fused(ByKeys):
@@ -74,8 +85,54 @@ class _Fused(ByKeys):
 
     exact = True
 
+    def run(self):
+        p = self.plan
+        if not p.converters:
+            return super().run()
+        t = lax.axis_index("cluster")
+        self.done = pl.get_global(plgpu.SemaphoreType.REGULAR((self.x.batch, self.x.kv_heads)))
+        pl.when(t < p.products)(super().run)
+        pl.when(t >= p.products)(lambda: self.convert(t - p.products))
+
+    def consumer(self, me):
+        super().consumer(me)
+        if self.plan.converters:
+            plgpu.wait_smem_to_gmem(2)  # those before dK and dV
+            plgpu.semaphore_signal(self.done.at[self.b, self.head], memory_scope="gpu")
+
+    def convert(self, number):
+        """What a block behind the others does: pieces of dQ, as heads are done."""
+        p, x, me = self.plan, self.x, lax.axis_index("wg")
+        scratch = self.tile_numbers, self.tile_full, self.tile_empty
+        tiles = CountedTiles(p.units, p.converters, number, scratch)
+
+        def piece(u, carry):
+            head, chunk = u // p.chunks, u % p.chunks
+            b, head = head // x.heads, head % x.heads
+            done, all_ = self.done.at[b, head // x.group], p.tiles * CONSUMERS
+            plgpu.semaphore_wait(done, all_, decrement=False, memory_scope="gpu")
+            start = (chunk * CONSUMERS + me) * _CONVERTED
+            angles = [self.refs[name] for name in ("cos", "sin")] if x.angles else []
+
+            @pl.when(start < x.queries)
+            def _():
+                _convert(x, self.dq, angles, self.dq_out, (b, head, start), _CONVERTED)
+
+            return carry
+
+        @pl.when(me == p.consumers)
+        def _():
+            plgpu.set_max_registers(p.registers[0], action="decrease")
+            tiles.produce(lambda _, carry: carry, jnp.int32(0))
+
+        @pl.when(me < p.consumers)
+        def _():
+            plgpu.set_max_registers(p.registers[1], action="increase")
+            tiles.consume(piece, jnp.int32(0))
+
     def place(self, t):
-        _Block.place(self, t)
+        p = self.plan
+        _Block.place(self, jnp.minimum(t, p.products - 1) if p.converters else t)
         self.first, self.count = self.ranges.blocks(self.row, ROWS, self.plan.block)
         # a number that is known makes ptxas spill
         self.steps = lax.optimization_barrier(self.count * self.x.group)
@@ -219,22 +276,25 @@ class _Fused(ByKeys):
 
 
 @cached
-def kernel(x, cfg, interpret, functional=False):
+def kernel(x, cfg, interpret, functional=False, sms=0):
     """Its results are dk, dv, and float32 sums for dq, which it adds to. functional: the sums are
-    the last operand, too, as XLA wants it."""
-    plan = FusedPlan(x, cfg)
+    the last operand, too, as XLA wants it. sms: the last result is dq."""
+    plan = FusedPlan(x, cfg, sms)
     names = *x.kernel_operands, *["dq_sums"] * functional
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        refs |= dict(zip((*names, "dk", "dv", "dq"), others, strict=True))
+        results = "dk", "dv", "dq", *["dq_out"] * (plan.converters > 0)
+        refs |= dict(zip((*names, *results), others, strict=True))
+        if plan.converters:
+            (refs["tile_numbers"],), (refs["lse_smem"],) = refs["lse_smem"]
         overlap_launches()
         _Fused(plan, refs).run()
 
     made = warp_specialized(
         body,
         plan,
-        (*_pair(x), sums_of(x)),
+        (*_pair(x), sums_of(x), *[_like_q(x)] * (plan.converters > 0)),
         kernel_name="attention_backward_fused",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -254,19 +314,24 @@ def _pair(x):
     return one, one
 
 
+def _like_q(x):
+    return plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
+
+
 def sums_of(x):
     """Type of the sums for dQ: rows of whole blocks of queries and of 16 elements."""
     width = pl.cdiv(x.dim, 16) * 16
     return plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), width), _F32)
 
 
-@cached
-def _converted(x, interpret):
-    """Kernel: dQ from its float32 sums. With angles it is that of queries before the rotation."""
-    height, half = 32, x.dim // 2
+def _convert(x, sums, angles, dq, place, height):
+    """Rows of dQ from their float32 sums. With angles it is that of queries before the rotation.
+    place: (batch, head, first row)."""
+    b, h, start = place
+    rows, half = pl.ds(start, height), x.dim // 2
     columns = (pl.ds(0, half), pl.ds(half, half)) if x.angles else (slice(0, x.dim),)
 
-    def rotated(found, cos, sin, start):
+    def rotated(found, cos, sin):
         keep = start + x.first + lax.broadcasted_iota(jnp.int32, (height, half), 0) < x.angles
         at = pl.ds(start + x.first, height), slice(None)
         cos, sin = (
@@ -275,25 +340,31 @@ def _converted(x, interpret):
         left, right = found
         return [left * cos + right * sin, right * cos - left * sin]
 
+    found = [sums[b, h, rows, at] * _F32(x.scale) for at in columns]
+    found = rotated(found, *angles) if angles else found
+    for value, at in zip(found, columns):
+        value = value.astype(x.dtype)
+        if x.queries % height:
+            keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
+            pl.store(dq, (b, rows, h, at), value, mask=keep)
+        else:
+            dq[b, rows, h, at] = value
+
+
+@cached
+def _converted(x, interpret):
+    """Kernel: dQ from its float32 sums."""
+    height = _CONVERTED
+
     def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         *angles, dq = refs
-        start = lax.axis_index("tile") * height
-        rows = pl.ds(start, height)
-        found = [sums[b, h, rows, at] * _F32(x.scale) for at in columns]
-        found = rotated(found, *angles, start) if angles else found
-        for value, at in zip(found, columns):
-            value = value.astype(x.dtype)
-            if x.queries % height:
-                keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
-                pl.store(dq, (b, rows, h, at), value, mask=keep)
-            else:
-                dq[b, rows, h, at] = value
+        _convert(x, sums, angles, dq, (b, h, lax.axis_index("tile") * height), height)
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype),
+        out_type=_like_q(x),
         grid=(x.batch, x.heads, pl.cdiv(x.queries, height)),
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
@@ -303,12 +374,16 @@ def _converted(x, interpret):
 
 class FusedKernels(SeveralKernels):
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. make: makes the kernel
-    that gives dK and dV and adds to dQ; functional=True is an option of it."""
+    that gives dK and dV and adds to dQ; functional=True is an option of it. whole: does the kernel
+    also convert dQ?"""
 
-    def __init__(self, x, make, interpret):
+    def __init__(self, x, make, interpret, sms=0):
+        self.sms = sms
         self.statistics = statistics(x, interpret, sums_of(x))
-        self.allocating = statistics(x, interpret, sums_of(x), *_pair(x))
-        self.fused, self.make = make(), make
+        self.allocating = statistics(
+            x, interpret, sums_of(x), *_pair(x), *[_like_q(x)] * (sms > 0)
+        )
+        self.fused, self.make = make(**{"sms": sms} if sms else {}), make
         self.convert = _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
@@ -319,11 +394,14 @@ class FusedKernels(SeveralKernels):
             dk, dv, sums = self.make(functional=True)(*operands, sums)
             return self.convert(sums, *angles), dk, dv, lse, delta
         if out is None:
-            lse, delta, sums, dk, dv = self.allocating(grad, o, lse, stream=stream)
-            dq = None
+            lse, delta, sums, dk, dv, *dq = self.allocating(grad, o, lse, stream=stream)
+            dq = dq[0] if dq else None
         else:
             lse, delta, sums = self.statistics(grad, o, lse, stream=stream)
             dq, dk, dv = out
         operands = grad, q, k, v, lse, delta, *others, *angles
+        if self.sms:
+            self.fused(*operands, out=(dk, dv, sums, dq), stream=stream)
+            return dq, dk, dv, lse, delta
         self.fused(*operands, out=(dk, dv, sums), stream=stream)
         return self.convert(sums, *angles, out=dq, stream=stream), dk, dv, lse, delta

@@ -80,6 +80,7 @@ class NormConfig(NamedTuple):
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7
     stages: int = 0
+    converts: bool = False
 
 class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True

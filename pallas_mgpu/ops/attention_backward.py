@@ -55,6 +55,7 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
     products: int = 7
     stages: int = 0
+    converts: bool = False
 
 
 class _Keys(SeveralKernels):
@@ -72,7 +73,7 @@ class _Keys(SeveralKernels):
 class Gradients(SeveralKernels):
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
-    def __init__(self, x, config, bias_dtype, interpret, deterministic):
+    def __init__(self, x, config, bias_dtype, interpret, deterministic, sms):
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
         self.rotations = _attention_rotary.Gradients(x, self.on_blackwell, interpret)
         x = x._replace(angles=0) if self.on_blackwell else x
@@ -96,7 +97,7 @@ class Gradients(SeveralKernels):
         elif config.products == 5:
             of = _attention_backward_fused
             make = functools.partial(of.kernel, x, config, interpret)
-            self.fused = FusedKernels(x, make, interpret)
+            self.fused = FusedKernels(x, make, interpret, sms if config.converts else 0)
         else:
             self.statistics = statistics(x, interpret)
             if x.dim == 256:
@@ -308,4 +309,5 @@ def attention_backward(
             config = seven if deterministic else _chosen(dim, scores)
         config = _check_config(config, dim, scores, deterministic)
     bias_dtype = bias.dtype if bias_gradient else None
-    return Gradients(x, config, bias_dtype, interpret, bool(deterministic))
+    sms = plgpu.sm_count(q.device)
+    return Gradients(x, config, bias_dtype, interpret, bool(deterministic), sms)
