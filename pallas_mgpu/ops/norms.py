@@ -47,6 +47,7 @@ _GROUPS = 32  # of 16 bytes a lane that a pair has of a row, from which a ring m
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
+_BOX = 256  # most elements of a row in a box of TMA
 _COLUMNS = 64  # of a tile along another axis than the last, if lanes load it
 _ROW_BYTES = (128, 64, 32)  # of such a tile in SMEM, the widest that fits
 _LONG_COLUMN = 2048  # bytes
@@ -304,6 +305,17 @@ def _row_lanes(n, itemsize):
     return min(32, pl.next_power_of_2(pl.cdiv(n, _vector(n, itemsize))))
 
 
+def _in_boxes(n, width, itemsize):
+    """Does TMA copy segments of so many elements of rows of n? In boxes that begin at whole lines
+    of shared memory, or that divide the row."""
+    if width <= _BOX:
+        return True
+    of_16_bytes = (c for c in range(1, _BOX + 1) if width % c == 0 and c * itemsize % 16 == 0)
+    return any(
+        c * itemsize % 128 == 0 or n % c == 0 and width // c <= _BOX for c in of_16_bytes
+    )
+
+
 class _Plan:
     """Numbers that follow from the shape and the configuration. The array is seen as [outer, n,
     inner]; its tiles are rows of [outer, n], where inner is 1, or columns of [n, inner]."""
@@ -320,6 +332,8 @@ class _Plan:
         self.width = n
         if cfg.cluster > 1:
             self.width = pl.cdiv(pl.cdiv(n, cfg.cluster), 8) * 8
+        if cfg.staged and not columns and not _in_boxes(n, self.width, itemsize):
+            self.width = pl.cdiv(self.width, _BOX) * _BOX
         part = min(cfg.part or self.width, self.width)
         self.parts = pl.cdiv(self.width, part)
         if self.parts > 1:

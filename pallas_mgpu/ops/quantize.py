@@ -113,6 +113,14 @@ def layout_of(size, vec):
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def flat_layout_of(size, vec):
+    """The layout of a sequence of groups which becomes that of layout_of where they are rows."""
+    warp, chunk = max(size, 32 * vec), 32 * vec
+    tiles = (4 * warp,), *[(warp,)] * (warp > chunk), (chunk,), (vec,)
+    tiling = plgpu.Tiling(tiles)
+    return plgpu.Layout.TILED(tiling, warp_dims=(-len(tiles),), lane_dims=(-2,), vector_dim=-1)
+
+
 def load_as(layout, ref, at, keep, other=0):
     """In a layout; keep: which elements there are, None for all."""
     value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=other)
@@ -177,17 +185,12 @@ class _Groups:
 
 
 class _Rows:
-    """Rows of an array in parts, while a kernel is traced. A part of an array with blocks is a
-    whole number of blocks."""
+    """Rows of an array in parts, while a kernel is traced."""
 
     def __init__(self, x, row):
         self.x, self.row = x, row
-        if x.block:
-            self.width = min(pl.cdiv(x.n, x.block) * x.block, _PART)
-        else:
-            self.width = x.n if x.n * x.dtype.itemsize <= HELD else _PART
+        self.width = x.n if x.n * x.dtype.itemsize <= HELD else _PART
         self.parts = pl.cdiv(x.n, self.width)
-        self.groups = self.width // x.block if x.block else 1  # of a part
 
     def at(self, k):
         return self.row, pl.ds(k * self.width, self.width)
@@ -212,47 +215,41 @@ class _Rows:
         else:
             pl.store(ref, self.at(k), value, mask=keep)
 
-    def scales_at(self, k):
-        """Place of the scales of a part, and which of them there are (None: all)."""
-        at = self.row, pl.ds(k * self.groups, self.groups)
-        if self.x.groups % self.groups == 0:
-            return at, None
-        return at, jnp.arange(self.groups) < self.x.groups - k * self.groups
-
-    # a part as groups of a block: where blocks fill the row, memory has these two dims, too
-
-    def _groups_at(self, k):
-        at, there = self.scales_at(k)
-        keep = None
-        if there is not None:
-            keep = lax.broadcast_in_dim(there, (self.groups, self.x.block), [0])
-        return at, keep
-
-    def load_groups(self, ref, k):
-        x = self.x
-        if x.n % x.block:
-            return self.load(ref, k).reshape(self.groups, x.block)
-        ref, (at, keep) = ref.reshape((-1, x.groups, x.block)), self._groups_at(k)
-        at = (*at, slice(None))
-        value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=0)
-        return value.astype(jnp.float32)
-
-    def store_groups(self, ref, k, value):
-        x = self.x
-        if x.n % x.block:
-            self.store(ref, k, value.reshape(self.width))
-            return
-        ref, (at, keep) = ref.reshape((-1, x.groups, x.block)), self._groups_at(k)
-        at, value = (*at, slice(None)), value.astype(ref.dtype)
-        if keep is None:
-            ref[at] = value
-        else:
-            pl.store(ref, at, value, mask=keep)
-
     def each(self, part):
         if self.parts == 1:
             return part(0)
         return lax.fori_loop(0, self.parts, lambda k, c: part(k), None)
+
+
+class _RowsOfBlocks(_Rows):
+    """The same of rows that end within a block. A part is a number of blocks: a sequence in memory,
+    in registers an array with a block in each row."""
+
+    def __init__(self, x, row):
+        self.x, self.row = x, row
+        vec = math.gcd(x.n, x.vec)  # rows begin at multiples of it
+        self.flat, self.layout = (f(x.block, vec) for f in (flat_layout_of, layout_of))
+        grain = 4 * max(x.block, 32 * vec)
+        self.width = pl.cdiv(min(x.n, max(_PART, grain)), grain) * grain
+        self.parts = pl.cdiv(x.n, self.width)
+        self.groups = self.width // x.block  # of a part
+
+    def inside(self, k):
+        at = plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.flat)
+        return at < self.x.n - k * self.width
+
+    def load(self, ref, k):
+        value = plgpu.load(ref.at[self.at(k)], mask=self.inside(k), other=0, layout=self.flat)
+        value = value.astype(jnp.float32).reshape(self.groups, self.x.block)
+        return plgpu.layout_cast(value, self.layout)
+
+    def store(self, ref, k, value):
+        super().store(ref, k, value.reshape(self.width))
+
+    def scales_at(self, k):
+        """Place of the scales of a part, and which of them there are."""
+        there = jnp.arange(self.groups) < self.x.groups - k * self.groups
+        return (self.row, pl.ds(k * self.groups, self.groups)), there
 
 
 def scale_of(x, largest):
@@ -299,22 +296,19 @@ def _quantize(x, interpret):
 
     def body(source, out, scales):
         overlap_launches()
-        rows = _Rows(x, lax.axis_index("row"))
+        rows = (_RowsOfBlocks if x.block else _Rows)(x, lax.axis_index("row"))
         source, out = x.matrix(source), x.matrix(out)
         at_row = (rows.row,) if x.is_open and not x.block else (rows.row, 0)
         scales = scales if x.is_open else scales.reshape((x.rows, x.groups))
 
         def blocks(k):
-            value = rows.load_groups(source, k)
+            value = rows.load(source, k)
             scale = scale_of(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
             inverse = 1 / scale.astype(jnp.float32)
             value = value * lax.broadcast_in_dim(inverse, value.shape, [0])
-            rows.store_groups(out, k, to_integers(x, value))
+            rows.store(out, k, to_integers(x, value))
             at, there = rows.scales_at(k)
-            if there is None:
-                scales[at] = scale
-            else:
-                pl.store(scales, at, scale, mask=there)
+            pl.store(scales, at, scale, mask=there)
 
         if x.block:
             rows.each(blocks)
@@ -358,7 +352,7 @@ def _dequantize(x, interpret):
 
     def body(source, scales, out):
         overlap_launches()
-        rows = _Rows(x, lax.axis_index("row"))
+        rows = (_RowsOfBlocks if x.block else _Rows)(x, lax.axis_index("row"))
         source, out = x.matrix(source), x.matrix(out)
         at_row = (rows.row,) if x.is_open and not x.block else (rows.row, 0)
         scales = scales if x.is_open else scales.reshape((x.rows, x.groups))
@@ -368,11 +362,11 @@ def _dequantize(x, interpret):
                 value = rows.load(source, k)
                 rows.store(out, k, value * scales[at_row].astype(jnp.float32))
                 return
-            value = rows.load_groups(source, k)
+            value = rows.load(source, k)
             at, there = rows.scales_at(k)
-            found = scales[at] if there is None else pl.load(scales, at, mask=there, other=1.0)
+            found = pl.load(scales, at, mask=there, other=1.0)
             value = value * lax.broadcast_in_dim(found.astype(jnp.float32), value.shape, [0])
-            rows.store_groups(out, k, value)
+            rows.store(out, k, value)
 
         rows.each(part)
 
