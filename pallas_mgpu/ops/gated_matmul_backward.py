@@ -10,34 +10,38 @@ same of up, so that the first tiles need not wait for all of their rows.
 
 All blocks run at once, since they wait for each other."""
 
+import functools
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
-from ._common import StaticTiles, overlap_launches, warp_specialized
+from ._common import SeveralKernels, StaticTiles, overlap_launches, warp_specialized
 from ._matmul_choice import MatmulConfig
-from .gated import SLOPES
-from .matmul import Product, _Block, _KernelPlan
+from ._open_rows import is_static
+from ._padding import needs_padding
+from .gated import SLOPES, gated_linear_unit_backward
+from .matmul import Product, _Block, _KernelPlan, matmul
 
-_STEP = 64
+_NAME = "gated_matmul_backward"
+_STEP = 64  # elements of K in a slot
 
 
 class GatedBackwardConfig(NamedTuple):
     """How the product is tiled, and the unit beside it. ``registers``: of a lane of a consumer, of
     the producer and of the unit, 512 together; ``height``: rows of an item; ``wide``: most columns
-    of a chunk; ``vector``: elements that a lane has of each array at a time."""
+    of a chunk; ``vector``: elements in a row, and ``rows`` such rows, that a lane has of each array
+    at a time."""
 
     product: MatmulConfig = MatmulConfig()
     registers: tuple[int, int, int] = (208, 32, 64)
     height: int = 32
     wide: int = 256
     vector: int = 8
-    rows: int = 1  # vectors of a lane at a time
-    merged: bool = False  # the producer computes the unit, too
-    every: int = 2
+    rows: int = 1
 
 
 class _Plan(_KernelPlan):
@@ -45,7 +49,6 @@ class _Plan(_KernelPlan):
         super().__init__(x, cfg.product, sms)
         self.registers = cfg.registers
         self.n, self.slope, self.item = x.k // 2, SLOPES[activation], cfg
-        self.merged = cfg.merged
         self.wide = next(w for w in (256, 128, 64) if w <= cfg.wide and self.n % w == 0)
         self.chunks = self.n // self.wide
         self.of_half = self.wide // _STEP  # steps of a chunk of one half
@@ -109,7 +112,7 @@ class _Beside(_Block):
         """As two products of half the columns: with four warpgroups, the registers of a launch are
         too few for an instruction with all of them."""
         p, x, ring = self.plan, self.x, self.ring
-        if p.cols <= 128 or p.merged:
+        if p.cols <= 128:
             return super().sum(me, it0, meanwhile, steps)
 
         def multiply(*accs):
@@ -211,3 +214,105 @@ def _kernel(x, cfg, sms, activation, interpret):
         kernel_name="gated_matmul_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+
+
+class _Apart(SeveralKernels):
+    """The same by two kernels."""
+
+    def __init__(self, activation, transposed, interpret):
+        how = {"interpret": interpret}
+        self.unit = functools.partial(gated_linear_unit_backward, activation=activation, **how)
+        self.product = functools.partial(matmul, transpose_b=transposed, **how)
+
+    def __call__(self, grad, products, w, out=None, stream=None):
+        dx, g = (None, None) if out is None else out
+        g = self.unit(grad, products, out=g, stream=stream)
+        return self.product(g, w, out=dx, stream=stream), g
+
+
+class _Together(SeveralKernels):
+    """One kernel; under vmap, whose elements would share the flags, two."""
+
+    def __init__(self, kernel, apart):
+        self.kernel, self.apart, self.lower = kernel, apart, kernel.lower
+
+    def __call__(self, *operands, out=None, stream=None):
+        batched = any(isinstance(x, Batched) for x in operands)
+        return (self.apart if batched else self.kernel)(*operands, out=out, stream=stream)
+
+
+def _checked(grad, products, w, activation, transposed):
+    """The product of the gradient of both products and the weights."""
+    if activation not in SLOPES:
+        raise ValueError(
+            f"{_NAME}: activation must be one of {', '.join(SLOPES)}, got {activation!r}"
+        )
+    for what, a in (("grad", grad), ("products", products), ("w", w)):
+        if a.dtype.name not in ("float16", "bfloat16") or a.dtype != grad.dtype:
+            raise TypeError(
+                f"{_NAME}: grad, products and w must all be float16 or all bfloat16; {what} is"
+                f" {a.dtype}"
+            )
+        if a.ndim != 2 or 0 in a.shape:
+            raise ValueError(f"{_NAME}: {what} must have two dims and elements, got {a.shape}")
+    m, n = grad.shape
+    if products.shape != (m, 2 * n):
+        raise ValueError(
+            f"{_NAME}: products must have the shape {(m, 2 * n)}, as grad has {grad.shape}; got"
+            f" {products.shape}"
+        )
+    k, n2 = w.shape[::-1] if transposed else w.shape
+    if n2 != 2 * n:
+        raise ValueError(
+            f"{_NAME}: w must have {2 * n} {'rows' if transposed else 'columns'}, as products has"
+            f" columns; got {w.shape}"
+        )
+    return Product(m, k, 2 * n, (grad.dtype, grad.dtype), grad.dtype, False, not transposed)
+
+
+def _why_apart(x, operands):
+    """Why there is no kernel that does both; None: there is."""
+    features = _core.target(operands[0].device)["features"]
+    if "WGMMA" not in features:
+        return f"on {_core.target(operands[0].device)['name']}"
+    if x.k // 2 % _STEP:
+        return f"with {x.k // 2} columns, which are no multiple of {_STEP}"
+    if any(map(needs_padding, operands)) or x.n * x.out_dtype.itemsize % 16:
+        return "of rows that TMA cannot address"
+    return None
+
+
+def _is_large(x, sms):
+    """Is there a tile for each block at least? Fewer leave no time for the unit beside them."""
+    plan = _KernelPlan(x, GatedBackwardConfig().product, sms)
+    return plan.tiles >= plan.clusters
+
+
+@plgpu.specialize(in_place=False)
+def gated_matmul_backward(
+    grad, products, w, *, activation="silu", transpose_b=False, config=None, interpret=None
+):
+    """The gradients of :func:`gated_matmul` with respect to ``x`` and to the products.
+
+    grad: the gradient of the result, (M, N); products: both products, (M, 2 N), of
+    ``return_products=True``; w: both weights, (K, 2 N), with transpose_b (2 N, K); all float16 or
+    all bfloat16, any M, N, K. activation: as of gated_matmul. On Hopper one kernel computes the
+    gradient of the unit beside the product that follows, if N is a multiple of 64 and there is a
+    tile for each SM, otherwise two kernels. config: a :class:`GatedBackwardConfig` of that kernel.
+
+    Returns (gradient of ``x`` (M, K), gradient of the products (M, 2 N)). That of ``w`` is
+    ``matmul(x, gradient of the products, transpose_a=True)``. TypeError, ValueError for other
+    dtypes and shapes, NotImplementedError for a config where there is no such kernel.
+    """
+    transposed = bool(transpose_b)
+    x = _checked(grad, products, w, activation, transposed)
+    apart = _Apart(activation, not transposed, interpret)
+    sms, why = plgpu.sm_count(grad.device), _why_apart(x, (grad, products, w))
+    if config is None:
+        kind = _NAME, x._replace(m=0), grad.device, activation, interpret
+        if why or not _is_large(x, sms) or not is_static(kind, x.m):
+            return apart
+        config = GatedBackwardConfig()
+    elif why:
+        raise NotImplementedError(f"{_NAME}: config= {why}; leave it out")
+    return _Together(_kernel(x, _check_config(config), sms, activation, interpret), apart)
