@@ -458,7 +458,7 @@ class Tile:
             at[k] = pl.ds(starts[k], self.shape[k])
             inside = lax.broadcasted_iota(jnp.int32, whole, axis) < sizes[k] - starts[k]
             keep = inside if keep is None else keep & inside
-        value = plgpu.load(ref, tuple(at), layout=layout, mask=keep, other=0.0)
+        value = plgpu.load(ref.at[tuple(at)], layout=layout, mask=keep, other=0.0)
         return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, there)
 
     def drop(self, value):

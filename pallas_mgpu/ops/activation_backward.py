@@ -82,7 +82,7 @@ def _kernel(x, sms, interpret):
                 column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
                 keep = (row < x.rows - r) & (column < x.n - c)
             options = {"layout": layout} if keep is None else {"mask": keep, "other": 0}
-            g, v = (plgpu.load(ref, at, **options).astype(jnp.float32) for ref in (grad, value))
+            g, v = (plgpu.load(ref.at[at], **options).astype(jnp.float32) for ref in (grad, value))
             g = g * slope(v)
             if keep is None:
                 out[at] = g.astype(out.dtype)

@@ -177,7 +177,7 @@ class _Beside(_Block):
 
             def load(ref, half=0):
                 how = {"layout": layout} if keep is None else {"mask": keep, "other": 0}
-                return plgpu.load(ref, at(half), **how).astype(jnp.float32)
+                return plgpu.load(ref.at[at(half)], **how).astype(jnp.float32)
 
             def save(half, value):
                 value = value.astype(self.a.dtype)
