@@ -852,10 +852,11 @@ def _gated_matmul_backward(ctx, grad, *_):
     dx = dw = dup = None
     if both is None:  # the products are computed again
         both = _gated_both(x, w, up, ctx.tb)
-    g, _ = gated_linear_unit_backward(grad, both, None, ctx.activation)
     if of_x and up is None:
-        dx = matmul(g, w, transpose_b=not ctx.tb)
-    elif of_x:
+        dx, g = gated_matmul_backward(grad, both, w, ctx.activation, ctx.tb)
+    else:
+        g, _ = gated_linear_unit_backward(grad, both, None, ctx.activation)
+    if of_x and up is not None:
         dx = gated_matmul_input_gradient(g, w, up, ctx.tb)
     if up is None and of_w:
         dw = matmul(*((g, x) if ctx.tb else (x, g)), transpose_a=True)
@@ -914,6 +915,23 @@ def gated_matmul_weight_gradients(
 
     none = x.new_empty((0,))
     return one(False) if of_w else none, one(True) if of_up else none.clone()
+
+
+def _gated_matmul_backward_fake(grad, products, w, activation="silu", transpose_b=False):
+    k = w.shape[1 if transpose_b else 0]
+    return grad.new_empty((grad.shape[0], k)), _like(products)
+
+
+@_operator(_gated_matmul_backward_fake, sums=_yes)
+def gated_matmul_backward(
+    grad: Tensor,
+    products: Tensor,
+    w: Tensor,
+    activation: str = "silu",
+    transpose_b: bool = False,
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"activation": activation, "transpose_b": transpose_b}
+    return ops.gated_matmul_backward(grad, products, w, **options)
 
 
 @_operator(_gated_products_fake, (_gated_matmul_setup, _gated_matmul_backward), ("x", "w", "up"))

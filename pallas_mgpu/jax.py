@@ -424,15 +424,15 @@ def _gated_matmul_backward(options, saved, grad):
     x, w, up, both = saved
     transposed = options["transpose_b"]
     along = 0 if transposed else 1
-    g = ops.gated_linear_unit_backward(grad, both, activation=options["activation"])
-    pair = (g, x) if transposed else (x, g)
     if up is not None and sums_two_weights(w.shape[along], x.shape[1], w.dtype, None):
+        g = ops.gated_linear_unit_backward(grad, both, activation=options["activation"])
         dx = input_gradient(g, w, up, transpose_b=transposed)
+        pair = (g, x) if transposed else (x, g)
         of = functools.partial(weight_gradient, *pair, transpose_b=transposed)
         return dx, of(), of(up=True)
     w = w if up is None else jnp.concatenate([w, up], along)
-    dx = ops.matmul(g, w, transpose_b=not transposed)
-    dw = ops.matmul(*pair, transpose_a=True)
+    dx, g = ops.gated_matmul_backward(grad, both, w, **options)
+    dw = ops.matmul(*((g, x) if transposed else (x, g)), transpose_a=True)
     return (dx, dw, None) if up is None else (dx, *jnp.split(dw, 2, along))
 
 

@@ -20,6 +20,7 @@ from .block_mask import block_mask
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
 from .gated_matmul import gated_matmul
+from .gated_matmul_backward import GatedBackwardConfig, gated_matmul_backward
 from .matmul import FewRowsConfig, MatmulConfig, MmaConfig, TensorMemoryConfig, matmul
 from .merge_attention import merge_attention
 from .mixed import MixedConfig, TensorMemoryMixedConfig, mixed_matmul
@@ -73,6 +74,7 @@ __all__ = [
     "gated_linear_unit_backward",
     "gated_linear_unit_quantize",
     "gated_matmul",
+    "gated_matmul_backward",
     "layer_norm",
     "layer_norm_backward",
     "matmul",

@@ -282,6 +282,19 @@ def _why_apart(x, operands):
     return None
 
 
+def _check_config(config):
+    if not isinstance(config, GatedBackwardConfig):
+        raise TypeError(f"{_NAME}: config must be a GatedBackwardConfig, got {config!r}")
+    c = config.product
+    plain = isinstance(c, MatmulConfig) and c.split == c.slices == c.shares == 1 and not c.swapped
+    if not plain or c.consumers != 2 or c.step != _STEP or c.tile_n not in (64, 128, 256):
+        raise ValueError(
+            f"{_NAME}: the product of a GatedBackwardConfig has 2 consumers, a tile_n of 64, 128 or"
+            f" 256, a step of {_STEP}, and no split, slices, shares and swapped; got {config}"
+        )
+    return config
+
+
 def _is_large(x, sms):
     """Is there a tile for each block at least? Fewer leave no time for the unit beside them."""
     plan = _KernelPlan(x, GatedBackwardConfig().product, sms)
