@@ -8,8 +8,12 @@ they have 64, they take turns.
 
 The blocks of all keys add to dQ. A consumer stores its part in shared memory, and a TMA copy adds
 it to float32 sums in global memory, while the next block is computed. The kernel of statistics
-clears these sums, a last kernel converts them. The order of the additions is that of the blocks'
-progress: dQ differs from call to call by rounding.
+clears these sums. The order of the additions is that of the blocks' progress: dQ differs from call
+to call by rounding.
+
+When no tiles of keys are left for an SM, it gets one of the blocks behind theirs. These convert dQ,
+piece by piece from a counter, as the tiles of a head are done: what they wait for are blocks with
+lower numbers, which have started. Under vmap and in JAX a last kernel converts dQ.
 
 dQ of a step is multiplied in the next step, when both consumers have long stored dS, so that they
 need not keep in step. Where rows have 128 elements dV is multiplied before dS is computed, and dK
@@ -28,6 +32,7 @@ import numpy as np
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 from pallas_mgpu._frameworks import is_jax
 
@@ -374,16 +379,16 @@ def _converted(x, interpret):
 
 class FusedKernels(SeveralKernels):
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. make: makes the kernel
-    that gives dK and dV and adds to dQ; functional=True is an option of it. whole: does the kernel
-    also convert dQ?"""
+    that gives dK and dV and adds to dQ; functional=True is an option of it. sms: the number of its
+    blocks that convert dQ (another option); 0: it has none."""
 
     def __init__(self, x, make, interpret, sms=0):
-        self.sms = sms
         self.statistics = statistics(x, interpret, sums_of(x))
-        self.allocating = statistics(
-            x, interpret, sums_of(x), *_pair(x), *[_like_q(x)] * (sms > 0)
-        )
-        self.fused, self.make = make(**{"sms": sms} if sms else {}), make
+        self.allocating = statistics(x, interpret, sums_of(x), *_pair(x))
+        self.make, self.fused, self.converting = make, make(), None
+        if sms:
+            self.converting = make(sms=sms)
+            self.allocating_all = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
         self.convert = _converted(x, interpret)
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
@@ -393,15 +398,20 @@ class FusedKernels(SeveralKernels):
             operands = grad, q, k, v, lse, delta, *others, *angles
             dk, dv, sums = self.make(functional=True)(*operands, sums)
             return self.convert(sums, *angles), dk, dv, lse, delta
-        if out is None:
-            lse, delta, sums, dk, dv, *dq = self.allocating(grad, o, lse, stream=stream)
-            dq = dq[0] if dq else None
-        else:
+        converting = self.converting
+        if any(isinstance(x, Batched) for x in (grad, q, k, v, o, lse, *others, *angles)):
+            converting = None  # elements would share the counter
+        dq = None
+        if out is not None:
             lse, delta, sums = self.statistics(grad, o, lse, stream=stream)
             dq, dk, dv = out
+        elif converting:
+            lse, delta, sums, dk, dv, dq = self.allocating_all(grad, o, lse, stream=stream)
+        else:
+            lse, delta, sums, dk, dv = self.allocating(grad, o, lse, stream=stream)
         operands = grad, q, k, v, lse, delta, *others, *angles
-        if self.sms:
-            self.fused(*operands, out=(dk, dv, sums, dq), stream=stream)
+        if converting:
+            converting(*operands, out=(dk, dv, sums, dq), stream=stream)
             return dq, dk, dv, lse, delta
         self.fused(*operands, out=(dk, dv, sums), stream=stream)
         return self.convert(sums, *angles, out=dq, stream=stream), dk, dv, lse, delta

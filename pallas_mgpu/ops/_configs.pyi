@@ -80,7 +80,6 @@ class NormConfig(NamedTuple):
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7
     stages: int = 0
-    converts: bool = False
 
 class TensorMemoryBackwardConfig(NamedTuple):
     rotate: bool = True

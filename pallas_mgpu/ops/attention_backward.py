@@ -5,8 +5,8 @@ query,
 
     dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
 
-Three kernels. The first one computes delta. With five products the second one computes dK and dV
-for a tile of keys, and adds its part to dQ; the last one converts dQ
+Two or three kernels. The first one computes delta. With five products the second one computes dK
+and dV for a tile of keys, and adds its part to dQ, which its last blocks convert
 (`_attention_backward_fused.py`). With seven products (`_attention_backward_seven.py`) the third one
 computes dQ for a tile of queries, and S and dP again: dQ needs no atomics, and results repeat bit
 for bit. Registers do not hold dK and dV of rows of 256 elements, so that the second kernel then
@@ -55,7 +55,6 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
     products: int = 7
     stages: int = 0
-    converts: bool = False
 
 
 class _Keys(SeveralKernels):
@@ -97,7 +96,7 @@ class Gradients(SeveralKernels):
         elif config.products == 5:
             of = _attention_backward_fused
             make = functools.partial(of.kernel, x, config, interpret)
-            self.fused = FusedKernels(x, make, interpret, sms if config.converts else 0)
+            self.fused = FusedKernels(x, make, interpret, sms)
         else:
             self.statistics = statistics(x, interpret)
             if x.dim == 256:
