@@ -20,7 +20,7 @@ from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
 from ._common import SeveralKernels, StaticTiles, overlap_launches, warp_specialized
-from ._matmul_choice import MatmulConfig
+from ._matmul_choice import MatmulConfig, clusters_at_once
 from ._open_rows import is_static
 from ._padding import needs_padding
 from .gated import SLOPES, gated_linear_unit_backward
@@ -298,7 +298,7 @@ def _check_config(config):
 def _is_large(x, sms):
     """Is there a tile for each block at least? Fewer leave no time for the unit beside them."""
     plan = _KernelPlan(x, GatedBackwardConfig().product, sms)
-    return plan.tiles >= plan.clusters
+    return plan.tiles >= int(clusters_at_once(sms, plan.cluster))
 
 
 @plgpu.specialize(in_place=False)

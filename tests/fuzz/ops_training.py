@@ -121,6 +121,26 @@ def gated_matmul(c):
     return arrays, want.astype(dtype)
 
 
+def gated_matmul_backward(c):
+    m, n, k, (f, name), dtype = c.extent(), c.extent(200), c.extent(), activation(c), c.pick(F16, BF16)
+    beside, tb = c.chance(0.5), c.chance(0.5)
+    if beside:
+        n, k = max(n // 64, 1) * 64, max(k // 8, 1) * 8
+        tile = c.configs.MatmulConfig(
+            2, c.pick(64, 128, 256), 0, c.pick(1, 2), c.pick(1, 2), c.rng.randint(1, 4)
+        )
+        c.options["config"] = c.configs.GatedBackwardConfig(tile)
+    c.need(4 * m * n * k <= WORK)
+    c.options |= {"transpose_b": True} if tb else {}
+    grad, both = normal(c, (m, n), dtype), normal(c, (m, 2 * n), dtype)
+    w = normal(c, (2 * n, k) if tb else (k, 2 * n), dtype, factor=n**-0.5)
+    d, g, u = wide(grad), wide(both[:, :n]), wide(both[:, n:])
+    of_products = np.concatenate([d * u * slope(f, name, g), d * f(g)], -1).astype(dtype)
+    dx = wide(of_products) @ (wide(w) if tb else wide(w).T)
+    c.close = 4 * UNIT[dtype], 4 * UNIT[dtype]
+    return [grad, both, w], (dx.astype(dtype), of_products)
+
+
 # ---- norms ---------------------------------------------------------------------------------------
 
 
@@ -540,6 +560,7 @@ MAKERS = {
     "gated_linear_unit": gated_linear_unit,
     "activation_backward": activation_backward,
     "gated_linear_unit_backward": gated_linear_unit_backward,
+    "gated_matmul_backward": gated_matmul_backward,
     "gated_matmul": gated_matmul,
     "softmax_backward": softmax_backward,
     "rms_norm_backward": norm_backward(False),

@@ -123,3 +123,88 @@ def test_resources(products):
 def test_errors(call, error):
     with pytest.raises(error, match="gated_matmul"):
         call(np.ones((8, 8), np.float16))
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+SLOPES = {
+    "silu": lambda s, x: s * (1 + x * (1 - s)),
+    "sigmoid": lambda s, x: s * (1 - s),
+}
+
+
+@pytest.mark.parametrize("config", [None, ops.GatedBackwardConfig()], ids=["apart", "beside"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_backward(rng, config, transposed, dtype, interpret=CHECKED):
+    m, n, k = (int(rng.integers(1, 400)), 64 * int(rng.integers(1, 5)), 8 * int(rng.integers(1, 40)))
+    if config is None:
+        n, k = int(rng.integers(1, 200)), int(rng.integers(1, 200))
+    activation = rng.choice(list(SLOPES))
+    grad, both = (rng.standard_normal((m, width)).astype(dtype) for width in (n, 2 * n))
+    w = (rng.standard_normal((2 * n, k) if transposed else (k, 2 * n)) * n**-0.5).astype(dtype)
+    how = {"activation": activation, "transpose_b": transposed, "config": config}
+    dx, g = ops.gated_matmul_backward(grad, both, w, interpret=interpret, **how)
+    d, gate, up = (v.astype(np.float64) for v in (grad, both[:, :n], both[:, n:]))
+    s = 1 / (1 + np.exp(-gate))
+    value = s if activation == "sigmoid" else gate * s
+    want = np.concatenate([d * up * SLOPES[activation](s, gate), d * value], 1)
+    unit = 3e-3 if dtype == np.float16 else 2e-2
+    assert g.dtype == dx.dtype == dtype
+    np.testing.assert_allclose(g.astype(np.float64), want, rtol=unit, atol=unit)
+    want = g.astype(np.float64) @ (w if transposed else w.T).astype(np.float64)
+    np.testing.assert_allclose(dx.astype(np.float64), want, rtol=unit, atol=unit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(300, 64, 72), (4097, 512, 1032), (8192, 2048, 4096)], ids=str)
+def test_backward_on_a_gpu(rng, shape):
+    """Both ways agree, call after call."""
+    m, n, k = shape
+    grad, both, w = (
+        plgpu.device_put((rng.standard_normal(s) * 0.1).astype(ml_dtypes.bfloat16))
+        for s in ((m, n), (m, 2 * n), (k, 2 * n))
+    )
+    g = ops.gated_linear_unit_backward(grad, both)
+    dx = ops.matmul(g, w, transpose_b=True).numpy().astype(np.float32)
+    for _ in range(5):
+        config = ops.GatedBackwardConfig()
+        found, of_products = ops.gated_matmul_backward(grad, both, w, config=config)
+        np.testing.assert_array_equal(of_products.numpy(), g.numpy())
+        np.testing.assert_allclose(found.numpy().astype(np.float32), dx, rtol=1e-2, atol=1e-2)
+
+
+def test_backward_of_large_products():
+    """One kernel, without spills; two where it would have too little to do."""
+    S = plgpu.ShapeDtypeStruct
+    shapes = (8192, 14336), (8192, 28672), (4096, 28672)
+    arrays = [S(s, ml_dtypes.bfloat16) for s in shapes]
+    used = ops.gated_matmul_backward.kernel(*arrays).lower(*arrays, target="sm_90a").resources()
+    assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
+    for m, n in ((100, 14336), (8192, 14335)):
+        arrays = [S(s, ml_dtypes.bfloat16) for s in ((m, n), (m, 2 * n), (4096, 2 * n))]
+        with pytest.raises(NotImplementedError, match="several kernels"):
+            ops.gated_matmul_backward.kernel(*arrays).lower(*arrays)
+
+
+@pytest.mark.parametrize(
+    "change, error, match",
+    [
+        ({"grad": np.zeros((8, 65), np.float16)}, ValueError, "products must have the shape"),
+        ({"w": np.zeros((40, 64), np.float16)}, ValueError, "w must have 128 columns"),
+        ({"w": np.zeros((40, 128), np.float32)}, TypeError, "w is float32"),
+        ({"activation": "tan"}, ValueError, "activation must be"),
+        ({"config": ops.MatmulConfig()}, TypeError, "must be a GatedBackwardConfig"),
+        (
+            {"config": ops.GatedBackwardConfig(ops.MatmulConfig(1))},
+            ValueError,
+            "has 2 consumers",
+        ),
+    ],
+)
+def test_backward_errors(change, error, match):
+    shapes = {"grad": (8, 64), "products": (8, 128), "w": (40, 128)}
+    given = {name: np.zeros(s, np.float16) for name, s in shapes.items()} | change
+    arrays = [given.pop(name) for name in shapes]
+    with pytest.raises(error, match=match):
+        ops.gated_matmul_backward(*arrays, **given)

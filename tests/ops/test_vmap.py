@@ -49,6 +49,10 @@ CASES = {
     "rms_norm_backward, odd": (call("rms_norm_backward"), (3, 513), (3, 513)),
     "softmax": (call("softmax"), (9, 300)),
     "gated_matmul": (call("gated_matmul", return_products=True), (40, 64), (64, 64)),
+    "gated_matmul_backward": (
+        call("gated_matmul_backward", config=ops.GatedBackwardConfig()),
+        *((40, 64), (40, 128), (24, 128)),
+    ),
     "activation_backward": (call("activation_backward", bias=True), (40, 64), (40, 64)),
     "rotary": (call("rotary"), (1, 20, 2, 64), (20, 32), (20, 32)),
     "cross_entropy": (
