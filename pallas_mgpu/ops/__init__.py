@@ -44,6 +44,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionDecodeConfig",
     "FewRowsConfig",
+    "GatedBackwardConfig",
     "MatmulConfig",
     "MixedConfig",
     "MlaConfig",

@@ -311,9 +311,7 @@ def _in_boxes(n, width, itemsize):
     if width <= _BOX:
         return True
     of_16_bytes = (c for c in range(1, _BOX + 1) if width % c == 0 and c * itemsize % 16 == 0)
-    return any(
-        c * itemsize % 128 == 0 or n % c == 0 and width // c <= _BOX for c in of_16_bytes
-    )
+    return any(c * itemsize % 128 == 0 or n % c == 0 and width // c <= _BOX for c in of_16_bytes)
 
 
 class _Plan:

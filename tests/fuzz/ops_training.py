@@ -122,8 +122,8 @@ def gated_matmul(c):
 
 
 def gated_matmul_backward(c):
-    m, n, k, (f, name), dtype = c.extent(), c.extent(200), c.extent(), activation(c), c.pick(F16, BF16)
-    beside, tb = c.chance(0.5), c.chance(0.5)
+    m, n, k, dtype = c.extent(), c.extent(200), c.extent(), c.pick(F16, BF16)
+    (f, name), beside, tb = activation(c), c.chance(0.5), c.chance(0.5)
     if beside:
         n, k = max(n // 64, 1) * 64, max(k // 8, 1) * 8
         tile = c.configs.MatmulConfig(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import ops
+from pallas_mgpu import ops, pl
 from pallas_mgpu.ops.gated_matmul import input_gradient, weight_gradient
 
 ACTIVATIONS = {
@@ -137,9 +137,9 @@ SLOPES = {
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_backward(rng, config, transposed, dtype, interpret=CHECKED):
-    m, n, k = (int(rng.integers(1, 400)), 64 * int(rng.integers(1, 5)), 8 * int(rng.integers(1, 40)))
-    if config is None:
-        n, k = int(rng.integers(1, 200)), int(rng.integers(1, 200))
+    m, n, k = (int(rng.integers(1, most)) for most in (400, 200, 200))
+    if config is not None:
+        n, k = pl.cdiv(n, 64) * 64, pl.cdiv(k, 8) * 8
     activation = rng.choice(list(SLOPES))
     grad, both = (rng.standard_normal((m, width)).astype(dtype) for width in (n, 2 * n))
     w = (rng.standard_normal((2 * n, k) if transposed else (k, 2 * n)) * n**-0.5).astype(dtype)
