@@ -7,6 +7,7 @@ from ._configs import AttentionBackwardConfig as AttentionBackwardConfig
 from ._configs import AttentionConfig as AttentionConfig
 from ._configs import AttentionDecodeConfig as AttentionDecodeConfig
 from ._configs import FewRowsConfig as FewRowsConfig
+from ._configs import GatedBackwardConfig as GatedBackwardConfig
 from ._configs import MatmulConfig as MatmulConfig
 from ._configs import MixedConfig as MixedConfig
 from ._configs import MlaConfig as MlaConfig
@@ -1132,6 +1133,32 @@ def gated_linear_unit_backward(
     stream: Stream | None = None,
 ) -> A: ...
 @overload
+def gated_matmul_backward(
+    grad: np.ndarray,
+    products: np.ndarray,
+    w: np.ndarray,
+    *,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    config: GatedBackwardConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def gated_matmul_backward(
+    grad: A,
+    products: A,
+    w: A,
+    *,
+    activation: str = "silu",
+    transpose_b: bool = False,
+    config: GatedBackwardConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
 def quantize(
     x: np.ndarray,
     *,
@@ -1418,9 +1445,9 @@ def gated_matmul(
     return_products: Literal[True],
     config: MatmulConfig | None = None,
     interpret: Interpret = None,
-    out: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
     stream: Stream | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def gated_matmul(
     x: A,
@@ -1446,6 +1473,6 @@ def gated_matmul(
     return_products: Literal[True],
     config: MatmulConfig | None = None,
     interpret: Interpret = None,
-    out: tuple[A, A, A] | None = None,
+    out: tuple[A, A] | None = None,
     stream: Stream | None = None,
-) -> tuple[A, A, A]: ...
+) -> tuple[A, A]: ...

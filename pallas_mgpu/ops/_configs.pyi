@@ -44,6 +44,14 @@ class MatmulConfig(NamedTuple):
     swapped: bool = False
     consumer_rows: int = 64
 
+class GatedBackwardConfig(NamedTuple):
+    product: MatmulConfig = ...
+    registers: tuple[int, int, int] = (208, 32, 64)
+    height: int = 32
+    wide: int = 256
+    vector: int = 8
+    rows: int = 1
+
 class MixedConfig(NamedTuple):
     consumers: int = 2
     tile_m: int = 128

@@ -148,7 +148,7 @@ def of_training():
     rows, sums = np.ones((1, 1, 512), F32), np.zeros((1, 1, 512, 64), F32)
     yield (
         "attention backward, five products",
-        lambda: five.make(functional=True)(*small[:1] * 4, rows, rows, sums),
+        lambda: five.make(functional=True, sms=2)(*small[:1] * 4, rows, rows, sums),
     )
     yield "cross entropy", lambda: ops.cross_entropy(logits, targets, **i)
     yield (
@@ -160,6 +160,12 @@ def of_training():
     yield "column sums", lambda: ops.column_sums(np.tile(x, (40, 1)), **i)
     yield "gated", lambda: ops.gated_linear_unit(gate, gate, **i)
     yield "gated backward", lambda: ops.gated_linear_unit_backward(gate, gate, gate, **i)
+    beside = array(300, 128), array(300, 256), array(72, 256)
+    config = ops.GatedBackwardConfig(ops.MatmulConfig(2, 128, stages=2, group=1))
+    yield (
+        "gated backward, beside the product",
+        lambda: ops.gated_matmul_backward(*beside, config=config, **i),
+    )
     yield "rotary", lambda: ops.rotary(array(1, 7, 4, 64), angles, angles, **i)
     yield "quantize", lambda: ops.quantize(x, block=64, **i)
     yield "adamw", lambda: ops.adamw(*many, settings, **i)
