@@ -81,7 +81,7 @@ class _Beside(_Block):
         def _():
             plgpu.set_max_registers(of_consumer, action="increase")
             self.consumer(me)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=self.reads_only)
 
     def order(self, it0, backwards=True, t=None):
         p, forwards = self.plan, super().order(it0, backwards, t)
