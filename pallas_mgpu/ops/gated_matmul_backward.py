@@ -8,7 +8,7 @@ of its rows and chunk; the producer of a block waits for all items of its rows b
 from a chunk. The product walks along K chunk by chunk, first the gate's columns of one, then the
 same of up, so that the first tiles need not wait for all of their rows.
 
-All blocks run at once, since they wait for each other."""
+Items come from a counter: a block that has not started yet has none, and nobody waits for it."""
 
 import functools
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
-from ._common import SeveralKernels, StaticTiles, overlap_launches, warp_specialized
+from ._common import SeveralKernels, overlap_launches, warp_specialized
 from ._matmul_choice import MatmulConfig, clusters_at_once
 from ._open_rows import is_static
 from ._padding import needs_padding
@@ -52,7 +52,6 @@ class _Plan(_KernelPlan):
         self.wide = next(w for w in (256, 128, 64) if w <= cfg.wide and self.n % w == 0)
         self.chunks = self.n // self.wide
         self.of_half = self.wide // _STEP  # steps of a chunk of one half
-        self.blocks = self.clusters * self.cluster
         self.band = self.group * self.rows * cfg.product.cluster
         self.bands = pl.cdiv(x.m, self.band)
         self.row_blocks = pl.cdiv(x.m, self.rows)
@@ -140,13 +139,10 @@ class _Beside(_Block):
 
     def unit(self):
         p, height = self.plan, self.plan.item.height
-        size = p.cfg.cluster * p.cfg.cluster_n
-        rank = self.rank("cm") * p.cfg.cluster_n + self.rank("cn")
-        block = lax.axis_index("cluster") * size + rank
         across = p.band // height
-        of_band = across * p.chunks
+        of_band, take = across * p.chunks, plgpu.ext.TileScheduler().fetch
 
-        def item(i, _):
+        def item(i):
             band, inside = i // of_band, i % of_band
             row, chunk = band * p.band + inside % across * height, inside // across
 
@@ -156,7 +152,11 @@ class _Beside(_Block):
                 flag = self.flags.at[row // p.rows, chunk]
                 plgpu.semaphore_signal(flag, memory_scope="gpu")
 
-        StaticTiles(p.bands * of_band, p.blocks, block).produce(item, None)
+        def step(i):
+            item(i)
+            return take()
+
+        lax.while_loop(lambda i: i < p.bands * of_band, step, take())
 
     def gradients(self, row, col):
         p = self.plan
