@@ -102,6 +102,9 @@ HOPPER = {  # gaps.md has them
     "transposed_ragged_dot": lambda **o: ops.transposed_ragged_dot(square, square, sizes, **o),
     "mixed_matmul": lambda **o: ops.mixed_matmul(square, zeros(256, 256, dtype=np.int8), **o),
     "gated_matmul": lambda **o: ops.gated_matmul(square, square, **o),
+    "gated_matmul_backward": lambda **o: ops.gated_matmul_backward(
+        square[:, :128].copy(), square, square, **o
+    ),
 }
 
 
@@ -202,7 +205,8 @@ PORTABLE = {name: call for name, call in CALLS.items() if "matmul" not in name} 
     "matmul, float8": lambda **o: ops.matmul(square.astype(E4M3), square.astype(E4M3), **o),
     "matmul, odd rows": lambda **o: ops.matmul(square[:, :99].copy(), square[:99], **o),
     "attention": lambda **o: ops.attention(heads, heads, heads, **o),
-    "gated_matmul": HOPPER["gated_matmul"],  # elsewhere it is two kernels
+    # elsewhere these are two kernels
+    **{name: HOPPER[name] for name in ("gated_matmul", "gated_matmul_backward")},
 }
 
 
