@@ -45,6 +45,7 @@ from ._attention_backward_seven import (
     padded,
     statistics,
 )
+from ._attention_scores import PLAIN
 from ._common import CountedTiles, SeveralKernels, overlap_launches, store, warp_specialized
 
 _F32 = np.float32
@@ -57,7 +58,8 @@ class FusedPlan(Plan):
     def __init__(self, x, cfg, sms=0):
         """sms: with as many blocks that convert dQ."""
         super().__init__(x, x.keys, x.kv_heads, True, ("dk", "dv"))
-        self.block, self.stages = 64, cfg.stages or 3
+        full = not x.causal and x.scores == PLAIN  # all tiles take as long: two are faster
+        self.block, self.stages = 64, cfg.stages or (2 if x.dim == 128 and full else 3)
         self.turns = x.dim == 64
         self.buffers = 4 if self.turns else 2
         self.products, self.chunks = self.clusters, pl.cdiv(x.queries, CONSUMERS * _CONVERTED)

@@ -51,7 +51,7 @@ class AttentionBackwardConfig(typing.NamedTuple):
 
     ``products``: 7, results repeat bit for bit; or 5, dQ is added up in float32 by atomic copies
     (head_dim 64, or 128 without softcap, bias and dropout). ``stages``, for five products: slots of
-    the ring, up to 3; 0: 3."""
+    the ring, up to 3; 0: 3, and 2 of a head_dim of 128 where each query sees each key."""
 
     products: int = 7
     stages: int = 0

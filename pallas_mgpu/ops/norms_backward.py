@@ -42,6 +42,8 @@ _NEVER_SPILLED = 24576  # elements of a row's operands, result and sums that nev
 _PART = 2048  # elements of a part of a longer row
 _RING, _ROLES = NormBackwardConfig(), NormBackwardConfig(roles=True)
 _WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of each role
+_PADDED = 3072  # most elements of a row whose segments for two would be padded by a third and more
+_ADDED = 6144  # elements of a row that registers hold with an array to add, of 4 bytes
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
 
 
@@ -594,7 +596,12 @@ def _chosen(x):
     narrow = all(d is None or d.itemsize == 2 for d in (*x.dtypes[:2], x.dtypes[3]))
     if x.name == "layer_norm" and narrow and _WIDE < x.n <= _PAIR:
         return NormBackwardConfig(roles=True, members=1)
-    return _ROLES if x.n > (_PAIR if narrow or not x.hopper else _HELD) else _RING
+    alone = x.dtypes[3] is None  # without an array to add
+    if narrow or not x.hopper:
+        least = _PADDED if alone and x.hopper else _PAIR
+    else:
+        least = _HELD if alone else _ADDED
+    return _ROLES if x.n > least else _RING
 
 
 def _is_hopper(device):
