@@ -23,6 +23,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import results
 import torch
 import torch.nn.functional as F
+from torch._functorch import config as torch_config
 
 import pallas_mgpu.torch as pt
 from pallas_mgpu import ops
@@ -56,7 +57,7 @@ class Bench:
         self.tiny = arguments.device == "cpu"
         self.timer = HostTimer() if self.tiny else None
         self.results = results.Results(file, arguments.json)
-        torch._functorch.config.donated_buffer = False  # backward passes are repeated
+        torch_config.donated_buffer = False  # backward passes are repeated
 
     def left(self):
         return self.a.seconds - (time.perf_counter() - self.begin)
