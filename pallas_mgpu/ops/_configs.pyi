@@ -46,11 +46,7 @@ class MatmulConfig(NamedTuple):
 
 class GatedBackwardConfig(NamedTuple):
     product: MatmulConfig = ...
-    registers: tuple[int, int, int] = (208, 32, 64)
     height: int = 32
-    wide: int = 256
-    vector: int = 8
-    rows: int = 1
 
 class MixedConfig(NamedTuple):
     consumers: int = 2

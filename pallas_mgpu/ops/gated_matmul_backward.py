@@ -28,28 +28,24 @@ from .matmul import Product, _Block, _KernelPlan, matmul
 
 _NAME = "gated_matmul_backward"
 _STEP = 64  # elements of K in a slot
+_REGISTERS = 208, 32, 64  # of a lane of a consumer, of the producer and of the unit
+_VECTOR = 8  # elements of each array that a lane has at a time
 
 
 class GatedBackwardConfig(NamedTuple):
-    """How the product is tiled, and the unit beside it. ``registers``: of a lane of a consumer, of
-    the producer and of the unit, 512 together; ``height``: rows of an item; ``wide``: most columns
-    of a chunk; ``vector``: elements in a row, and ``rows`` such rows, that a lane has of each array
-    at a time."""
+    """How the product is tiled, ``product``, and the ``height`` of items of the unit beside it: 32,
+    64 or 128 rows."""
 
     product: MatmulConfig = MatmulConfig()
-    registers: tuple[int, int, int] = (208, 32, 64)
     height: int = 32
-    wide: int = 256
-    vector: int = 8
-    rows: int = 1
 
 
 class _Plan(_KernelPlan):
     def __init__(self, x, cfg, sms, activation):
         super().__init__(x, cfg.product, sms)
-        self.registers = cfg.registers
-        self.n, self.slope, self.item = x.k // 2, SLOPES[activation], cfg
-        self.wide = next(w for w in (256, 128, 64) if w <= cfg.wide and self.n % w == 0)
+        self.registers = _REGISTERS
+        self.n, self.slope, self.item = x.k // 2, SLOPES[activation], cfg.height
+        self.wide = next(w for w in (256, 128, 64) if self.n % w == 0)
         self.chunks = self.n // self.wide
         self.of_half = self.wide // _STEP  # steps of a chunk of one half
         self.band = self.group * self.rows * cfg.product.cluster
@@ -97,7 +93,7 @@ class _Beside(_Block):
         p = self.plan
         row, col = self.origin(t)
         forwards, each = super().order(it0), 2 * p.of_half
-        items = pl.cdiv(jnp.minimum(p.x.m - row, p.rows), p.item.height)
+        items = pl.cdiv(jnp.minimum(p.x.m - row, p.rows), p.item)
 
         def await_chunk(s):
             @pl.when((s % each == 0) & (row < p.x.m))
@@ -138,7 +134,7 @@ class _Beside(_Block):
     # ---- the gradient of the unit
 
     def unit(self):
-        p, height = self.plan, self.plan.item.height
+        p, height = self.plan, self.plan.item
         across = p.band // height
         of_band, take = across * p.chunks, plgpu.ext.TileScheduler().fetch
 
@@ -160,10 +156,9 @@ class _Beside(_Block):
 
     def gradients(self, row, col):
         p = self.plan
-        lanes = p.wide // p.item.vector
-        at_once = max(128 // lanes, 1) * p.item.rows
-        layout = plgpu.Layout.WG_STRIDED((at_once, p.wide), p.item.vector)
-        ragged = p.x.m % p.item.height
+        at_once = 128 * _VECTOR // p.wide
+        layout = plgpu.Layout.WG_STRIDED((at_once, p.wide), _VECTOR)
+        ragged = p.x.m % p.item
 
         def step(i, _):
             first = row + i * at_once
@@ -191,7 +186,7 @@ class _Beside(_Block):
             save(0, grad * up * slope)
             save(1, grad * value)
 
-        lax.fori_loop(0, p.item.height // at_once, step, None)
+        lax.fori_loop(0, p.item // at_once, step, None)
 
 
 @cached
@@ -291,6 +286,10 @@ def _check_config(config):
         raise ValueError(
             f"{_NAME}: the product of a GatedBackwardConfig has 2 consumers, a tile_n of 64, 128 or"
             f" 256, a step of {_STEP}, and no split, slices, shares and swapped; got {config}"
+        )
+    if config.height not in (32, 64, 128):
+        raise ValueError(
+            f"{_NAME}: a GatedBackwardConfig has a height of 32, 64 or 128; got {config}"
         )
     return config
 

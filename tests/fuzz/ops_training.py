@@ -129,7 +129,7 @@ def gated_matmul_backward(c):
         tile = c.configs.MatmulConfig(
             2, c.pick(64, 128, 256), 0, c.pick(1, 2), c.pick(1, 2), c.rng.randint(1, 4)
         )
-        c.options["config"] = c.configs.GatedBackwardConfig(tile)
+        c.options["config"] = c.configs.GatedBackwardConfig(tile, c.pick(32, 64))
     c.need(4 * m * n * k <= WORK)
     c.options |= {"transpose_b": True} if tb else {}
     grad, both = normal(c, (m, n), dtype), normal(c, (m, 2 * n), dtype)

@@ -200,6 +200,7 @@ def test_backward_of_large_products():
             ValueError,
             "has 2 consumers",
         ),
+        ({"config": ops.GatedBackwardConfig(height=48)}, ValueError, "a height of 32"),
     ],
 )
 def test_backward_errors(change, error, match):
