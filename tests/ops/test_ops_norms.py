@@ -76,6 +76,18 @@ def test_rows_of_a_cluster(run, rng, name, n):
     check(run, name, arrays(rng, name, (1, n)))
 
 
+def test_rows_that_no_boxes_divide(rng):
+    """TMA copies them nevertheless, rather than the lanes, with a warning."""
+    for name, n in (("layer_norm", 2056), ("softmax", 16408), ("rms_norm", 8248)):
+        given = arrays(rng, name, (2, n))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = FUNCTIONS[name](*given, interpret=True)
+        unit = TOLERANCE[BF16]
+        want = reference(name, *given)
+        np.testing.assert_allclose(found.astype(np.float64), want, rtol=unit, atol=unit / 100)
+
+
 @pytest.mark.parametrize("n", [131072, 131071])
 def test_long_rows(rng, n):
     """Eight blocks a row."""
