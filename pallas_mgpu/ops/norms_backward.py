@@ -43,7 +43,7 @@ _PART = 2048  # elements of a part of a longer row
 _RING, _ROLES = NormBackwardConfig(), NormBackwardConfig(roles=True)
 _WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of each role
 _PADDED = 3072  # most elements of a row whose segments for two would be padded by a third and more
-_ADDED = 6144  # elements of a row that registers hold with an array to add, of 4 bytes
+_HALF = 4096  # elements of a row whose segments for two warpgroups fill them
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
 
 
@@ -594,13 +594,19 @@ def _checked(name, config):
 def _chosen(x):
     """The config that was the fastest on an H100; elsewhere one that spills no registers."""
     narrow = all(d is None or d.itemsize == 2 for d in (*x.dtypes[:2], x.dtypes[3]))
-    if x.name == "layer_norm" and narrow and _WIDE < x.n <= _PAIR:
+    layer, alone = x.name == "layer_norm", x.dtypes[3] is None  # without an array to add
+    if layer and narrow and _WIDE < x.n <= _PAIR:
         return NormBackwardConfig(roles=True, members=1)
-    alone = x.dtypes[3] is None  # without an array to add
-    if narrow or not x.hopper:
-        least = _PADDED if alone and x.hopper else _PAIR
+    if not x.hopper:
+        least = _PAIR
+    elif not narrow:
+        least = _HELD if alone else _WIDE if layer else _HALF - 1
+    elif alone and layer and _PAIR < x.n <= _PADDED:
+        return NormBackwardConfig(roles=True, members=1, cluster=1, stages=2)
+    elif alone:
+        least = _HALF - 1 if layer else _PADDED
     else:
-        least = _HELD if alone else _ADDED
+        least = _PAIR
     return _ROLES if x.n > least else _RING
 
 
