@@ -155,6 +155,7 @@ int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n
   c->in_place = true;
   c->has_stream = c->converted = c->recorded = false;
   c->specs = c->own_specs = NULL;
+  c->views = NULL;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;
@@ -417,11 +418,13 @@ static int warn_converted(const pmpy_call *c) {
 
 int pmpy_call_plan(pmpy_call *c, PyObject *k) {
   c->k = (pmpy_kernel *)k;
+  if (c->views && pmpy_reshape_operands(c) < 0) return -1;
   if (check_strides(c) < 0) return -1;
   if (c->converted && warn_converted(c) < 0) return -1;
   if (choose_target(c) < 0 || find_plan(c) < 0) return -1;
   c->specs = c->plan->out;
   if (c->plan->graph->g->sizes.n && find_sizes(c) < 0) return -1;
+  if (c->views && pmpy_reshape_results(c) < 0) return -1;
   return check_outputs(c);
 }
 

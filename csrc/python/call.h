@@ -12,6 +12,8 @@
 
 enum { PMPY_FEW = 16 };
 
+struct pmpy_reshaped;
+
 typedef struct pmpy_call {
   struct pmpy_kernel *k;
   PyObject *name;  /* of the kernel or family, for messages; borrowed */
@@ -40,7 +42,8 @@ typedef struct pmpy_call {
   /* of the plan, once it is found: sizes of this call, and its outputs and GMEM scratch */
   int64_t sizes[PM_MAX_SIZES];
   const pmpy_spec *specs;
-  pmpy_spec *own_specs; /* owned, or NULL: those of the plan */
+  pmpy_spec *own_specs;              /* owned, or NULL: those of the plan */
+  const struct pmpy_reshaped *views; /* borrowed, NULL: the kernel gets the arrays as they are */
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in
@@ -75,6 +78,15 @@ static inline int pmpy_call_stream(pmpy_call *c, PyObject *stream) {
   c->has_stream = true;
   return pmpy_stream_from(stream, "stream", &c->stream);
 }
+
+/* ---- reshaped.c ---------------------------------------------------------------------------- */
+
+/* Borrowed: the kernel that gets the views. */
+PyObject *pmpy_reshaped_kernel(const struct pmpy_reshaped *views);
+/* Replace the extents of what was read, and those of the results once the plan is known, by those
+ * of c->views; 0 or -1. */
+int pmpy_reshape_operands(pmpy_call *c);
+int pmpy_reshape_results(pmpy_call *c);
 
 /* ---- streams.c ----------------------------------------------------------------------------- */
 

@@ -27,7 +27,7 @@ typedef struct entry {
   PyObject *target;  /* owned: a kernel, or a function of arrays */
   uint64_t used;     /* the family's `now` at the last hit */
   uint32_t hits;     /* OFTEN and more: there is nothing to ask for */
-  bool direct;       /* a kernel whose operands are in the order of the call */
+  bool direct;       /* a kernel, of views or not, whose operands are in the order of the call */
   uint8_t order[PMPY_MAX_PARAMS];
 } entry;
 
@@ -318,7 +318,7 @@ static int read_made(const family *f, const request *r, PyObject *made, entry *e
     return -1;
   }
   e->target = Py_NewRef(target);
-  e->direct = Py_TYPE(target) == pmpy.kernel_type;
+  e->direct = Py_TYPE(target) == pmpy.kernel_type || Py_TYPE(target) == pmpy.reshaped_type;
   e->n_order = r->n_operands;
   for (uint32_t i = 0; i < e->n_order; i++) {
     long k = PyLong_AsLong(PyTuple_GET_ITEM(order, i));
@@ -413,6 +413,15 @@ static PyObject *call_target(request *r, const entry *e) {
   return PyObject_Vectorcall(e->target, args, e->n_order, call_names[names]);
 }
 
+static PyObject *run_direct(request *r, const entry *e) {
+  PyObject *kernel = e->target;
+  if (Py_TYPE(kernel) == pmpy.reshaped_type) {
+    r->c.views = (const struct pmpy_reshaped *)kernel;
+    kernel = pmpy_reshaped_kernel(r->c.views);
+  }
+  return pmpy_call_run(&r->c, kernel);
+}
+
 static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargsf,
                              PyObject *names) {
   family *f = (family *)self;
@@ -430,7 +439,7 @@ static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargs
   entry *e = code > 0 ? look(f, &r) : NULL;
   if (!code) refuse(f, &r);
   r.c.in_place = f->in_place;
-  if (e && e->direct) result = pmpy_call_run(&r.c, e->target);
+  if (e && e->direct) result = run_direct(&r, e);
   else if (e && pmpy_call_check_overlap(&r.c) == 0) result = call_target(&r, e);
   drop(e);
   end(&r);

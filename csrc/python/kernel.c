@@ -18,24 +18,35 @@ static PyObject *call_structured(const pmpy_kernel *k, const pmpy_call *c, Py_ss
   return result;
 }
 
+int pmpy_call_begin(pmpy_call *c, PyObject *name, PyObject *const *args, Py_ssize_t n,
+                    PyObject *kwnames, bool for_xla, PyObject **given_stream) {
+  const Py_ssize_t n_kw = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
+  PyObject *out = NULL, *stream = NULL, *unknown = NULL;
+  for (Py_ssize_t i = 0; i < n_kw; i++) {
+    PyObject *keyword = PyTuple_GET_ITEM(kwnames, i), *value = args[n + i];
+    const pmpy_keyword what = pmpy_keyword_of(keyword);
+    if (what == PMPY_KW_OTHER) unknown = keyword;
+    else if (value != Py_None) *(what == PMPY_KW_OUT ? &out : &stream) = value;
+  }
+  c->for_xla = for_xla && !out && !stream;
+  const int code = unknown ? pmpy_call_read(c, name, args, 0, NULL, false)
+                           : pmpy_call_read(c, name, args, (size_t)n, out, false);
+  if (given_stream) *given_stream = stream;
+  if (unknown && code >= 0)
+    PyErr_Format(PyExc_TypeError,
+                 "kernel %U: unknown argument %R; only out= and stream= are given by name", name,
+                 unknown);
+  return unknown || (code >= 0 && pmpy_call_stream(c, stream) < 0) ? -1 : code;
+}
+
 static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargsf,
                              PyObject *kwnames) {
   pmpy_kernel *k = (pmpy_kernel *)self;
-  Py_ssize_t n = PyVectorcall_NARGS(nargsf), n_kw = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
-  PyObject *out = NULL, *stream = NULL, *result = NULL;
-  for (Py_ssize_t i = 0; i < n_kw; i++) {
-    PyObject *name = PyTuple_GET_ITEM(kwnames, i), *value = args[n + i];
-    const pmpy_keyword what = pmpy_keyword_of(name);
-    if (what == PMPY_KW_OTHER)
-      return PyErr_Format(PyExc_TypeError,
-                          "kernel %U: unknown argument %R; only out= and stream= are given by name",
-                          k->name, name);
-    if (value != Py_None) *(what == PMPY_KW_OUT ? &out : &stream) = value;
-  }
+  const Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+  PyObject *stream = NULL, *result = NULL;
   pmpy_call c;
-  c.for_xla = k->structured && !k->interpret && !out && !stream;
-  int code = pmpy_call_read(&c, k->name, args, (size_t)n, out, false);
-  if (code >= 0 && pmpy_call_stream(&c, stream) < 0) code = -1;
+  const bool for_xla = k->structured && !k->interpret;
+  const int code = pmpy_call_begin(&c, k->name, args, n, kwnames, for_xla, &stream);
   if (!code) result = k->structured ? call_structured(k, &c, n, stream) : pmpy_call_refuse(&c);
   else if (code > 0 && c.recorded) result = pmpy_torch_call(self, args, n, kwnames, true);
   if (result == Py_NotImplemented) Py_CLEAR(result);

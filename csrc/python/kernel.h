@@ -21,6 +21,14 @@ typedef struct pmpy_kernel {
   bool has_warned; /* of operands that were converted */
 } pmpy_kernel;
 
+/* ---- kernel.c ------------------------------------------------------------------------------ */
+
+/* Read the arguments of a call by position and out= and stream=, which are all that is given by
+ * name: as pmpy_call_read. for_xla: unless these are given. *stream: borrowed, or NULL; NULL:
+ * nobody wants it. */
+int pmpy_call_begin(pmpy_call *c, PyObject *name, PyObject *const *args, Py_ssize_t n,
+                    PyObject *kwnames, bool for_xla, PyObject **stream);
+
 /* ---- call.c -------------------------------------------------------------------------------- */
 
 /* New: the plan for operands that were read. */

@@ -50,7 +50,7 @@ typedef struct pmpy_state {
   PyObject *tracer_error[5];           /* enum pmpy_tracer_error */
   PyObject *dtypes[PM_DTYPE_COUNT];    /* numpy dtype objects (of ml_dtypes too), lazily */
   PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type; /* graph.c trace.c ... */
-  PyTypeObject *device_array_type, *kernel_type;                           /* array.c, kernel.c */
+  PyTypeObject *device_array_type, *kernel_type, *reshaped_type;           /* by their files */
   PyObject *hooks[PMPY_HOOK_COUNT];
   uint8_t trace_flags; /* of pallas_mgpu/_flags.py; a part of the key of plans */
 } pmpy_state;
@@ -108,7 +108,7 @@ PyObject *pmpy_hook(pmpy_hook_id id);
 #define PMPY_INITS(X) \
   X(errors) X(hooks) X(place) X(graph) X(promote) X(trace) X(ops) X(regions) X(array) X(moves) \
   X(ref) X(tmem) X(narrow) X(exchange) X(device_array) X(streams) X(plan) X(kernel) X(mesh) \
-  X(family) X(info) X(facts) X(encodings) X(xla_ffi) X(torch)
+  X(reshaped) X(family) X(info) X(facts) X(encodings) X(xla_ffi) X(torch)
 // clang-format on
 #define X(file) int pmpy_init_##file(PyObject *module);
 PMPY_INITS(X)

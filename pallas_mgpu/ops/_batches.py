@@ -13,6 +13,7 @@ import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _core
 
 from ._padding import Padded, with_padding
 from ._slices import Sliced
@@ -111,6 +112,14 @@ class _Reshaped:
         return _reshaped(found, self.shape) if out is None else out
 
 
+def _with_views(product, shapes, inner, shape):
+    """`_Reshaped`, in the extension where the product is a single kernel."""
+    by_hand = _Reshaped(product, shapes, inner, shape)
+    if not isinstance(product, _core.Kernel):
+        return by_hand
+    return _core.Reshaped(product, lambda: by_hand, tuple(map(tuple, shapes)), (tuple(shape),))
+
+
 def _matrix(info, shape):
     """One of the matrices of an array."""
     size = math.prod(shape) * info.dtype.itemsize
@@ -147,7 +156,7 @@ def product(a, b, ta, tb, make, extras):
     shapes = _of_all_rows(plan, a, b, ta, extras)
     if shapes:
         whole = [plgpu.ArrayInfo(s, x.dtype, x.device, x.aligned) for s, x in zip(shapes, infos)]
-        return _Reshaped(make(*whole, 1), shapes, (shapes[0][0], n), result)
+        return _with_views(make(*whole, 1), shapes, (shapes[0][0], n), result)
     owners = [0, 1, *(x.of if x.is_batched((a, b)) else None for x in extras)]
     none = [None] * len(plan.groups)
     axes = [none if of is None else plan.axes(of) for of in owners]
@@ -168,4 +177,4 @@ def product(a, b, ta, tb, make, extras):
     ]
     inner = one.mapped(_mapped, [*zip(*axes)]) if isinstance(one, Sliced) else None
     inner = with_padding(inner or _mapped(one, [*zip(*axes)]), pads)
-    return _Reshaped(inner, shapes, (*plan.extents, m, n), result)
+    return _with_views(inner, shapes, (*plan.extents, m, n), result)

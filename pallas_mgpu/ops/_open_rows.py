@@ -14,9 +14,8 @@ import math
 import threading
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes, tree
+from pallas_mgpu import _core, _sizes
 from pallas_mgpu._caches import cached
-from pallas_mgpu._frameworks import special
 
 from ._common import SeveralKernels
 
@@ -57,10 +56,11 @@ def _seen(kind):
 
 class _Questions(threading.local):
     """What this thread asks `is_static`: `open` notes the kinds and numbers of rows that share a
-    program; `exact`: none do."""
+    program; `exact`: none do; `shared`: all do, since their kind is part of another one that has
+    met enough of them."""
 
     open: list | None = None
-    exact = False
+    exact = shared = False
 
 
 _questions = _Questions()
@@ -68,7 +68,7 @@ _questions = _Questions()
 
 def is_static(kind, m):
     """Has this number of rows a program of its own?"""
-    if _questions.exact or _seen(kind).is_static(m):
+    if _questions.exact or not _questions.shared and _seen(kind).is_static(m):
         return True
     if _questions.open is not None:
         _questions.open.append((kind, m))
@@ -111,7 +111,7 @@ def sizes_of(kind, sizes, edges, least=1):
     (first, n), *_ = sizes.items()
     if n > edges[-1] or max(sizes.values()) > edges[-1]:
         return None
-    if _seen(kind).is_static(tuple(sizes.values())):
+    if is_static(kind, tuple(sizes.values())):
         return None
     k = next(k for k, edge in enumerate(edges) if n <= edge)
     found = {name: plgpu.dim(name, min=least, max=edges[-1]) for name in sizes}
@@ -170,44 +170,6 @@ def better(make):
 # ---- arrays of more dimensions -------------------------------------------------------------------
 
 
-class Reshaped(SeveralKernels):
-    """A kernel whose arrays are views of the caller's with other shapes. alone(): the kernel of the
-    caller's shapes, for arrays that cannot be reshaped or have no memory. operands: the shape of
-    each, None for its own; results: of each that of the kernel and that of the caller."""
-
-    def __init__(self, kernel, alone, operands, results):
-        self.kernel, self.alone, self.operands, self.results = kernel, alone, operands, results
-
-    def __call__(self, *arrays, out=None, stream=None):
-        into, outs = None, [] if out is None else tree.leaves(out)
-        fits = not outs or [x.shape for x in outs] == [shape for _, shape in self.results]
-        every = [*arrays, *outs]
-        if not fits or special(every) or not all(map(_has_views, every)):
-            return self.alone()(*arrays, out=out, stream=stream)
-        arrays = [x.reshape(shape or x.shape) for x, shape in zip(arrays, self.operands)]
-        if outs:
-            into = [x.reshape(shape) for x, (shape, _) in zip(outs, self.results)]
-            into = tuple(into) if isinstance(out, (tuple, list)) else into[0]
-        found = self.kernel(*arrays, out=into, stream=stream)
-        if outs:
-            return out
-        if isinstance(found, tuple):
-            return tuple(x.reshape(shape) for x, (_, shape) in zip(found, self.results))
-        return found.reshape(self.results[0][1])
-
-    def lower(self, *args, **options):
-        """The kernel of the caller's shapes, lowered."""
-        return self.alone().lower(*args, **options)
-
-
-def _has_views(x):
-    """Can it be reshaped without a copy?"""
-    if hasattr(x, "is_contiguous"):
-        return x.is_contiguous()
-    flags = getattr(x, "flags", None)
-    return hasattr(x, "reshape") and bool(getattr(flags, "c_contiguous", False))
-
-
 def rowwise(make):
     """Decorator below specialize: for a function of arrays (..., N), each row of which is worked on
     alone. From the fourth number of rows on, arrays with more than two dimensions are given to the
@@ -227,13 +189,17 @@ def rowwise(make):
         kind = make.__name__, alike, x.device, tuple(sorted(options.items()))
         if is_static(kind, rows):
             return make(*operands, **options)
-        kernel = make(*flat, **options | ({"axis": -1} if "axis" in options else {}))
+        _questions.shared = True
+        try:
+            kernel = make(*flat, **options | ({"axis": -1} if "axis" in options else {}))
+        finally:
+            _questions.shared = False
         outs = [o.shape for o in getattr(getattr(kernel, "definition", None), "outs", ())]
         if not any(map(_sizes.is_open, outs)):
             return make(*operands, **options)
-        shapes = [y.shape if has else None for y, has in zip(flat, by_rows) if y is not None]
-        results = [((rows, *shape[1:]), (*lead, *shape[1:])) for shape in outs]
-        return Reshaped(kernel, lambda: make(*operands, **options), shapes, results)
+        shapes = tuple(y.shape if has else None for y, has in zip(flat, by_rows) if y is not None)
+        results = tuple((*lead, *shape[1:]) for shape in outs)
+        return _core.Reshaped(kernel, lambda: make(*operands, **options), shapes, results)
 
     return better(made)
 

@@ -31,7 +31,6 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
-from pallas_mgpu._frameworks import special
 
 from . import (
     _attention_parts,
@@ -63,7 +62,7 @@ from ._common import (
     store,
     warp_specialized,
 )
-from ._open_rows import in_shapes, may_settle, settle, sizes_of
+from ._open_rows import in_shapes, own_program, sizes_of
 from ._promises import batch_invariance
 from .block_mask import KEYS, ROWS, Mask, OfArrays, check_function, shape_of
 
@@ -1119,38 +1118,13 @@ def _open(x, *how):
     return x, found["N"].most
 
 
-class _Flattened:
-    """The kernel of a batch whose lengths are known when it runs: it gets arrays whose batch
-    entries are one after the other. kind, met: for `settle`; alone(): the kernel of these lengths,
-    for arrays that cannot be reshaped or have no memory."""
-
-    def __init__(self, kernel, alone, kind, met):
-        self.kernel, self.alone, self.kind, self.met = kernel, alone, kind, met
-
-    def __call__(self, q, k, v, *, out=None, stream=None):
-        shape = *q.shape[:3], v.shape[3]
-        arrays = [q, k, v] if out is None else [q, k, v, out]
-        reshapes = all(hasattr(x, "reshape") for x in arrays) and not special(arrays)
-        # another `out` is refused in terms of the caller's shapes
-        if not reshapes or out is not None and (out.shape, out.dtype) != (shape, q.dtype):
-            return self.alone()(q, k, v, out=out, stream=stream)
-        arrays = [x.reshape((1, x.shape[0] * x.shape[1], *x.shape[2:])) for x in arrays]
-        into = None if out is None else arrays.pop()
-        found = self.kernel(*arrays, out=into, stream=stream)
-        return found.reshape(shape) if out is None else out
-
-    def lower(self, *args, **options):
-        """The kernel of these lengths, lowered."""
-        return self.alone().lower(*args, **options)
-
-
 def _flattened(x, widths, device, interpret):
-    """`_Flattened` of a problem, or None where its kernel is that of its lengths."""
+    """The kernel of a batch whose lengths are known when it runs: the entries are one after the
+    other in the arrays that it gets. None where the kernel is that of the lengths."""
     if x.batch == 1 or x.return_lse or _is_indexed(x):
         return None
     kind = "attention", x._replace(queries=0, keys=0), device, interpret
-    met = {"N": x.queries, "M": x.keys}
-    found = sizes_of(kind, met, _QUERIES)
+    found = sizes_of(kind, {"N": x.queries, "M": x.keys}, _QUERIES)
     if found is None:
         return None
     rows = [
@@ -1170,24 +1144,10 @@ def _flattened(x, widths, device, interpret):
     def alone():
         return _of_wgmma(x, None, widths, False, None, device, interpret, exact=True)
 
-    return _Flattened(kernel, alone, kind, tuple(met.values()))
-
-
-def _own_program(q, k, v, **options):
-    """specialize's ``better``: of batches whose lengths are known at run time only, the program of
-    their lengths."""
-    found = _choose(types.SimpleNamespace(q=q, k=k, v=v, **options))
-    if not isinstance(found, _Flattened) or not may_settle(found.kind):
-        return None
-
-    def make():
-        kernel = found.alone()
-        if q.device is not None and not isinstance(kernel, SeveralKernels):
-            kernel.lower(q, k, v).resources()  # for the cache on disk, from which calls take it
-        settle(found.kind, found.met)
-        return kernel
-
-    return make
+    q = x.batch, x.queries, x.heads
+    k = x.batch * x.keys, x.kv_heads
+    shapes = (1, x.batch * x.queries, x.heads, x.dim), (1, *k, x.dim), (1, *k, x.value_dim)
+    return _core.Reshaped(kernel, alone, shapes, ((*q, x.value_dim),))
 
 
 def _of_wgmma(
@@ -1399,4 +1359,4 @@ def attention(
     return _choose(types.SimpleNamespace(**locals()))
 
 
-attention.maker.better = _own_program  # type: ignore[attr-defined]  # not public
+attention.maker.better = own_program(attention.__wrapped__)  # type: ignore[attr-defined]  # not public

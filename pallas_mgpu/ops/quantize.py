@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes, lax, pl
+from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
-from ._open_rows import Reshaped, in_shapes, rowwise, with_open_rows
+from ._open_rows import in_shapes, rowwise, with_open_rows
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -385,8 +385,10 @@ def _by_rows(make, x, device, interpret, operands, results):
     if not found.is_open:
         return make(x, interpret)
     shapes = [(flat.shape, x.shape), (flat.scales_shape, x.scales_shape)]
-    given, made = [shapes[k][0] for k in operands], [shapes[k] for k in results]
-    return Reshaped(make(found, interpret), functools.partial(make, x, interpret), given, made)
+    given = tuple(shapes[k][0] for k in operands)
+    made = tuple(shapes[k][1] for k in results)
+    alone = functools.partial(make, x, interpret)
+    return _core.Reshaped(make(found, interpret), alone, given, made)
 
 
 # ---- square blocks ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 from by_steps import by_steps
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _core
 from pallas_mgpu.ops import MatmulConfig as C
 from pallas_mgpu.ops import matmul
 
@@ -17,6 +18,10 @@ def product(run, a, b, **options):
     """The result as a call gives it, each kernel run in the way of the test."""
     f = matmul.kernel(a, b, **options, interpret=None if run.way == "cuda" else True)
     arrays = [a, b, *(x for x in options.values() if isinstance(x, np.ndarray))]
+    if isinstance(f, _core.Reshaped):
+        if run.way == "interpret":
+            return f(*arrays)
+        f = f.alone()
     given = [x.reshape(s) for x, s in zip(arrays, f.shapes, strict=True)]
     return by_steps(run.call, f.product, given).reshape(f.shape)
 

@@ -471,6 +471,16 @@ def test_arrays_of_more_dimensions(monkeypatch):
         ops.rms_norm(x, w, out=backwards, interpret=True)
     with pytest.raises(ValueError, match=r"out\[0\] must be float32 of shape"):
         ops.rms_norm(x, w, out=out.reshape(-1, 96), interpret=True)
+    kernel = ops.rms_norm.kernel(x, w, interpret=True)
+    for strange in (w, 3.0, "x"):
+        with pytest.raises((ValueError, TypeError)):
+            kernel(strange, w)
+    for wrong in ((x,), (x, w, w), ()):
+        with pytest.raises(TypeError, match="2 arrays are needed"):
+            kernel(*wrong)
+    with pytest.raises(TypeError, match="unknown argument 'seed'"):
+        kernel(x, w, seed=3)
+    np.testing.assert_array_equal(kernel(x, w), ops.rms_norm(weight=w, x=x, interpret=True))
 
 
 # ---- other products ------------------------------------------------------------------------------

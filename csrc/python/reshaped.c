@@ -1,0 +1,224 @@
+/* Reshaped: a kernel whose arrays are views of the caller's with other shapes.
+ *
+ * An array in row-major order can be seen with any shape of as many elements, so a call only has to
+ * replace the extents that were read (pmpy_reshape_operands), and those that its results get
+ * (pmpy_reshape_results). Arrays that are not in that order, that have no memory, or whose
+ * operations autograd records go to another kernel, which `alone` returns: that of the caller's
+ * shapes. */
+#include "kernel.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+typedef struct pmpy_reshaped {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject *kernel, *alone; /* owned */
+  uint32_t n_in, n_out;
+  pmpy_spec *shape; /* owned: of operands as the kernel gets them, of results as the caller does */
+  bool *given;      /* owned: other than as they are */
+} pmpy_reshaped;
+
+static int64_t count(const int64_t *shape, int rank) {
+  int64_t n = 1;
+  for (int d = 0; d < rank; d++) n *= shape[d];
+  return n;
+}
+
+/* ---- a call --------------------------------------------------------------------------------- */
+
+PyObject *pmpy_reshaped_kernel(const pmpy_reshaped *r) { return r->kernel; }
+
+int pmpy_reshape_operands(pmpy_call *c) {
+  const pmpy_reshaped *r = c->views;
+  if (c->n_in != r->n_in) {
+    PyErr_Format(PyExc_TypeError, "kernel %U: %u arrays are needed, got %u", c->name, r->n_in,
+                 c->n_in);
+    return -1;
+  }
+  for (uint32_t i = 0; i < r->n_in; i++) {
+    pmpy_buffer *b = &c->in[i];
+    const pmpy_spec *to = &r->shape[i];
+    char name[32];
+    if (!r->given[i]) continue;
+    if (count(b->shape, b->rank) != count(to->shape, to->rank)) {
+      PyErr_Format(PyExc_ValueError, "kernel %U: %s must have %lld elements, got %lld", c->name,
+                   pmpy_which((int)i, name), (long long)count(to->shape, to->rank),
+                   (long long)count(b->shape, b->rank));
+      return -1;
+    }
+    b->rank = to->rank;
+    memcpy(b->shape, to->shape, sizeof b->shape);
+  }
+  return 0;
+}
+
+int pmpy_reshape_results(pmpy_call *c) {
+  const pmpy_reshaped *r = c->views;
+  const uint32_t n_out = c->plan->n_out, n = n_out + c->plan->n_scratch;
+  if (!c->own_specs) {
+    c->own_specs = PyMem_Malloc((n + 1) * sizeof *c->own_specs);
+    if (!c->own_specs) return PyErr_NoMemory(), -1;
+    memcpy(c->own_specs, c->plan->out, n * sizeof *c->own_specs);
+    c->specs = c->own_specs;
+  }
+  for (uint32_t i = 0; i < n_out && i < r->n_out; i++) {
+    pmpy_spec *s = &c->own_specs[i];
+    const pmpy_spec *to = &r->shape[r->n_in + i];
+    if (!r->given[r->n_in + i]) continue;
+    if (count(s->shape, s->rank) != count(to->shape, to->rank)) {
+      PyErr_Format(PyExc_ValueError, "kernel %U: result %u has other elements than its shape",
+                   c->name, i);
+      return -1;
+    }
+    s->rank = to->rank;
+    memcpy(s->shape, to->shape, sizeof s->shape);
+  }
+  return 0;
+}
+
+static bool any_strided(const pmpy_call *c) {
+  for (uint32_t i = 0; i < c->n_in; i++)
+    if (c->in[i].strided) return true;
+  return false;
+}
+
+static PyObject *reshaped_call(PyObject *self, PyObject *const *args, size_t nargsf,
+                               PyObject *kwnames) {
+  const pmpy_reshaped *r = (pmpy_reshaped *)self;
+  const Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+  PyObject *result = NULL;
+  pmpy_call c;
+  const int code =
+      pmpy_call_begin(&c, ((pmpy_kernel *)r->kernel)->name, args, n, kwnames, true, NULL);
+  const bool views = code > 0 && !c.recorded && !any_strided(&c);
+  if (views && pmpy_call_locate(&c) == 0) {
+    c.views = r;
+    result = pmpy_call_run(&c, r->kernel);
+  }
+  pmpy_call_end(&c);
+  if (code >= 0 && !views) {
+    PyObject *kernel = PyObject_CallNoArgs(r->alone);
+    result = kernel ? PyObject_Vectorcall(kernel, args, nargsf, kwnames) : NULL;
+    Py_XDECREF(kernel);
+  }
+  if (!result) pmpy_tidy_error();
+  return result;
+}
+
+static PyObject *reshaped_lower(PyObject *self, PyObject *args, PyObject *kw) {
+  PyObject *kernel = PyObject_CallNoArgs(((pmpy_reshaped *)self)->alone);
+  PyObject *lower = kernel ? PyObject_GetAttrString(kernel, "lower") : NULL;
+  PyObject *result = lower ? PyObject_Call(lower, args, kw) : NULL;
+  Py_XDECREF(lower);
+  Py_XDECREF(kernel);
+  return result;
+}
+
+/* ---- the type ------------------------------------------------------------------------------- */
+
+/* Shapes, or None for what stays as it is. */
+static int read_shapes(PyObject *shapes, pmpy_spec *to, bool *given) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shapes); i++) {
+    PyObject *shape = PyTuple_GET_ITEM(shapes, i);
+    given[i] = shape != Py_None;
+    if (!given[i]) continue;
+    if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) > PM_MAX_RANK) {
+      PyErr_Format(PyExc_TypeError, "Reshaped: a shape is a tuple of up to %d ints, got %R",
+                   PM_MAX_RANK, shape);
+      return -1;
+    }
+    to[i].rank = (uint8_t)PyTuple_GET_SIZE(shape);
+    for (int d = 0; d < to[i].rank; d++) {
+      to[i].shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d));
+      if (to[i].shape[d] == -1 && PyErr_Occurred()) return -1;
+    }
+  }
+  return 0;
+}
+
+static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+  static char *names[] = {"kernel", "alone", "operands", "results", NULL};
+  PyObject *kernel, *alone, *operands, *results;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O!OO!O!:Reshaped", names, pmpy.kernel_type, &kernel,
+                                   &alone, &PyTuple_Type, &operands, &PyTuple_Type, &results))
+    return NULL;
+  pmpy_reshaped *r = (pmpy_reshaped *)type->tp_alloc(type, 0);
+  if (!r) return NULL;
+  const size_t n_in = (size_t)PyTuple_GET_SIZE(operands), n_out = (size_t)PyTuple_GET_SIZE(results);
+  r->vectorcall = reshaped_call;
+  r->kernel = Py_NewRef(kernel);
+  r->alone = Py_NewRef(alone);
+  r->n_in = (uint32_t)n_in;
+  r->n_out = (uint32_t)n_out;
+  r->shape = PyMem_Calloc(n_in + n_out + 1, sizeof *r->shape);
+  r->given = PyMem_Calloc(n_in + n_out + 1, sizeof *r->given);
+  if (r->shape && r->given && read_shapes(operands, r->shape, r->given) == 0 &&
+      read_shapes(results, r->shape + n_in, r->given + n_in) == 0)
+    return (PyObject *)r;
+  if (!PyErr_Occurred()) PyErr_NoMemory();
+  Py_DECREF(r);
+  return NULL;
+}
+
+static int reshaped_traverse(PyObject *self, visitproc visit, void *arg) {
+  pmpy_reshaped *r = (pmpy_reshaped *)self;
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(r->kernel);
+  Py_VISIT(r->alone);
+  return 0;
+}
+
+static int reshaped_clear(PyObject *self) {
+  pmpy_reshaped *r = (pmpy_reshaped *)self;
+  Py_CLEAR(r->kernel);
+  Py_CLEAR(r->alone);
+  return 0;
+}
+
+static void reshaped_dealloc(PyObject *self) {
+  pmpy_reshaped *r = (pmpy_reshaped *)self;
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  reshaped_clear(self);
+  PyMem_Free(r->shape);
+  PyMem_Free(r->given);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"lower", (PyCFunction)(void (*)(void))reshaped_lower, METH_VARARGS | METH_KEYWORDS,
+     "The kernel of the caller's shapes, lowered."},
+    {NULL, NULL, 0, NULL}};
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(pmpy_reshaped, vectorcall), READONLY, NULL},
+    {"kernel", T_OBJECT, offsetof(pmpy_reshaped, kernel), READONLY, "What runs."},
+    {"alone", T_OBJECT, offsetof(pmpy_reshaped, alone), READONLY, "What returns the other kernel."},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, reshaped_new},
+    {Py_tp_dealloc, reshaped_dealloc},
+    {Py_tp_traverse, reshaped_traverse},
+    {Py_tp_clear, reshaped_clear},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_doc,
+     "Reshaped(kernel, alone, operands, results): a kernel that gets its operands with "
+     "other shapes (None: as they are), and whose results get others. alone(): what "
+     "serves arrays that cannot be reshaped or have no memory."},
+    {0, NULL}};
+
+static PyType_Spec type_spec = {.name = "pallas_mgpu.Reshaped",
+                                .basicsize = sizeof(pmpy_reshaped),
+                                .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+                                         Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
+                                .slots = slots};
+
+int pmpy_init_reshaped(PyObject *module) {
+  pmpy.reshaped_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
+  if (!pmpy.reshaped_type) return -1;
+  return PyModule_AddObjectRef(module, "Reshaped", (PyObject *)pmpy.reshaped_type);
+}
