@@ -319,6 +319,64 @@ static int check_outputs(const pmpy_call *c) {
   return pmpy_call_check_overlap(c);
 }
 
+/* ---- views --------------------------------------------------------------------------------- */
+
+static int64_t count(const int64_t *shape, int rank) {
+  int64_t n = 1;
+  for (int d = 0; d < rank; d++) n *= shape[d];
+  return n;
+}
+
+/* The extents that were read give way to those that the kernel sees; 0 or -1. */
+static int reshape_operands(pmpy_call *c) {
+  const pmpy_views *v = c->views;
+  if (c->n_in != v->n_in) {
+    PyErr_Format(PyExc_TypeError, "kernel %U: %u arrays are needed, got %u", c->name, v->n_in,
+                 c->n_in);
+    return -1;
+  }
+  for (uint32_t i = 0; i < v->n_in; i++) {
+    pmpy_buffer *b = &c->in[i];
+    const pmpy_spec *to = &v->shape[i];
+    const int64_t n = count(b->shape, b->rank), needed = count(to->shape, to->rank);
+    char name[32];
+    if (!v->given[i]) continue;
+    if (n != needed) {
+      PyErr_Format(PyExc_ValueError, "kernel %U: %s must have %lld elements, got %lld", c->name,
+                   pmpy_which((int)i, name), (long long)needed, (long long)n);
+      return -1;
+    }
+    b->rank = to->rank;
+    memcpy(b->shape, to->shape, sizeof b->shape);
+  }
+  return 0;
+}
+
+/* The same for the results, once the plan is known. */
+static int reshape_results(pmpy_call *c) {
+  const pmpy_views *v = c->views;
+  const uint32_t n_out = c->plan->n_out, n = n_out + c->plan->n_scratch;
+  if (!c->own_specs) {
+    c->own_specs = PyMem_Malloc((n + 1) * sizeof *c->own_specs);
+    if (!c->own_specs) return PyErr_NoMemory(), -1;
+    memcpy(c->own_specs, c->plan->out, n * sizeof *c->own_specs);
+    c->specs = c->own_specs;
+  }
+  for (uint32_t i = 0; i < n_out && i < v->n_out; i++) {
+    pmpy_spec *s = &c->own_specs[i];
+    const pmpy_spec *to = &v->shape[v->n_in + i];
+    if (!v->given[v->n_in + i]) continue;
+    if (count(s->shape, s->rank) != count(to->shape, to->rank)) {
+      PyErr_Format(PyExc_ValueError, "kernel %U: result %u has other elements than its shape",
+                   c->name, i);
+      return -1;
+    }
+    s->rank = to->rank;
+    memcpy(s->shape, to->shape, sizeof s->shape);
+  }
+  return 0;
+}
+
 /* ---- where it runs ------------------------------------------------------------------------- */
 
 /* Warn once per process that host arrays go to the interpreter. */
@@ -418,13 +476,13 @@ static int warn_converted(const pmpy_call *c) {
 
 int pmpy_call_plan(pmpy_call *c, PyObject *k) {
   c->k = (pmpy_kernel *)k;
-  if (c->views && pmpy_reshape_operands(c) < 0) return -1;
+  if (c->views && reshape_operands(c) < 0) return -1;
   if (check_strides(c) < 0) return -1;
   if (c->converted && warn_converted(c) < 0) return -1;
   if (choose_target(c) < 0 || find_plan(c) < 0) return -1;
   c->specs = c->plan->out;
   if (c->plan->graph->g->sizes.n && find_sizes(c) < 0) return -1;
-  if (c->views && pmpy_reshape_results(c) < 0) return -1;
+  if (c->views && reshape_results(c) < 0) return -1;
   return check_outputs(c);
 }
 

@@ -12,7 +12,12 @@
 
 enum { PMPY_FEW = 16 };
 
-struct pmpy_reshaped;
+/* Shapes that a kernel sees the arrays of a call with, and that its results get: reshaped.c */
+typedef struct pmpy_views {
+  uint32_t n_in, n_out;
+  pmpy_spec *shape; /* of operands as the kernel gets them, then of results as the caller does */
+  bool *given;      /* other than as they are */
+} pmpy_views;
 
 typedef struct pmpy_call {
   struct pmpy_kernel *k;
@@ -42,8 +47,8 @@ typedef struct pmpy_call {
   /* of the plan, once it is found: sizes of this call, and its outputs and GMEM scratch */
   int64_t sizes[PM_MAX_SIZES];
   const pmpy_spec *specs;
-  pmpy_spec *own_specs;              /* owned, or NULL: those of the plan */
-  const struct pmpy_reshaped *views; /* borrowed, NULL: the kernel gets the arrays as they are */
+  pmpy_spec *own_specs;    /* owned, or NULL: those of the plan */
+  const pmpy_views *views; /* borrowed, NULL: the kernel gets the arrays as they are */
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in
@@ -81,12 +86,8 @@ static inline int pmpy_call_stream(pmpy_call *c, PyObject *stream) {
 
 /* ---- reshaped.c ---------------------------------------------------------------------------- */
 
-/* Borrowed: the kernel that gets the views. */
-PyObject *pmpy_reshaped_kernel(const struct pmpy_reshaped *views);
-/* Replace the extents of what was read, and those of the results once the plan is known, by those
- * of c->views; 0 or -1. */
-int pmpy_reshape_operands(pmpy_call *c);
-int pmpy_reshape_results(pmpy_call *c);
+/* Borrowed: the kernel of a Reshaped, and its views. */
+PyObject *pmpy_reshaped_parts(PyObject *reshaped, const pmpy_views **views);
 
 /* ---- streams.c ----------------------------------------------------------------------------- */
 

@@ -415,10 +415,7 @@ static PyObject *call_target(request *r, const entry *e) {
 
 static PyObject *run_direct(request *r, const entry *e) {
   PyObject *kernel = e->target;
-  if (Py_TYPE(kernel) == pmpy.reshaped_type) {
-    r->c.views = (const struct pmpy_reshaped *)kernel;
-    kernel = pmpy_reshaped_kernel(r->c.views);
-  }
+  if (Py_TYPE(kernel) == pmpy.reshaped_type) kernel = pmpy_reshaped_parts(kernel, &r->c.views);
   return pmpy_call_run(&r->c, kernel);
 }
 

@@ -1,10 +1,9 @@
 /* Reshaped: a kernel whose arrays are views of the caller's with other shapes.
  *
- * An array in row-major order can be seen with any shape of as many elements, so a call only has to
- * replace the extents that were read (pmpy_reshape_operands), and those that its results get
- * (pmpy_reshape_results). Arrays that are not in that order, that have no memory, or whose
- * operations autograd records go to another kernel, which `alone` returns: that of the caller's
- * shapes. */
+ * An array in row-major order can be seen with any shape of as many elements, so a call (call.c)
+ * only has to replace the extents that were read, and those that its results get. Arrays that are
+ * not in that order, that have no memory, or whose operations autograd records go to another
+ * kernel, which `alone` returns: that of the caller's shapes. */
 #include "kernel.h"
 
 #include <stddef.h>
@@ -13,67 +12,12 @@
 typedef struct pmpy_reshaped {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *kernel, *alone; /* owned */
-  uint32_t n_in, n_out;
-  pmpy_spec *shape; /* owned: of operands as the kernel gets them, of results as the caller does */
-  bool *given;      /* owned: other than as they are */
+  pmpy_views views;         /* its arrays: owned */
 } pmpy_reshaped;
 
-static int64_t count(const int64_t *shape, int rank) {
-  int64_t n = 1;
-  for (int d = 0; d < rank; d++) n *= shape[d];
-  return n;
-}
-
-/* ---- a call --------------------------------------------------------------------------------- */
-
-PyObject *pmpy_reshaped_kernel(const pmpy_reshaped *r) { return r->kernel; }
-
-int pmpy_reshape_operands(pmpy_call *c) {
-  const pmpy_reshaped *r = c->views;
-  if (c->n_in != r->n_in) {
-    PyErr_Format(PyExc_TypeError, "kernel %U: %u arrays are needed, got %u", c->name, r->n_in,
-                 c->n_in);
-    return -1;
-  }
-  for (uint32_t i = 0; i < r->n_in; i++) {
-    pmpy_buffer *b = &c->in[i];
-    const pmpy_spec *to = &r->shape[i];
-    char name[32];
-    if (!r->given[i]) continue;
-    if (count(b->shape, b->rank) != count(to->shape, to->rank)) {
-      PyErr_Format(PyExc_ValueError, "kernel %U: %s must have %lld elements, got %lld", c->name,
-                   pmpy_which((int)i, name), (long long)count(to->shape, to->rank),
-                   (long long)count(b->shape, b->rank));
-      return -1;
-    }
-    b->rank = to->rank;
-    memcpy(b->shape, to->shape, sizeof b->shape);
-  }
-  return 0;
-}
-
-int pmpy_reshape_results(pmpy_call *c) {
-  const pmpy_reshaped *r = c->views;
-  const uint32_t n_out = c->plan->n_out, n = n_out + c->plan->n_scratch;
-  if (!c->own_specs) {
-    c->own_specs = PyMem_Malloc((n + 1) * sizeof *c->own_specs);
-    if (!c->own_specs) return PyErr_NoMemory(), -1;
-    memcpy(c->own_specs, c->plan->out, n * sizeof *c->own_specs);
-    c->specs = c->own_specs;
-  }
-  for (uint32_t i = 0; i < n_out && i < r->n_out; i++) {
-    pmpy_spec *s = &c->own_specs[i];
-    const pmpy_spec *to = &r->shape[r->n_in + i];
-    if (!r->given[r->n_in + i]) continue;
-    if (count(s->shape, s->rank) != count(to->shape, to->rank)) {
-      PyErr_Format(PyExc_ValueError, "kernel %U: result %u has other elements than its shape",
-                   c->name, i);
-      return -1;
-    }
-    s->rank = to->rank;
-    memcpy(s->shape, to->shape, sizeof s->shape);
-  }
-  return 0;
+PyObject *pmpy_reshaped_parts(PyObject *reshaped, const pmpy_views **views) {
+  *views = &((pmpy_reshaped *)reshaped)->views;
+  return ((pmpy_reshaped *)reshaped)->kernel;
 }
 
 static bool any_strided(const pmpy_call *c) {
@@ -92,7 +36,7 @@ static PyObject *reshaped_call(PyObject *self, PyObject *const *args, size_t nar
       pmpy_call_begin(&c, ((pmpy_kernel *)r->kernel)->name, args, n, kwnames, true, NULL);
   const bool views = code > 0 && !c.recorded && !any_strided(&c);
   if (views && pmpy_call_locate(&c) == 0) {
-    c.views = r;
+    c.views = &r->views;
     result = pmpy_call_run(&c, r->kernel);
   }
   pmpy_call_end(&c);
@@ -148,12 +92,13 @@ static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) 
   r->vectorcall = reshaped_call;
   r->kernel = Py_NewRef(kernel);
   r->alone = Py_NewRef(alone);
-  r->n_in = (uint32_t)n_in;
-  r->n_out = (uint32_t)n_out;
-  r->shape = PyMem_Calloc(n_in + n_out + 1, sizeof *r->shape);
-  r->given = PyMem_Calloc(n_in + n_out + 1, sizeof *r->given);
-  if (r->shape && r->given && read_shapes(operands, r->shape, r->given) == 0 &&
-      read_shapes(results, r->shape + n_in, r->given + n_in) == 0)
+  pmpy_views *v = &r->views;
+  v->n_in = (uint32_t)n_in;
+  v->n_out = (uint32_t)n_out;
+  v->shape = PyMem_Calloc(n_in + n_out + 1, sizeof *v->shape);
+  v->given = PyMem_Calloc(n_in + n_out + 1, sizeof *v->given);
+  if (v->shape && v->given && read_shapes(operands, v->shape, v->given) == 0 &&
+      read_shapes(results, v->shape + n_in, v->given + n_in) == 0)
     return (PyObject *)r;
   if (!PyErr_Occurred()) PyErr_NoMemory();
   Py_DECREF(r);
@@ -180,8 +125,8 @@ static void reshaped_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   reshaped_clear(self);
-  PyMem_Free(r->shape);
-  PyMem_Free(r->given);
+  PyMem_Free(r->views.shape);
+  PyMem_Free(r->views.given);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -197,6 +142,14 @@ static PyMemberDef members[] = {
     {"alone", T_OBJECT, offsetof(pmpy_reshaped, alone), READONLY, "What returns the other kernel."},
     {NULL, 0, 0, 0, NULL}};
 
+static PyObject *reshaped_name(PyObject *self, void *unused) {
+  (void)unused;
+  return Py_NewRef(((pmpy_kernel *)((pmpy_reshaped *)self)->kernel)->name);
+}
+
+static PyGetSetDef getset[] = {{"__name__", reshaped_name, NULL, "That of the kernel.", NULL},
+                               {NULL, NULL, NULL, NULL, NULL}};
+
 static PyType_Slot slots[] = {
     {Py_tp_new, reshaped_new},
     {Py_tp_dealloc, reshaped_dealloc},
@@ -205,6 +158,7 @@ static PyType_Slot slots[] = {
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
+    {Py_tp_getset, getset},
     {Py_tp_doc,
      "Reshaped(kernel, alone, operands, results): a kernel that gets its operands with "
      "other shapes (None: as they are), and whose results get others. alone(): what "

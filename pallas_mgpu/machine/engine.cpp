@@ -125,20 +125,25 @@ extern "C" void host_mbarrier_arrive(u32 a, u32 n, int line) {
   arrived(*m.self->block, x, at, n, line);
 }
 
-/* What engines have done is done for everyone. What threads did is ordered for another block by a
- * release with the scope of the cluster alone. */
-extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int line) {
-  u32 at;
-  Thread *t = m.self;
-  Block &b = block_of(rank, "mbarrier.arrive", line);
-  Mbarrier &x = mbarrier_of(b, a, "mbarrier.arrive", line, &at);
+/* What the thread has seen is handed to those that wait for a barrier of block b. What engines have
+ * done is done for everyone. What threads did is ordered within their block, as arrivals are
+ * releases there, and for another block by a release with the scope of the cluster alone. */
+static void gather(const Block &b, Mbarrier &x, bool release) {
+  const Thread *t = m.self;
   if (&b == t->block) {
     x.gathered.join(t->clock);
-  } else {
-    for (u32 k = m.first_engine; k < m.n_clock; k++) x.gathered.seen.raise_to(k, t->clock.seen[k]);
-    x.gathered.carried.raise(t->clock.carried);
-    if (release) x.far.join(t->clock);
+    return;
   }
+  for (u32 k = m.first_engine; k < m.n_clock; k++) x.gathered.seen.raise_to(k, t->clock.seen[k]);
+  x.gathered.carried.raise(t->clock.carried);
+  if (release) x.far.join(t->clock);
+}
+
+extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int line) {
+  u32 at;
+  Block &b = block_of(rank, "mbarrier.arrive", line);
+  Mbarrier &x = mbarrier_of(b, a, "mbarrier.arrive", line, &at);
+  gather(b, x, release);
   arrived(b, x, at, 1, line);
 }
 
@@ -594,6 +599,7 @@ extern "C" void host_mbarrier_arrive_tx_cluster(u32 a, u32 bytes, int line) {
   Mbarrier &x = mbarrier_of(to, own, "mbarrier.arrive.expect_tx", line, &at);
   x.shared = x.has_bytes = true;
   x.tx += bytes;
+  gather(to, x, false);
   arrived(to, x, at, 1, line);
 }
 

@@ -23,11 +23,12 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import SMEM_BYTES, overlap_launches
+from ._open_rows import in_shapes
 
 _F32 = np.float32
 WARPGROUPS = 4
@@ -51,6 +52,12 @@ class NormBackwardConfig(typing.NamedTuple):
     roles: bool = False
 
 
+def divides(step, rows):
+    """Do steps of so many rows end with the last one? False where that is known later."""
+    over = rows % step
+    return not isinstance(over, plgpu.Dim) and over == 0
+
+
 class Plan:
     """Numbers that follow from the shape, the rows of a tile, the warpgroups of a team, and the
     rest of a config."""
@@ -66,7 +73,7 @@ class Plan:
         self.width = self.part = width if width <= 256 else pl.cdiv(width, grain) * grain
         self.teams = WARPGROUPS // members
         self.tiles = pl.cdiv(x.outer, height)
-        self.programs = max(1, min(sms, pl.cdiv(self.tiles, self.teams)))
+        self.programs = max(1, min(sms, pl.cdiv(pl.cdiv(x.rows, height), self.teams)))
         self.of_tile = [n for n in names if n != "weight"]
         size = sum(x.dtype_of(n).itemsize for n in self.of_tile)
         # in registers, or in shared memory
@@ -158,7 +165,7 @@ class _Tile:
     def mask(self, k, start=None):
         """Which elements of part k lie in the array; None: all. start: of another tile."""
         p, found = self.plan, self.inside(k)
-        if self.x.outer % p.height:
+        if not divides(p.height, self.x.outer):
             at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 0)
             there = at < self.x.outer - (self.start if start is None else start)
             found = there if found is None else found & there
@@ -249,6 +256,7 @@ def _write_sums(tile, total):
 def with_sums(p, body, threads, interpret):
     """The kernel of a plan, by programs: the gradient of x, and the sums of each program."""
     x = p.x
+    shapes = (None if name == "weight" else x.shape for name in p.names)
     outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
     if x.sums:
         shape = x.sums, p.programs, p.segments * p.width
@@ -265,7 +273,15 @@ def with_sums(p, body, threads, interpret):
         thread_name="wg",
         interpret=interpret,
         kernel_name=f"{x.name}_backward",
+        **in_shapes(*shapes),
     )
+
+
+def matrices(refs, x, names):
+    """The refs by name, of these as matrices of rows."""
+    as_they_are = _sizes.is_open(x.shape)
+    flat = x.outer, x.n
+    return {k: r if as_they_are or k not in names else r.reshape(flat) for k, r in refs.items()}
 
 
 @cached
@@ -276,11 +292,8 @@ def kernel(p, row, interpret):
 
     def body(*refs, **scratch):
         overlap_launches()
-        flat = x.outer, x.n
-        given = dict(zip((*names, "out", "sums"), refs)) | scratch
-        for name in (*p.of_tile, "out"):
-            given[name] = given[name].reshape(flat)
-        tile = _Tile(p, given)
+        given = dict(zip((*names, "out", "sums"), refs))
+        tile = _Tile(p, matrices(given, x, (*p.of_tile, "out")) | scratch)
         tile.fetch_first()
 
         def step(i, carry):
@@ -351,7 +364,7 @@ def last_sums(sums, programs, padded, n, dtype, interpret):
 @cached
 def plan(x, names, sms, cfg):
     """The highest tile that shared memory holds, or what the config says; None: there is none."""
-    most = max(1, min(_SEGMENT // x.n, pl.cdiv(x.outer, WARPGROUPS)))
+    most = max(1, min(_SEGMENT // x.n, pl.cdiv(x.rows, WARPGROUPS)))
     for height in (cfg.height,) if cfg.height else range(most, 0, -1):
         members = cfg.members or 1
         while not cfg.members and members < WARPGROUPS and x.n > members * _SEGMENT:

@@ -34,7 +34,7 @@ from pallas_mgpu._caches import cached
 
 from ._common import SMEM_BYTES, overlap_launches
 from ._matmul_choice import clusters_at_once
-from ._norms_backward_ring import _Tile, with_sums
+from ._norms_backward_ring import _Tile, matrices, with_sums
 
 _F32 = np.float32
 _PAIRS = 2  # warpgroups of each role
@@ -64,7 +64,7 @@ class Plan:
         self.width = self.part * self.parts
         self.tiles = x.outer
         at_once = int(clusters_at_once(sms, cluster))
-        self.programs = max(1, min(at_once, pl.cdiv(x.outer, self.teams)))
+        self.programs = max(1, min(at_once, pl.cdiv(x.rows, self.teams)))
         self.of_tile = [n for n in names if n != "weight"]
         self.summed = x.sums if self.teams > 1 else 0
         self.numbers = {"softmax": 1, "rms_norm": 2, "layer_norm": 4}[x.name]  # sums of a segment
@@ -319,9 +319,8 @@ def kernel(p, row, interpret):
 
     def body(*refs, **scratch):
         overlap_launches()
-        given = dict(zip((*names, "out", "sums"), refs)) | scratch
-        for name in (*p.of_tile, "out"):
-            given[name] = given[name].reshape((x.outer, x.n))
+        given = dict(zip((*names, "out", "sums"), refs))
+        given = matrices(given, x, (*p.of_tile, "out")) | scratch
         me = lax.axis_index("wg")
         segment = _Segment(p, given, me % _PAIRS)
         pl.when(me < _PAIRS)(lambda: statistics(segment))

@@ -62,7 +62,7 @@ from ._common import (
     store,
     warp_specialized,
 )
-from ._open_rows import in_shapes, own_program, sizes_of
+from ._open_rows import better, in_shapes, sizes_of
 from ._promises import batch_invariance
 from .block_mask import KEYS, ROWS, Mask, OfArrays, check_function, shape_of
 
@@ -1271,6 +1271,7 @@ def _choose(x):
 
 
 @plgpu.specialize(in_place=False)
+@better
 def attention(
     q,
     k,
@@ -1357,6 +1358,3 @@ def attention(
     Returns [batch, queries, heads, dim of v] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims."""
     return _choose(types.SimpleNamespace(**locals()))
-
-
-attention.maker.better = own_program(attention.__wrapped__)  # type: ignore[attr-defined]  # not public

@@ -30,7 +30,8 @@ from pallas_mgpu._caches import cached
 
 from . import _norms_backward_ring, _norms_backward_roles
 from ._common import SeveralKernels, overlap_launches
-from ._norms_backward_ring import NormBackwardConfig
+from ._norms_backward_ring import NormBackwardConfig, divides, matrices
+from ._open_rows import better, in_shapes, rows_of, rowwise
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
@@ -45,6 +46,7 @@ _WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of ea
 _PADDED = 3072  # most elements of a row whose segments for two would be padded by a third and more
 _HALF = 4096  # elements of a row whose segments for two warpgroups fill them
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
+_EDGES = 0, 512, 1 << 26  # of numbers of rows that share a program
 
 
 def _resident(x):
@@ -68,6 +70,7 @@ class Problem(NamedTuple):
     bias: bool  # also the gradient of a bias
     shape: tuple
     hopper: bool  # of measured forms the fastest; on other GPUs one that spills no registers
+    rows: int  # that tiles and blocks are chosen for: `outer`, or many where that is known later
 
     def dtype_of(self, name):
         return self.dtypes[_OPERANDS.index(name)]
@@ -95,7 +98,7 @@ class _Tile:
     def mask(self, k):
         """Which elements of part k lie in the array; None: all."""
         x, shape, found = self.x, (self.height, self.width), None
-        if x.outer % self.height:
+        if not divides(self.height, x.outer):
             found = lax.broadcasted_iota(jnp.int32, shape, 0) < x.outer - self.start
         if x.n % self.width:
             inside = lax.broadcasted_iota(jnp.int32, shape, 1) < x.n - k * self.width
@@ -309,7 +312,7 @@ def _names(x):
 def _tile_of(x):
     """Rows of a tile, and elements of each that are in registers at once: on Hopper what is fastest
     though some tiles spill, elsewhere, where nothing was measured, what does not."""
-    rows, add = min(2048 // x.n, x.outer), x.dtypes[3]
+    rows, add = min(2048 // x.n, x.rows), x.dtypes[3]
     if not x.hopper:
         rows = min(rows, 8) if x.n > 64 else rows
         held = min(_HELD, _NEVER_SPILLED // (2 + 2 * x.sums + (add is not None)))
@@ -325,14 +328,15 @@ def _rows(x, programs, interpret):
     """Kernel of the last axis: the gradient of x, and the sums of each block."""
     height, width = _tile_of(x)
     parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
-    programs = min(programs, tiles) if x.sums else tiles  # without sums no block needs several
+    padded = parts * width  # of sums, so that parts need no masks
+    # without sums no block needs several
+    programs = min(programs, pl.cdiv(x.rows, height)) if x.sums else tiles
     names = _names(x)
+    arrays = *(name for name in names if name != "weight"), "out"
 
     def body(*refs):
         overlap_launches()
-        given = dict(zip(names, refs))
-        given = {k: r if k == "weight" else r.reshape((x.outer, x.n)) for k, r in given.items()}
-        given["out"] = refs[len(names)].reshape((x.outer, x.n))
+        given = matrices(dict(zip((*names, "out"), refs)), x, arrays)
         sums = refs[len(names) + 1 :]
         tile, me = _Tile(x, given, height, width), lax.axis_index("program")
         mine = (tiles - me + (programs - 1)) // programs
@@ -354,8 +358,14 @@ def _rows(x, programs, interpret):
 
             lax.fori_loop(0, parts, part, None)
 
+        def no_sums():
+            for ref in sums:
+                ref[me] = jnp.zeros((padded,), jnp.float32)
+
         if parts > 1:
             lax.fori_loop(0, mine, in_parts, None)
+            if sums and x.rows is not x.outer:  # there may be more blocks than tiles
+                pl.when(mine == 0)(no_sums)
             return
         zero = tuple(jnp.zeros((height, width), jnp.float32) for _ in sums)
         total = lax.fori_loop(0, mine, whole, zero)
@@ -363,7 +373,6 @@ def _rows(x, programs, interpret):
             ref[me] = jnp.sum(t, axis=0)
 
     outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
-    padded = parts * width  # of sums, so that parts need no masks
     outs += [plgpu.ShapeDtypeStruct((programs, padded), _F32)] * x.sums
     return plgpu.kernel(
         body,
@@ -372,6 +381,7 @@ def _rows(x, programs, interpret):
         grid_names=("program",),
         interpret=interpret,
         kernel_name=f"{x.name}_backward",
+        **in_shapes(*(None if name == "weight" else x.shape for name in names)),
     )
 
 
@@ -432,13 +442,14 @@ def _columns(x, interpret):
 def _column_sums(rows, n, cols, dtype, out_dtype, chunks, interpret):
     """Kernel: sums over the rows of an array (rows, n), of the first `cols` columns; of as many
     chunks of rows."""
-    height, width = min(32, rows), min(_COLUMNS, cols)
+    is_open = isinstance(rows, plgpu.Dim)
+    height, width = 32 if is_open else min(32, rows), min(_COLUMNS, cols)
     steps = pl.cdiv(pl.cdiv(rows, chunks), height)
 
     def body(x, out):
         overlap_launches()
         first, c = lax.axis_index("chunk") * (steps * height), lax.axis_index("tile") * width
-        x, shape = x.reshape((rows, n)), (height, width)
+        x, shape = x if is_open else x.reshape((rows, n)), (height, width)
 
         def add(i, total):
             r = first + i * height
@@ -463,6 +474,7 @@ def _column_sums(rows, n, cols, dtype, out_dtype, chunks, interpret):
         grid_names=("chunk", "tile"),
         interpret=interpret,
         kernel_name="column_sums",
+        **in_shapes((rows, n)),
     )
 
 
@@ -478,18 +490,25 @@ class Chain(SeveralKernels):
         return self.kernels[-1](x, out=out, stream=stream)
 
 
-def sums_of_rows(rows, n, dtype, out_dtype, sms, interpret, cols=None):
-    """A kernel, or a chain of two: sums over the rows of an array [..., n] seen as (rows, n)."""
-    cols = n if cols is None else cols
+def sums_of_rows(
+    rows, n, dtype, out_dtype, sms, interpret, cols=None, typical=None, of_views=False
+):
+    """A kernel, or a chain of two: sums over the rows of an array [..., n] seen as (rows, n).
+    typical: how many rows are expected, where they are known later; of_views: what the extension
+    makes a matrix of then, of these rows."""
+    cols, typical = n if cols is None else cols, typical or rows
     tiles = pl.cdiv(cols, _COLUMNS)
-    chunks = max(1, min(pl.cdiv(rows, 128), 4 * sms // tiles))
+    chunks = max(1, min(pl.cdiv(typical, 128), 4 * sms // tiles))
+    chunks = pl.cdiv(typical, pl.cdiv(pl.cdiv(typical, chunks), 32) * 32)
+    to = out_dtype if chunks == 1 else np.dtype(_F32)
+    how = n, cols, dtype, to, chunks, interpret
+    first = _column_sums(rows, *how)
+    if of_views:
+        alone = functools.partial(_column_sums, of_views, *how)
+        first = _core.Reshaped(first, alone, ((of_views, n),), (None,))
     if chunks == 1:
-        return _column_sums(rows, n, cols, dtype, out_dtype, 1, interpret)
-    steps = pl.cdiv(pl.cdiv(rows, chunks), 32)
-    chunks = pl.cdiv(rows, steps * 32)
-    first = _column_sums(rows, n, cols, dtype, np.dtype(_F32), chunks, interpret)
-    last = _column_sums(chunks, cols, cols, np.dtype(_F32), out_dtype, 1, interpret)
-    return Chain(first, last) if chunks > 1 else last
+        return first
+    return Chain(first, _column_sums(chunks, cols, cols, to, out_dtype, 1, interpret))
 
 
 class WithSums(SeveralKernels):
@@ -529,27 +548,47 @@ def _check(name, grad, x, weight, add, other):
 
 def _make(name, grad, x, weight, add, bias, eps, config, interpret):
     _check(f"{name}_backward", grad, x, weight, add, "x")
-    n, sms = x.shape[-1], plgpu.sm_count(x.device)
+    n, sms, rows = x.shape[-1], plgpu.sm_count(x.device), math.prod(x.shape[:-1])
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
     problem = Problem(
-        name,
-        float(eps),
-        math.prod(x.shape[:-1]),
-        n,
-        1,
-        dtypes,
-        bool(bias),
-        x.shape,
-        _is_hopper(x.device),
+        name, float(eps), rows, n, 1, dtypes, bool(bias), x.shape, _is_hopper(x.device), rows
     )
     operands = [v for v in (grad, x, weight, add) if v is not None]
+    if config is not None:
+        return _of(problem, operands, x.device, sms, config, interpret)
+    aligned = tuple(v.aligned for v in operands)
+    kind = problem._replace(outer=0, rows=0, shape=(0, n)), aligned, x.device, interpret
+    open_, typical = rows_of(kind, rows, _EDGES)
+    if open_ is rows:
+        return _of(problem, operands, x.device, sms, None, interpret)
+    shared = problem._replace(outer=open_, rows=typical, shape=(open_, n))
+    kernel = _of(shared, operands, x.device, sms, None, interpret)
+    if x.ndim == 2:
+        return kernel
+    shapes = tuple(None if v is weight else (rows, n) for v in operands)
+
+    def alone():  # with sums of as many blocks
+        problem_alone = problem._replace(rows=typical)
+        return _first(_of(problem_alone, operands, x.device, sms, None, interpret))
+
+    views = _core.Reshaped(_first(kernel), alone, shapes, (x.shape,))
+    return WithSums(views, *kernel.sums) if isinstance(kernel, WithSums) else views
+
+
+def _first(kernel):
+    return kernel.kernel if isinstance(kernel, WithSums) else kernel
+
+
+def _of(problem, operands, device, sms, config, interpret):
+    """The kernel of a problem, or those that also add up its sums."""
+    name, n, (_, dtype, weight, _) = problem.name, problem.n, problem.dtypes
     chosen = _chosen(problem) if config is None else _checked(name, config)
-    ring = _ring(problem, x.device, operands, sms, chosen)
+    ring = _ring(problem, device, operands, sms, chosen)
     if config is not None and ring is None:
         raise ValueError(
             f"{name}_backward: rows of {n} elements cannot pass through shared memory with {config}"
         )
-    of = x.dtype if weight is None else weight.dtype
+    of = dtype if weight is None else weight
     if ring:
         kernel = ring(interpret)
         if not problem.sums:
@@ -629,6 +668,7 @@ def _ring(x, device, operands, sms, config):
 
 
 @plgpu.specialize
+@rowwise
 def softmax_backward(grad, y, *, axis=-1, interpret=None):
     """The gradient of :func:`softmax` with respect to its argument, in float32 (Hopper):
     ``y * (grad - sum(grad * y))``.
@@ -645,12 +685,14 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
         )
     axis %= y.ndim
     outer, inner = math.prod(y.shape[:axis]), math.prod(y.shape[axis + 1 :])
-    dtypes = grad.dtype, y.dtype, None, None
-    x = Problem(
-        "softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape, _is_hopper(y.device)
-    )
+    of, n, dtypes = "softmax", y.shape[axis], (grad.dtype, y.dtype, None, None)
+    x = Problem(of, 0.0, outer, n, inner, dtypes, False, y.shape, _is_hopper(y.device), outer)
     if inner > 1:
         return _columns(x, interpret)
+    if y.ndim == 2:
+        kind = x._replace(outer=0, rows=0, shape=(0, n)), grad.aligned, y.aligned
+        rows, typical = rows_of((*kind, y.device, interpret), outer, _EDGES)
+        x = x._replace(outer=rows, rows=typical, shape=(rows, n))
     ring = x.n > _HELD and _ring(x, y.device, [grad, y], plgpu.sm_count(y.device), _ROLES)
     if ring:
         return ring(interpret)
@@ -658,6 +700,7 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
 
 
 @plgpu.specialize
+@better
 def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, config=None, interpret=None):
     """The gradients of :func:`rms_norm` with respect to ``x`` and ``weight``, in float32 (Hopper).
 
@@ -673,6 +716,7 @@ def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, config=None, 
 
 
 @plgpu.specialize
+@better
 def layer_norm_backward(
     grad, x, weight=None, *, add=None, bias=False, eps=1e-5, config=None, interpret=None
 ):
@@ -705,5 +749,8 @@ def column_sums(x, *, out_dtype=None, interpret=None):
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {dtype}")
     if x.ndim < 2 or 0 in x.shape:
         raise ValueError(f"{name}: x must have two dims and elements, got shape {x.shape}")
-    rows, sms = math.prod(x.shape[:-1]), plgpu.sm_count(x.device)
-    return sums_of_rows(rows, x.shape[-1], x.dtype, out_dtype, sms, interpret)
+    n, rows, sms = x.shape[-1], math.prod(x.shape[:-1]), plgpu.sm_count(x.device)
+    how = n, x.dtype, out_dtype, sms, interpret
+    found, typical = rows_of((name, how, x.device), rows, _EDGES)
+    of_views = rows if found is not rows and x.ndim > 2 else 0
+    return sums_of_rows(found, *how, typical=typical, of_views=of_views)

@@ -537,6 +537,35 @@ def test_g_a_narrow_signal_orders_nothing_outside(extra):
     racy([pair], body, (out(), out()), X, **call)
 
 
+def test_g_a_narrow_signal_orders_its_own_block():
+    """One thread reads what TMA wrote and sends something to its own block; another one, which got
+    that, may have it written again."""
+    done = plgpu.ClusterBarrier(collective_axes=("c",), num_arrivals=2)
+    scratch = [TILE, TILE, *[plgpu.Barrier()] * 3, done]
+
+    def body(x, o, tile, inbox, full, again, sent, done):
+        t, c = lax.axis_index("t"), lax.axis_index("c")
+
+        @pl.when(t == 0)
+        def _():
+            wait(full)
+            plgpu.async_store_smem(tile[...] + 1, inbox, sent, cluster_idx=c, cluster_dim="c")
+
+        @pl.when(t == 1)
+        def _():
+            g2s(x, tile, full)
+            wait(sent)
+            g2s(x, tile, again)
+            wait(again)
+            o[c] = tile[...] + inbox[...]
+
+        arrive(done)
+        wait(done)
+
+    call = dict(scratch_types=scratch, **TWO, **PAIR)
+    np.testing.assert_array_equal(clean(body, out(2, N), X, **call), [2 * X + 1] * 2)
+
+
 def test_h_each_operation_is_its_own():
     """Eleven copies of one thread: to wait for ten of them does not order the last one."""
     n = 11
