@@ -7,7 +7,12 @@ worked on from its end to its beginning, one *segment* for each (sequence, head)
 Where a plan has *lanes*, that many blocks of the grid work side by side on the same keys of
 different heads (or rows of queries), which lie beside one another in memory: block number
 ``place * lanes + lane`` has a share of the heads ``lane``, ``lane + lanes``, ... The shares of a
-lane are merged among themselves. ``places``: how many blocks a lane has."""
+lane are merged among themselves. ``places``: how many blocks a lane has.
+
+Where the number of sequences is known when the kernel runs (`OpenBatch`), arrays with dims of each
+sequence are views in which these dims are one: the kernel computes where a sequence begins."""
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +22,37 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import WarpSpecialized
+from ._open_rows import is_static
+
+_BATCHES = 0, 16, 64, 256, 1024  # sequences: edges of the programs
+
+
+class OpenBatch(NamedTuple):
+    """Sizes that are known when a kernel runs: ``rows`` of q, a few for each sequence; ``cache``:
+    rows of the cache, or pages; ``table``: entries of the page table, None without one. ``most``:
+    sequences that the program is for."""
+
+    rows: plgpu.Dim
+    cache: plgpu.Dim
+    table: plgpu.Dim | None
+    most: int
+
+
+def open_batch(kind, q, k, page_table, rows=1):
+    """An OpenBatch, or None where a call has the program of its shapes. kind: what else
+    distinguishes programs; rows: of q, of a sequence."""
+    batch = q.shape[0]
+    entries = None if page_table is None else page_table.shape[1]
+    met = batch, entries, *k.shape[: 1 if entries else 2]
+    if batch > _BATCHES[-1] or is_static(kind, met):
+        return None
+    bucket = next(k for k, edge in enumerate(_BATCHES) if batch <= edge)
+    least, most = _BATCHES[bucket - 1] + 1, _BATCHES[bucket]
+    cache = plgpu.dim("C", min=1 if entries else least)
+    table = plgpu.dim("T", min=least) if entries else None
+    return OpenBatch(
+        plgpu.dim("N", min=least * rows, max=most * rows, multiple_of=rows), cache, table, most
+    )
 
 _SEQUENCES = 1 << 16  # whose blocks a thread adds up
 
@@ -48,12 +84,19 @@ class Shares(WarpSpecialized):
     def share(self):
         """Blocks of keys before each sequence's end (all heads), and this block's first and last
         unit."""
-        x = self.x
+        x, count, there = self.x, self.x.batch, None
+        if x.open:
+            count = x.open.most
+            there = jnp.arange(count) < x.batch
         if x.lengths:
-            n = jnp.clip(self.lengths[...], 0, self.capacity)
+            n = pl.load(
+                self.lengths, pl.ds(0, count), mask=there, other=None if there is None else 0
+            )
+            n = jnp.clip(n, 0, self.capacity)
         else:
-            n = jnp.full((x.batch,), self.capacity, jnp.int32)
+            n = jnp.full((count,), self.capacity, jnp.int32)
         _, blocks = self.extent(n)
+        blocks = blocks if there is None else jnp.where(there, blocks, 0)
         self.ends = jnp.cumsum(blocks) * self.plan.heads
         self.total = jnp.sum(blocks) * self.plan.heads
         return self.start(self.place), self.start(self.place + 1)
@@ -100,11 +143,13 @@ class Shares(WarpSpecialized):
         """Rows of a slot (None: all) and where in the cache they are, for each copy of a block."""
         x, n = self.x, self.plan.piece
         if not x.page:
-            return [(None, (b, pl.ds(key, self.block), head))]
+            entry, key = (0, b * self.capacity + key) if x.open else (b, key)
+            return [(None, (entry, pl.ds(key, self.block), head))]
         last = jnp.maximum(length - 1, 0) // x.page  # entries beyond it may be anything
         found = []
         for i in range(0, self.block, n):
-            page = self.page_table[b, jnp.minimum((key + i) // x.page, last)]
+            entry = jnp.minimum((key + i) // x.page, last)
+            page = self.page_table[b * (x.open.table // x.batch) + entry if x.open else (b, entry)]
             page = jnp.clip(page, 0, self.k.shape[0] - 1)
             at = page, pl.ds((key + i) % x.page, n), head
             found.append((None if n == self.block else pl.ds(i, n), at))
@@ -130,15 +175,21 @@ class WithParts:
 
 
 @cached
-def memory_of(name, parts, interpret):
-    """A function of q that makes such parts, for calls with out=, which must give all results."""
+def memory_of(name, shape, parts, interpret):
+    """A function of q that makes such parts, for calls with out=, which must give all results.
+    shape: of an entry of the batch of q."""
 
     def body(q, *outs):
         for out in outs:  # a kernel warns of results that it leaves as they are
             out[(0,) * out.ndim] = jnp.zeros((), out.dtype)
 
-    name = f"{name}_memory"
-    return plgpu.kernel(body, out_type=parts, interpret=interpret, kernel_name=name)
+    return plgpu.kernel(
+        body,
+        in_shapes=((plgpu.dim("B"), *shape),),
+        out_type=parts,
+        interpret=interpret,
+        kernel_name=f"{name}_memory",
+    )
 
 
 def check_array(op, name, x, shape, dtype):

@@ -40,6 +40,7 @@ from ._common import (
     warp_specialized,
 )
 from ._decode_shares import (
+    OpenBatch,
     Shares,
     WithParts,
     check_array,
@@ -47,6 +48,7 @@ from ._decode_shares import (
     check_pages,
     check_scale,
     memory_of,
+    open_batch,
 )
 from ._open_rows import in_shapes, rows_of
 
@@ -80,6 +82,31 @@ class _Problem(NamedTuple):
     k_scale: int = 0  # dims of its array; 0: none
     v_scale: int = 0
     trees: int = 0  # of queries: 1 for all sequences, or one for each; 0: none
+    open: OpenBatch | None = None
+
+    @property
+    def group(self):
+        """Heads of queries that share a head of keys."""
+        return self.heads // self.kv_heads
+
+    def rows_of(self, width):
+        """The shape of queries, or of results, as rows."""
+        rows = self.open.rows if self.open else self.batch * self.queries
+        return rows, self.kv_heads, self.group, width
+
+    def in_shapes(self):
+        """Options of plgpu.kernel: the shapes of its operands where some are known later."""
+        x = self
+        if not x.open:
+            of = 1, x.keys, x.kv_heads
+            return in_shapes(None, (*of, x.dim), (*of, x.value_dim), *(None for _ in x.options))
+        of = (x.open.cache, x.page, x.kv_heads) if x.page else (1, x.open.cache, x.kv_heads)
+        named = {"lengths": (x.batch,), "page_table": (x.open.table,)}
+        if x.trees > 1:
+            named["tree"] = x.batch, x.queries, x.queries
+        named |= {n: (x.batch, x.kv_heads) for n in ("k_scale", "v_scale") if getattr(x, n) == 2}
+        others = (named.get(n) for n in x.options)
+        return in_shapes(x.rows_of(x.dim), (*of, x.dim), (*of, x.value_dim), *others)
 
     @property
     def cached(self):
@@ -240,8 +267,8 @@ class _Block(Shares):
 
     def load_queries(self, me, b, head):
         x, p = self.x, self.plan
-        group = x.heads // x.kv_heads
-        q = self.q.reshape((x.batch * x.queries, x.kv_heads, group, x.dim))
+        group = x.group
+        q = self.q if x.open else self.q.reshape(x.rows_of(x.dim))
         # numbers of single elements where those of rows would share a layout with the result's
         if group > 1 and p.dim == x.dim and p.value_dim == x.value_dim:
             value = q[self.place_of(b, head, lax.broadcasted_iota(jnp.int32, (p.columns,), 0))]
@@ -475,7 +502,7 @@ class _Block(Shares):
         factor = factor if v_scale is None else factor * v_scale
         value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
         keep = row < p.rows
-        o = self.o.reshape((x.batch * x.queries, x.kv_heads, group, x.value_dim))
+        o = self.o if x.open else self.o.reshape(x.rows_of(x.value_dim))
         mask = lax.broadcast_in_dim(keep, (p.columns, p.value_dim), [0])
         if p.value_dim == x.value_dim:
             pl.store(o, self.place_of(b, head, row), value.T, mask=mask)
@@ -485,6 +512,8 @@ class _Block(Shares):
         if x.return_lse:
             lse = (jnp.where(m <= _MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
             at = b, head * group + row % group, row // group
+            if x.open:
+                at = ((at[0] * x.heads + at[1]) * x.queries + at[2],)
             pl.store(self.lse, at, lse, mask=keep)
 
 
@@ -514,20 +543,39 @@ def _kernel(x, cfg, programs, interpret):
             overlap_launches()
         block.run()
 
-    outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
+    shape = x.batch, x.queries, x.heads, x.value_dim
+    outs = [plgpu.ShapeDtypeStruct(x.rows_of(x.value_dim) if x.open else shape, x.dtype)]
     if x.return_lse:
-        outs.append(plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
-    options = in_shapes(None, (1, x.keys, x.kv_heads, x.dim), (1, x.keys, x.kv_heads, x.value_dim))
-    if options:
-        options["in_shapes"] += (None,) * len(x.options)
+        lse = (x.open.rows * x.heads,) if x.open else (x.batch, x.heads, x.queries)
+        outs.append(plgpu.ShapeDtypeStruct(lse, _F32))
     return warp_specialized(
         body,
         plan,
         (*outs, *_parts(plan)),
         interpret=interpret,
         kernel_name="attention_decode",
-        **options,
+        **x.in_shapes(),
     )
+
+
+def _of_any_batch(x, q, k, page_table, cfg, programs, interpret):
+    """The kernel of many numbers of sequences, or of these, and its number of blocks, which is
+    `programs` in the second case."""
+    kind = "attention_decode", x._replace(batch=0, keys=0), q.device, cfg, interpret
+    found = open_batch(kind, q, k, page_table, x.queries)
+    if found is None:
+        return _kernel(x, cfg, programs, interpret), programs
+    programs = plgpu.sm_count(q.device) // cfg.lanes * cfg.lanes
+    alone = functools.partial(_kernel, x, cfg, programs, interpret)
+    count = found.rows // x.queries
+    keys = found.table // count * x.page if x.page else found.cache // count
+    rows = 1, x.batch * x.keys, x.kv_heads
+    views = [x.rows_of(x.dim), *[None if x.page else (*rows, n) for n in (x.dim, x.value_dim)]]
+    views += [(page_table.size,) if n == "page_table" else None for n in x.options]
+    results = (x.batch, x.queries, x.heads, x.value_dim), (x.batch, x.heads, x.queries)
+    kernel = _kernel(x._replace(batch=count, keys=keys, open=found), cfg, programs, interpret)
+    views = _core.Reshaped(kernel, alone, tuple(views), results[: 1 + x.return_lse])
+    return views, programs
 
 
 def _check(q, k, v):
@@ -686,6 +734,9 @@ def attention_decode(
         if found is not keys:
             programs = min(sms // lanes, x.kv_heads // lanes * pl.cdiv(most, _KEYS)) * lanes
             x = x._replace(keys=found)
-    how = x, cfg, programs, interpret
-    memory = memory_of("attention_decode", _parts(_Plan(*how[:3])), interpret)
-    return WithParts("attention_decode", _kernel(*how), memory, x.return_lse)
+        kernel = _kernel(x, cfg, programs, interpret)
+    else:
+        kernel, programs = _of_any_batch(x, q, k, page_table, cfg, programs, interpret)
+    parts = _parts(_Plan(x, cfg, programs))
+    memory = memory_of("attention_decode", q.shape[1:], parts, interpret)
+    return WithParts("attention_decode", kernel, memory, x.return_lse)

@@ -33,7 +33,17 @@ from ._common import (
     swizzled,
     warp_specialized,
 )
-from ._decode_shares import Shares, WithParts, check_array, check_batch, check_pages, memory_of
+from ._decode_shares import (
+    OpenBatch,
+    Shares,
+    WithParts,
+    check_array,
+    check_batch,
+    check_pages,
+    memory_of,
+    open_batch,
+)
+from ._open_rows import in_shapes
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -68,6 +78,7 @@ class _Problem(NamedTuple):
     page: int
     causal: bool
     scores: Scores = PLAIN
+    open: OpenBatch | None = None
 
     @property
     def rows(self):
@@ -88,8 +99,10 @@ class _Plan:
         self.tiles = pl.cdiv(x.rows, _ROWS)
         self.lanes = next(n for n in range(min(self.tiles, sms), 0, -1) if self.tiles % n == 0)
         self.heads = self.tiles // self.lanes
-        units = x.batch * self.heads * pl.cdiv(x.keys, self.block)
-        self.places = min(sms // self.lanes, units)
+        self.places = sms // self.lanes
+        if not x.open:
+            units = x.batch * self.heads * pl.cdiv(x.keys, self.block)
+            self.places = min(self.places, units)
         self.clusters = self.places * self.lanes
         self.piece = math.gcd(x.page, self.block) if x.page else self.block
         self.part = x.value_dim // _ADDERS  # columns of an adder
@@ -163,7 +176,7 @@ class _Block(Shares):
     def fetch(self, found, carry):
         (tile, it0), x = carry, self.x
         b, t, _, _, length, low, high = found
-        q = self.q.reshape((x.batch, x.rows, x.dim))
+        q = self.q if x.open else self.q.reshape((x.batch, x.rows, x.dim))
         self.queries.acquire(tile)
         plgpu.copy_gmem_to_smem(q.at[b, pl.ds(t * _ROWS, _ROWS)], self.q_smem, self.q_full.at[0])
 
@@ -357,7 +370,7 @@ class _Block(Shares):
 
     def store(self, me, b, t, slices, m, sums):
         x, p = self.x, self.plan
-        out = self.o.reshape((x.batch, x.rows, x.value_dim))
+        out = self.o if x.open else self.o.reshape((x.batch, x.rows, x.value_dim))
         factor = jnp.where(sums == 0, _F32(0), 1 / sums)
         row = t * _ROWS + lax.broadcasted_iota(jnp.int32, (_ROWS, _PART), 0)
         for i, value in enumerate(slices):
@@ -371,6 +384,8 @@ class _Block(Shares):
                 log = jnp.where(m == _MASKED, _F32(0), m * p.c) + jnp.log2(sums)
                 r = t * _ROWS + lax.broadcasted_iota(jnp.int32, (_ROWS,), 0)
                 at = b, r % x.heads, jnp.minimum(r // x.heads, x.queries - 1)
+                if x.open:
+                    at = ((b * x.heads + at[1]) * x.queries + at[2],)
                 pl.store(self.lse, at, log * _F32(math.log(2)), mask=r < x.rows)
 
 
@@ -390,18 +405,47 @@ def _kernel(x, cfg, sms, interpret):
     def body(q, k, *others, **scratch):
         overlap_launches()
         names = [*x.options, "o"] + ["lse"] * x.return_lse + ["parts", "stats"]
-        refs = dict(q=q, k=k.reshape((*k.shape[:2], 1, x.dim))) | dict(
-            zip(names, others, strict=True)
-        )
+        k = k if x.open else k.reshape((*k.shape[:2], 1, x.dim))
+        refs = dict(q=q, k=k) | dict(zip(names, others, strict=True))
         done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.places * plan.lanes, _ADDERS)))
         _Block(plan, refs | scratch | {"done": done}).run()
 
-    outs = [plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.value_dim), x.dtype)]
+    shape, of_lse, shapes = (x.queries, x.heads), (x.batch, x.heads, x.queries), ()
+    if x.open:
+        shape, of_lse = (x.rows,), (x.batch * x.heads * x.queries,)
+        of = (x.open.cache, x.page) if x.page else (1, x.open.cache)
+        named = {"lengths": (x.batch,), "page_table": (x.open.table,)}
+        others = (named[n] for n in x.options)
+        shapes = (x.batch, x.rows, x.dim), (*of, 1, x.dim), *others
+    outs = [plgpu.ShapeDtypeStruct((x.batch, *shape, x.value_dim), x.dtype)]
     if x.return_lse:
-        outs.append(plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+        outs.append(plgpu.ShapeDtypeStruct(of_lse, _F32))
     return warp_specialized(
-        body, plan, (*outs, *_parts(plan)), interpret=interpret, kernel_name="mla_decode"
+        body,
+        plan,
+        (*outs, *_parts(plan)),
+        interpret=interpret,
+        kernel_name="mla_decode",
+        **in_shapes(*shapes),
     )
+
+
+def _of_any_batch(x, q, cache, page_table, how):
+    """The kernel of many numbers of sequences, or of these, and its problem."""
+    found = open_batch(
+        ("mla_decode", x._replace(batch=0, keys=0), q.device, how), q, cache, page_table
+    )
+    if found is None:
+        return _kernel(x, *how), x
+    keys = found.table // found.rows * x.page if x.page else found.cache // found.rows
+    shared = x._replace(batch=found.rows, keys=keys, open=found)
+    rows = (cache.shape[0], x.page) if x.page else (1, x.batch * x.keys)
+    views = [(x.batch, x.rows, x.dim), (*rows, 1, x.dim)]
+    views += [(page_table.size,) if n == "page_table" else None for n in x.options]
+    results = (x.batch, x.queries, x.heads, x.value_dim), (x.batch, x.heads, x.queries)
+    alone = functools.partial(_kernel, x, *how)
+    views = _core.Reshaped(_kernel(shared, *how), alone, tuple(views), results[: 1 + x.return_lse])
+    return views, shared
 
 
 def _check(q, cache, value_dim):
@@ -484,6 +528,7 @@ def mla_decode(
     given = kv_lengths is not None, page, bool(causal) and queries > 1
     shape = batch, queries, heads, dim, value_dim, keys
     x = _Problem(*shape, q.dtype, scale, bool(return_lse), *given)
-    how = x, config, plgpu.sm_count(q.device), interpret
-    memory = memory_of("mla_decode", _parts(_Plan(*how[:3])), interpret)
-    return WithParts("mla_decode", _kernel(*how), memory, x.return_lse)
+    how = config, plgpu.sm_count(q.device), interpret
+    kernel, x = _of_any_batch(x, q, cache, page_table, how)
+    memory = memory_of("mla_decode", q.shape[1:], _parts(_Plan(x, *how[:2])), interpret)
+    return WithParts("mla_decode", kernel, memory, x.return_lse)

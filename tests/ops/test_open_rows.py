@@ -648,3 +648,133 @@ def test_decoding_with_a_cache_that_grows(options, way):
         p = np.exp(s - s.max(1, keepdims=True))
         want = np.einsum("hk,khd->hd", p / p.sum(1, keepdims=True), v)
         np.testing.assert_allclose(got[0, 0].astype(np.float32), want, atol=2e-2)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=("interpret", "host"),
+)
+def test_decoding_of_any_batch(latent, paged, way, monkeypatch):
+    """Batches, capacities, page tables and numbers of pages; what stands beyond a sequence's end is
+    nothing to the others. Two programs: up to 16 sequences, and more."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 4)
+    rng, kernels, dims = np.random.default_rng(3), set(), (128,) if latent else (2, 64)
+    for batch, keys in ((5, 70), (1, 33 if paged else 0), (16, 16), (17, 50), (3, 129)):
+        if not keys:  # without pages a batch of one has programs of its own
+            continue
+        lengths = rng.integers(0, keys + 1, batch).astype(np.int32)
+        q = rng.standard_normal((batch, 2, 4, dims[-1])).astype(np.float16)
+        caches = rng.standard_normal((1 if latent else 2, batch, keys, *dims)).astype(np.float16)
+        for b, n in enumerate(lengths):
+            caches[:, b, n:] = np.nan
+        want, lse = zip(*(attended(q[b], caches[:, b, :n]) for b, n in enumerate(lengths)))
+        how, given = {"kv_lengths": lengths, "return_lse": True, "interpret": way}, caches
+        if paged:
+            entries = -(-keys // 16)
+            table = rng.permutation(batch * entries + 2)[: batch * entries]
+            how["page_table"] = table.reshape(batch, entries).astype(np.int32)
+            given = np.full((len(caches), batch * entries + 2, 16, *dims), np.nan, np.float16)
+            for page, at in zip(table, np.ndindex(batch, entries)):
+                rows = caches[:, at[0], at[1] * 16 : at[1] * 16 + 16]
+                given[:, page, : rows.shape[1]] = rows
+        function, more = ops.attention_decode, {}
+        if latent:
+            function, more = ops.mla_decode, {"value_dim": 128}
+        out = np.full((*q.shape[:3], 128 if latent else 64), np.nan, np.float16)
+        logs = np.full((batch, 4, 2), np.nan, np.float32)
+        for into in ({}, {"out": (out, logs)}):
+            got = function(q, *given, **how, **more, **into)
+            np.testing.assert_allclose(got[0], np.stack(want), atol=3e-3)
+            np.testing.assert_allclose(got[1], np.stack(lse), atol=2e-3)
+        kernels.add(function.kernel(q, *given, **how, **more).kernel.kernel)
+    assert len(kernels) == 2
+
+
+def attended(q, caches):
+    """What queries (query, head, dim) see of keys and values (key, head, dim) or latent rows."""
+    k, v = (caches[i].astype(np.float64) for i in (0, -1))
+    if k.ndim == 2:
+        k = v = k[:, None]
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    if not len(k):
+        return np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[1::-1], -np.inf)
+    s = np.einsum("qhd,khd->hqk", q.astype(np.float64), k) * q.shape[2] ** -0.5
+    e = np.exp(s)
+    return np.einsum("hqk,khd->qhd", e / e.sum(2, keepdims=True), v), np.log(e.sum(2))
+
+
+def test_batches_of_decoding_have_at_most_twelve_programs():
+    kernels, rng = set(), np.random.default_rng(0)
+    for batch, entries, pages in rng.integers(1, (1025, 129, 5000), (200, 3)).tolist():
+        cache, table = spec(pages, 64, 8, 128), plgpu.ShapeDtypeStruct((batch, entries), np.int32)
+        given = {"page_table": table, "kv_lengths": plgpu.ShapeDtypeStruct((batch,), np.int32)}
+        kernel = ops.attention_decode.kernel(spec(batch, 1, 32, 128), cache, cache, **given).kernel
+        kernels.add(getattr(kernel, "kernel", kernel))
+    assert len(kernels) <= 12
+
+
+# ---- gradients of norms --------------------------------------------------------------------------
+
+
+def of_norm_backward(name, g, x, w):
+    """Gradients of the argument, of the weight and of a bias, in float64."""
+    g, x = g.astype(np.float64), x.astype(np.float64)
+    mean = x.mean(-1, keepdims=True) if name == "layer_norm" else 0.0
+    r = 1 / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + (1e-5 if np.any(mean) else 1e-6))
+    y, gw, rows = (x - mean) * r, g * w, (-1, x.shape[-1])
+    dx = gw - y * (gw * y).mean(-1, keepdims=True)
+    dx = dx - gw.mean(-1, keepdims=True) if name == "layer_norm" else dx
+    return r * dx, (g * y).reshape(rows).sum(0), g.reshape(rows).sum(0)
+
+
+@pytest.mark.parametrize("n", [64, 777, 1024, pytest.param(9000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=("interpret", "host"),
+)
+def test_gradients_of_norms(n, way, monkeypatch):
+    """Tiles of several rows, rows in parts, through shared memory and by roles; more blocks than
+    rows; matrices and arrays of more dimensions. One program each, and one of its sums."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 4)
+    before, w = _core.plan_memory()["plans"], normal(n, seed=3)
+    for lead in ((1,), (33,), (2, 3), (3, 1, 5)):
+        g, x = normal(*lead, n), normal(*lead, n, seed=1)
+        y = NORMS["softmax"](x.reshape(-1, n)).reshape(x.shape)
+        y /= y.sum(-1, keepdims=True)
+        dx, dw, db = of_norm_backward("layer_norm", g, x, w)
+        pairs = [
+            (ops.layer_norm_backward(g, x, w, bias=True, interpret=way), (dx, dw, db)),
+            (ops.rms_norm_backward(g, x, w, interpret=way), of_norm_backward("", g, x, w)[:2]),
+            (ops.softmax_backward(g, y, interpret=way), y * (g - (g * y).sum(-1, keepdims=True))),
+        ]
+        if len(lead) > 1:
+            pairs.append((ops.column_sums(g, interpret=way), db))
+        for got, want in pairs:
+            for a, b in zip(plgpu.tree.leaves(got), plgpu.tree.leaves(want), strict=True):
+                assert a.shape == b.shape
+                np.testing.assert_allclose(a, b, rtol=1e-3, atol=3e-5 * np.abs(b).max() + 1e-5)
+    assert _core.plan_memory()["plans"] - before <= 7
+
+
+@pytest.mark.parametrize("name", ["rms_norm_backward", "softmax_backward", "column_sums"])
+def test_gradients_have_at_most_twelve_programs(name):
+    kernels, function = set(), getattr(ops, name)
+    for m in map(int, np.random.default_rng(0).integers(1, 8193, 200)):
+        arrays = [spec(m, 4096)] * (1 if name == "column_sums" else 2)
+        kernel = function.kernel(*arrays, *[spec(4096)] * (name == "rms_norm_backward"))
+        steps = getattr(kernel, "kernels", [kernel])
+        kernels |= {getattr(k, "kernel", k) for k in steps}
+        kernels |= set(getattr(kernel, "sums", ()))
+    assert len(kernels) <= 12
