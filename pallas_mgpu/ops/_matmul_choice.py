@@ -94,7 +94,8 @@ class Plan:
         fit = max(int(clusters_at_once(sms, self.cluster)), 1)
         self.steps = _cdiv(_cdiv(k, cfg.step), cfg.split * cfg.slices)
         self.shares = None  # of the last tiles
-        if cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
+        open_ = isinstance(self.total, plgpu.Dim) or isinstance(self.steps, plgpu.Dim)
+        if cfg.shares > 1 and not open_:
             self.shares = shares_of(self.total, fit, self.steps, cfg.shares)
         # one tile for each cluster, whatever m turns out to be
         self.single = cfg.split > 1 or _sizes.most(self.total) <= fit
@@ -137,7 +138,7 @@ class Plan:
             most = slots(next(w for w in widths if slots(w) >= enough))
         self.stages = min(cfg.stages or most, most)
         if self.single:
-            self.stages = min(self.stages, max(self.steps, 2))
+            self.stages = min(self.stages, max(_sizes.most(self.steps), 2))
 
     def _set_buffers(self, chunk):
         """Store buffers have so many columns; the last part of a row may be narrower."""

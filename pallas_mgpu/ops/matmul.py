@@ -633,6 +633,9 @@ def _kernel(x, cfg, sms, interpret, scales=()):
     if isinstance(x.m, plgpu.Dim):
         a = (None, x.m) if x.ta else (x.m, None)
         options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None), *scales
+    elif isinstance(x.k, plgpu.Dim):
+        both = (x.k, None), (x.k, None)
+        options["in_shapes"] = *both, *(None,) * (x.bias_dtype is not None)
     if cfg.slices > 1:
         x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
     if x.activation in _ACTIVATIONS.values() and x.out_dtype.itemsize == 2:
@@ -786,6 +789,11 @@ def _may_leave_open(x, config):
     return config is None and not (x.ta or x.accumulate)
 
 
+def _may_leave_k_open(x, config):
+    """The same of K, which is the outer dimension of both operands: gradients of weights."""
+    return config is None and x.ta and not (x.tb or x.keep) and x.m > 2
+
+
 def _kind(x, a, invariant, interpret):
     """What distinguishes programs but the rows."""
     return x._replace(m=0), a.device, invariant, interpret
@@ -793,13 +801,16 @@ def _kind(x, a, invariant, interpret):
 
 def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
-    m = x.m
+    m, k = x.m, x.k
     if _may_leave_open(x, config):
         rows, m = rows_of(_kind(x, a, invariant, interpret), x.m)
         x = x._replace(m=rows)
+    elif _may_leave_k_open(x, config):
+        depth, k = rows_of((*_kind(x._replace(k=0), a, invariant, interpret), x.m), x.k)
+        x = x._replace(k=depth)
     if config is None and (invariant or x.accumulate or x.keep):
-        config = choose_invariant(m, x.n, x.k, sms)._replace(serpentine=not invariant)
-    config = config or choose(m, x.n, x.k, sms, x.ta, x.tb, isinstance(x.m, plgpu.Dim))
+        config = choose_invariant(m, x.n, k, sms)._replace(serpentine=not invariant)
+    config = config or choose(m, x.n, k, sms, x.ta, x.tb, isinstance(x.m, plgpu.Dim))
     _check_config(config, m, x.ta, x.tb)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
@@ -807,8 +818,10 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     else:
         product = _kernel(x, config, sms, interpret)
     # a of few rows is read as one row
-    pad_a = None if few_rows and x.ta else padding_of(a, interpret, isinstance(x.m, plgpu.Dim))
-    return with_padding(product, [pad_a, padding_of(b, interpret), None])
+    open_k = isinstance(x.k, plgpu.Dim)
+    open_a = open_k or isinstance(x.m, plgpu.Dim)
+    pad_a = None if few_rows and x.ta else padding_of(a, interpret, open_a)
+    return with_padding(product, [pad_a, padding_of(b, interpret, open_k), None])
 
 
 def _check_options(a, config, precision):
