@@ -637,6 +637,27 @@ def _chosen(config, kv_heads, sms, on_gpu):
     return c
 
 
+def _chosen_kernel(x, q, k, page_table, cfg, sms, interpret):
+    """What calls the kernel of a problem."""
+    lanes = cfg.lanes
+
+    def programs_of(keys):
+        units = x.batch * (x.kv_heads // lanes) * pl.cdiv(keys, _KEYS)
+        return min(sms // lanes, units) * lanes
+
+    if x.batch == 1 and not x.page:  # a cache that grows by being made anew
+        kind = x._replace(keys=0), q.device, interpret
+        keys, most = rows_of(kind, x.keys, _CAPACITIES)
+        x, programs = x._replace(keys=keys), programs_of(most)
+        kernel = _kernel(x, cfg, programs, interpret)
+    else:
+        programs = programs_of(x.keys)
+        kernel, programs = _of_any_batch(x, q, k, page_table, cfg, programs, interpret)
+    parts = _parts(_Plan(x, cfg, programs))
+    memory = memory_of("attention_decode", q.shape[1:], parts, interpret)
+    return WithParts("attention_decode", kernel, memory, x.return_lse)
+
+
 @plgpu.specialize(in_place=False)
 def attention_decode(
     q,
@@ -726,17 +747,4 @@ def attention_decode(
         dims = [0 if a is None else len(a.shape) for a in (k_scale, v_scale)]
         x = x._replace(kv_dtype=k.dtype, k_scale=dims[0], v_scale=dims[1])
     cfg = _chosen(config, x.kv_heads, sms, q.device is not None and not interpret)
-    lanes = cfg.lanes
-    programs = min(sms // lanes, x.batch * (x.kv_heads // lanes) * pl.cdiv(keys, _KEYS)) * lanes
-    if batch == 1 and not page:  # a cache that grows by being made anew
-        kind = x._replace(keys=0), q.device, interpret
-        found, most = rows_of(kind, keys, _CAPACITIES)
-        if found is not keys:
-            programs = min(sms // lanes, x.kv_heads // lanes * pl.cdiv(most, _KEYS)) * lanes
-            x = x._replace(keys=found)
-        kernel = _kernel(x, cfg, programs, interpret)
-    else:
-        kernel, programs = _of_any_batch(x, q, k, page_table, cfg, programs, interpret)
-    parts = _parts(_Plan(x, cfg, programs))
-    memory = memory_of("attention_decode", q.shape[1:], parts, interpret)
-    return WithParts("attention_decode", kernel, memory, x.return_lse)
+    return _chosen_kernel(x, q, k, page_table, cfg, sms, interpret)

@@ -522,6 +522,17 @@ def of_odd_rows(rng, m):
     return ops.matmul, (a, b), {"out_dtype": np.float32}, f32(a) @ f32(b)
 
 
+def of_weights(rng, m):
+    """The rows are what is summed over."""
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 96), (m, 136)))
+    return ops.matmul, (a, b), {"transpose_a": True, "out_dtype": np.float32}, f32(a).T @ f32(b)
+
+
+def of_odd_weights(rng, m):
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 77), (m, 33)))
+    return ops.matmul, (a, b), {"transpose_a": True, "out_dtype": np.float32}, f32(a).T @ f32(b)
+
+
 def mixed(rng, m):
     x, w = rng.standard_normal((m, 256)).astype(bfloat16), rng.integers(-9, 9, (200, 256))
     scales = rng.uniform(0.5, 2, (4, 200)).astype(np.float32)
@@ -559,7 +570,7 @@ def f32(x):
 
 
 PRODUCTS = [of_rows, of_blocks, of_int8, of_tf32, of_float32, of_odd_rows, mixed, with_gate]
-PRODUCTS += [in_groups, of_groups]
+PRODUCTS += [in_groups, of_groups, of_weights, of_odd_weights]
 
 
 @pytest.mark.parametrize("make", PRODUCTS)
