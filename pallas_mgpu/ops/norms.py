@@ -33,7 +33,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from .._names import show
-from . import _norms_ring
+from . import _norms_ring, _norms_spans
 from ._common import SMS, overlap_launches, unaligned
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
@@ -80,6 +80,7 @@ class NormConfig(NamedTuple):
     programs: int = 0
     unroll: int = 0
     stream: bool = False
+    spans: bool = False
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -756,6 +757,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
                 at_once = 128 // _row_lanes(n, size) if n <= _NARROW else 1
                 height = max(2048 // n // at_once, 1) * at_once
                 config = config._replace(height=height)
+    if config.spans:
+        why_not = "of another axis than the last" if inner > 1 else _norms_spans.Plan(problem, config).why_not()
+        if why_not:
+            raise ValueError(f"{name}: no spans: {why_not}")
+        return _norms_spans.kernel(problem, config, interpret)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
     ring = config.ring, config.consumers, config.programs or sms, config.unroll, config.stream
@@ -775,7 +781,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs, unroll, _ = config
+    height, cluster, part, staged, ring, consumers, programs, unroll, *_ = config
     if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part,"
@@ -790,7 +796,7 @@ def _check(name, config, inner, by_tma):
             f"{name}: along the last axis clusters and rings are for single rows, along others"
             f" there are no rings, got {config}"
         )
-    if staged and not by_tma:
+    if staged and not by_tma and not config.spans:
         raise ValueError(
             f"{name}: TMA takes arrays that begin at, and have rows of, a multiple of 16 bytes, and"
             f" another axis than the last on GPUs with clusters; staged must be False, got {config}"

@@ -1,0 +1,358 @@
+"""Rows for norms.py that do not begin at multiples of 16 bytes, or that warps do not share evenly.
+
+The array is seen as one dimension. A tile, of rows or of a segment of one, is a span of it, whose
+first and last bytes may lie inside a piece of 16 bytes that it shares with its neighbours. The bulk
+engine brings all pieces that the span touches to SMEM, where the lanes read the rows at whatever
+start they have, 4 bytes of a lane beside those of the next, so that no banks conflict. Results take
+the place of what was read. The pieces that lie in the span as a whole leave by the bulk engine,
+and lanes store what is left at both ends.
+
+The engine copies a number of bytes that is known when the kernel is compiled: near the end of the
+array a span begins earlier than it has to, and elements behind the last whole piece of the array
+are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes.
+
+Statistics are made part by part, the last of which alone has a mask."""
+
+import functools
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import SMEM_BYTES, overlap_launches, unaligned
+
+_LANES = 128
+_HELD = 4096  # elements of a tile that registers hold
+
+
+class Span:
+    """Where spans of `count` elements lie in a flat array, and in the buffer they are copied to."""
+
+    def __init__(self, total, count, pitch, itemsize):
+        """pitch: spans start at multiples of it."""
+        self.total, self.count = total, count
+        self.piece = 16 // itemsize
+        self.exact = pitch % self.piece == 0
+        most = count if self.exact else count + self.piece - 1
+        self.room = pl.cdiv(most, self.piece) * self.piece
+        self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
+        self.rest = total - self.top - self.room  # elements that the engine does not reach
+
+    def base(self, start):
+        """The first element of the buffer that has the span from `start` on."""
+        found = start if self.exact else start // self.piece * self.piece
+        return pl.multiple_of(jnp.clip(found, 0, self.top), self.piece)
+
+    def inner(self, count):
+        """Elements of whole pieces that lie in every span of so many elements."""
+        return (count if self.exact else max(count - self.piece + 1, 0)) // self.piece * self.piece
+
+
+class Plan:
+    """Numbers that follow from the shape and the configuration."""
+
+    def __init__(self, x, cfg):
+        """x: a Problem of norms.py."""
+        self.outer, self.n, _ = x.extents
+        self.height, self.cluster = min(cfg.height, self.outer), cfg.cluster
+        size = max(x.dtype.itemsize, x.out_dtype.itemsize)
+        pieces = 16 // min(x.dtype.itemsize, x.out_dtype.itemsize)
+        self.width = self.n
+        if self.cluster > 1:
+            self.width = pl.cdiv(pl.cdiv(self.n, self.cluster), pieces) * pieces
+        self.last = self.n - (self.cluster - 1) * self.width  # elements of the last segment
+        total, count = self.outer * self.n, self.height * self.width
+        # what every start is a multiple of
+        pitch = self.n * (self.height if self.height < self.outer else 1)
+        self.x = Span(total, count, pitch, x.dtype.itemsize)
+        self.o = Span(total, count, pitch, x.out_dtype.itemsize)
+        self.full_tiles = self.outer % self.height == 0
+        self.tiles = pl.cdiv(self.outer, self.height)
+        # a warp has a row, or the warps share it
+        of_row = 32 if self.height % 4 == 0 else _LANES
+        self.vector = max(_shared_powers(self.n, 16 // size), 4 // size)
+        self.grain = grain = of_row * self.vector
+        part = pl.cdiv(cfg.part or self.width, grain) * grain
+        self.part, self.parts = part, pl.cdiv(self.width, part)
+        # parts without a mask; of a row in registers there is one part
+        self.whole = min(self.last // part, self.parts)
+        if self.parts == 1:
+            self.whole = 0
+        self.even = self.parts * part == self.width == self.last  # no mask at all
+        v = self.vector
+        if of_row == 32:
+            self.layout = _tiled(((4, 32 * v), (v,)), -3, (-2,))
+        else:
+            self.layout = _tiled(((_LANES * v,), (32 * v,), (v,)), -3, (-2,))
+
+    def why_not(self):
+        """What is wrong, or None."""
+        if self.x.top < 0 or self.o.top < 0:
+            return "the array has less elements than a tile"
+        if self.last <= 0:
+            return "a segment of a row would be empty"
+        if self.x.total > 2**31 - 1:
+            return "the array has more than 2**31 - 1 elements"
+        if self.smem_bytes() > SMEM_BYTES - 2048:
+            return f"a tile takes {self.smem_bytes()} bytes of shared memory"
+        return None
+
+    def smem_bytes(self):
+        spans = {self.x.piece: self.x, self.o.piece: self.o}.values()
+        return sum(16 * (s.room // s.piece + 1) for s in spans)
+
+    def scratch(self, x):
+        found = {"x_smem": plgpu.SMEM((self.x.room + self.x.piece,), x.dtype)}
+        if x.dtype != x.out_dtype:
+            found["o_smem"] = plgpu.SMEM((self.o.room + self.o.piece,), x.out_dtype)
+        if self.cluster > 1:
+            found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
+            found["arrived"] = plgpu.ClusterBarrier(collective_axes=("c",))
+        return found | {"full": plgpu.Barrier()}
+
+
+def _shared_powers(n, most):
+    """The largest power of two up to `most` that divides n."""
+    return min(n & -n, most)
+
+
+def _tiled(tiles, warps, lanes):
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
+
+
+class Tile:
+    """A block's part of a row, or its rows, as the functions of norms.py want it."""
+
+    def __init__(self, block):
+        p = self.p = block.plan
+        self.n, self.shared, self.block = p.n, p.cluster > 1, block
+        self.shape = (p.height, p.part)
+        self.sizes = [p.width] * (p.cluster - 1) + [p.last]
+        self.share = 1 / p.n
+        if self.shared:
+            self.share = jnp.where(block.rank < p.cluster - 1, 1 / p.width, 1 / p.last)
+        self.held = block.read(0, True) if p.parts == 1 else None
+
+    def each(self, f, start):
+        """f(acc, part, which elements are there or None) over the parts."""
+        p, block = self.p, self.block
+        acc = jnp.full(self.shape, start, jnp.float32)
+        if self.held is not None:
+            return f(acc, self.held, block.inside(0))
+
+        def step(k, acc, masked=False):
+            return f(acc, block.read(k, masked), block.inside(k) if masked else None)
+
+        return self.loop(step, acc)
+
+    def loop(self, step, carry):
+        """carry = step(k, carry, is part k masked)."""
+        p = self.p
+        if p.whole:
+            carry = lax.fori_loop(0, p.whole, step, carry)
+        for k in range(p.whole, p.parts):
+            carry = step(k, carry, True)
+        return carry
+
+    def most(self, x):
+        return self.fixed(x).max(axis=1, keepdims=True)
+
+    def total(self, x):
+        return self.fixed(x).sum(axis=1, keepdims=True)
+
+    def fixed(self, x):
+        return plgpu.layout_cast(x, self.p.layout)
+
+
+class Block:
+    """One block of the kernel, while it is traced. x, o: flat."""
+
+    def __init__(self, x, plan, refs):
+        self.problem, self.plan, self.op = x, plan, x.op()
+        vars(self).update(refs)
+        p = plan
+        self.rank = lax.axis_index("c") if p.cluster > 1 else 0
+        self.first = lax.axis_index("tile") * p.height  # row
+        self.offset = self.rank * p.width  # of the segment
+        # elements of the segment
+        self.mine = p.n
+        if p.cluster > 1:
+            self.mine = jnp.where(self.rank < p.cluster - 1, p.width, p.last)
+        self.start = self.first * p.n + self.offset
+        self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
+
+    def run(self):
+        p = self.plan
+        self.load()
+        tile = Tile(self)
+        mine = self.op.local(tile)
+        if p.cluster > 1:
+            self.op.joined(tile, self.exchange(mine))
+        else:
+            self.op.alone(tile, *mine)
+        tile.loop(lambda k, _, masked=False: self.write(tile, k, masked), None)
+        plgpu.commit_smem()
+        self.store()
+
+    def load(self):
+        span = self.plan.x
+        buffer = self.x_smem.at[pl.ds(0, span.room)]
+        plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.base, span.room)], buffer, self.full)
+        if span.rest:
+
+            @pl.when(self.base == span.top)
+            def _():
+                keep = jnp.arange(_LANES) < span.rest
+                value = pl.load(self.x, pl.ds(span.top + span.room, _LANES), mask=keep, other=0.0)
+                pl.store(self.x_smem, pl.ds(span.room, _LANES), value, mask=keep)
+
+        plgpu.barrier_wait(self.full)
+
+    def exchange(self, mine):
+        """The statistics of all segments of the row."""
+        for j in range(self.plan.cluster):
+            box = plgpu.cluster_ref(self.stats, {"c": j})
+            for i, value in enumerate(mine):
+                box[self.rank, i] = value.reshape(())
+        plgpu.barrier_arrive(self.arrived)
+        plgpu.barrier_wait(self.arrived)
+        return [[self.stats[j, i] for i in range(len(mine))] for j in range(self.plan.cluster)]
+
+    def view(self, ref, base, k):
+        """Part k of the tile in a buffer: a ref and an index of it."""
+        p = self.plan
+        start = self.start - base
+        if p.x.exact and p.o.exact:
+            start = pl.multiple_of(start, p.x.piece)
+        at = k * p.part
+        if p.height == 1:
+            rows, at = ref.reshape((1, ref.size)), start + at
+        else:
+            rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
+        return rows, (slice(None), pl.ds(at, p.part))
+
+    def inside(self, k):
+        """Which elements of part k are there; None: all."""
+        p, found = self.plan, None
+        if not p.even:
+            at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 1)
+            found = at < self.mine - k * p.part
+        return self.rows_inside(found)
+
+    def rows_inside(self, keep=None):
+        p = self.plan
+        if p.full_tiles:
+            return keep
+        there = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 0) < p.outer - self.first
+        return there if keep is None else keep & there
+
+    def read(self, k, masked):
+        """Part k of the tile, float32."""
+        p, keep = self.plan, self.inside(k) if masked else self.rows_inside()
+        ref, at = self.view(self.x_smem, self.base, k)
+        if keep is None:
+            value = ref[at]
+        else:
+            value = pl.load(ref, at, mask=keep, other=self.op.fill)
+        return plgpu.layout_cast(value, p.layout).astype(jnp.float32)
+
+    def write(self, tile, k, masked):
+        """The result of part k."""
+        p, x, keep = self.plan, self.problem, self.inside(k) if masked else self.rows_inside()
+        value = tile.held if tile.held is not None else self.read(k, masked)
+        value = self.weighted(self.op.result(tile, value), k, masked).astype(x.out_dtype)
+        ref, at = self.view(self.o_smem, self.o_base, k)
+        if keep is None:
+            ref[at] = value
+        else:
+            pl.store(ref, at, value, mask=keep)
+
+    def weighted(self, value, k, masked):
+        p = self.plan
+        for i, (ref, aligned) in enumerate(zip(self.vectors, self.problem.aligned[1:])):
+            if ref is None:
+                continue
+            start = self.offset + k * p.part
+            at = pl.ds(start if aligned else unaligned(start), p.part)
+            if masked and not p.even:
+                w = pl.load(ref, at, mask=jnp.arange(p.part) < self.mine - k * p.part, other=0.0)
+            else:
+                w = ref[at]
+            w = lax.broadcast_in_dim(w.astype(jnp.float32), (p.height, p.part), [1])
+            value = value * w if i == 0 else value + w
+        return value
+
+    # ---- results
+
+    def store(self):
+        p = self.plan
+        if p.cluster > 1 and p.last != p.width:
+            pl.when(self.rank < p.cluster - 1)(lambda: self.store_whole(p.width))
+            pl.when(self.rank == p.cluster - 1)(lambda: self.store_whole(p.last))
+        elif p.full_tiles:
+            self.store_whole(p.o.count)
+        else:
+            full = self.first <= p.outer - p.height
+            pl.when(full)(lambda: self.store_whole(p.o.count))
+            pl.when(jnp.logical_not(full))(self.store_rows)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def store_whole(self, count):
+        """A span of so many elements, a static number."""
+        span = self.plan.o
+        inner = span.inner(count)
+        begin = self.start
+        if not span.exact:
+            begin = (self.start + (span.piece - 1)) // span.piece * span.piece
+        begin = pl.multiple_of(jnp.clip(begin, 0, (span.total - inner) // span.piece * span.piece), span.piece)
+        if inner:
+            here = pl.multiple_of(jnp.clip(begin - self.o_base, 0, span.room - inner), span.piece)
+            plgpu.copy_smem_to_gmem(self.o_smem.at[pl.ds(here, inner)], self.o.at[pl.ds(begin, inner)])
+        if inner < count:
+            if not span.exact:
+                self.store_elements(self.start, begin - self.start)
+            end = begin + inner
+            self.store_elements(end, self.start + count - end)
+
+    def store_elements(self, start, count):
+        """So many elements, at most as many as lanes."""
+        keep = jnp.arange(_LANES) < count
+        value = pl.load(self.o_smem, pl.ds(start - self.o_base, _LANES), mask=keep, other=0.0)
+        pl.store(self.o, pl.ds(start, _LANES), value, mask=keep)
+
+    def store_rows(self):
+        """The rows of the last tile, fewer than others have."""
+        p = self.plan
+        count = (p.outer - self.first) * p.n
+
+        def some(i, _):
+            self.store_elements(self.start + i * _LANES, count - i * _LANES)
+
+        lax.fori_loop(0, pl.cdiv(count, _LANES), some, None)
+
+
+@cached
+def kernel(x, cfg, interpret):
+    """x: a Problem of norms.py; cfg: a NormConfig."""
+    p = Plan(x, cfg)
+    flat = (p.outer * p.n,)
+
+    def body(source, *refs, **scratch):
+        overlap_launches()
+        ends = [ref.reshape(flat) for ref in (source, refs[-1])]
+        given = dict(x=ends[0], o=ends[1], vectors=x.given(refs), o_smem=scratch["x_smem"])
+        Block(x, p, given | scratch).run()
+
+    clusters = dict(cluster=(p.cluster,), cluster_names=("c",)) if p.cluster > 1 else {}
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(x.shape, x.out_dtype),
+        scratch_types=p.scratch(x),
+        grid=(p.tiles,),
+        grid_names=("tile",),
+        **clusters,
+        compiler_params=plgpu.CompilerParams(approx_math=x.out_dtype.itemsize == 2),
+        interpret=interpret,
+        kernel_name=x.name,
+    )
