@@ -108,7 +108,7 @@ class Plan:
             found["o_smem"] = plgpu.SMEM((self.o.room + self.o.piece,), x.out_dtype)
         if self.cluster > 1:
             found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
-            found["arrived"] = plgpu.ClusterBarrier(collective_axes=("c",))
+            found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster)
         return found | {"full": plgpu.Barrier()}
 
 
@@ -206,16 +206,17 @@ class Block:
                 keep = jnp.arange(_LANES) < span.rest
                 value = pl.load(self.x, pl.ds(span.top + span.room, _LANES), mask=keep, other=0.0)
                 pl.store(self.x_smem, pl.ds(span.room, _LANES), value, mask=keep)
+                plgpu.commit_smem()
 
         plgpu.barrier_wait(self.full)
 
     def exchange(self, mine):
         """The statistics of all segments of the row."""
+        mine = [value.reshape(()) for value in mine]
+        numbers = jnp.where(jnp.arange(2) == 0, mine[0], mine[-1])
+        box = self.stats.at[self.rank]
         for j in range(self.plan.cluster):
-            box = plgpu.cluster_ref(self.stats, {"c": j})
-            for i, value in enumerate(mine):
-                box[self.rank, i] = value.reshape(())
-        plgpu.barrier_arrive(self.arrived)
+            plgpu.async_store_smem(numbers, box, self.arrived, cluster_idx=j, cluster_dim="c")
         plgpu.barrier_wait(self.arrived)
         return [[self.stats[j, i] for i in range(len(mine))] for j in range(self.plan.cluster)]
 
@@ -344,6 +345,10 @@ def kernel(x, cfg, interpret):
         given = dict(x=ends[0], o=ends[1], vectors=x.given(refs), o_smem=scratch["x_smem"])
         Block(x, p, given | scratch).run()
 
+    # each lane reads what it wrote itself, but for what commit_smem and barriers order
+    params = plgpu.CompilerParams(
+        approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
+    )
     clusters = dict(cluster=(p.cluster,), cluster_names=("c",)) if p.cluster > 1 else {}
     return plgpu.kernel(
         body,
@@ -352,7 +357,7 @@ def kernel(x, cfg, interpret):
         grid=(p.tiles,),
         grid_names=("tile",),
         **clusters,
-        compiler_params=plgpu.CompilerParams(approx_math=x.out_dtype.itemsize == 2),
+        compiler_params=params,
         interpret=interpret,
         kernel_name=x.name,
     )

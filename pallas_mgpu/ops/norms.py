@@ -351,7 +351,8 @@ class _Plan:
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.tiles = pl.cdiv(across, self.height)
         self.grid = self.tiles * (outer if columns else 1)
-        self.staged = cfg.staged
+        self.staged, self.lean = cfg.staged, cfg.spans
+        self.numbers = 0
 
     def scratch(self, x):
         columns = self.axis == 0
@@ -366,7 +367,10 @@ class _Plan:
         if self.staged:
             found["full"] = plgpu.Barrier()
         if self.cluster > 1:
-            found["arrived"] = plgpu.ClusterBarrier(collective_axes=("c",))
+            if self.lean:
+                found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster * x.op().numbers)
+            else:
+                found["arrived"] = plgpu.ClusterBarrier(collective_axes=("c",))
         return found
 
 
@@ -444,8 +448,14 @@ class _Block:
         for j in blocks:
             box = plgpu.cluster_ref(self.stats, {"c": j})
             for i, value in enumerate(mine):
-                box[self.rank, i] = value.reshape(shape)
-        plgpu.barrier_arrive(self.arrived)
+                if self.plan.lean:
+                    there = self.stats.at[self.rank, i]
+                    given = {"cluster_idx": j, "cluster_dim": "c"}
+                    plgpu.async_store_smem(value.reshape(shape), there, self.arrived, **given)
+                else:
+                    box[self.rank, i] = value.reshape(shape)
+        if not self.plan.lean:
+            plgpu.barrier_arrive(self.arrived)
         plgpu.barrier_wait(self.arrived)
 
         def one(j, i):
@@ -560,7 +570,9 @@ def _kernel(x, cfg, invariant, interpret):
         grid_names=("tile",),
         cluster=(p.cluster,) if p.cluster > 1 else (),
         cluster_names=("c",) if p.cluster > 1 else (),
-        compiler_params=plgpu.CompilerParams(approx_math=x.out_dtype.itemsize == 2),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=p.lean
+        ),
         interpret=interpret,
         kernel_name=x.name,
         **(in_shapes(x.shape, *(None for v in x.vectors if v is not None)) if is_open else {}),
@@ -757,8 +769,8 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
                 at_once = 128 // _row_lanes(n, size) if n <= _NARROW else 1
                 height = max(2048 // n // at_once, 1) * at_once
                 config = config._replace(height=height)
-    if config.spans:
-        why_not = "of another axis than the last" if inner > 1 else _norms_spans.Plan(problem, config).why_not()
+    if config.spans and inner == 1:
+        why_not = _norms_spans.Plan(problem, config).why_not()
         if why_not:
             raise ValueError(f"{name}: no spans: {why_not}")
         return _norms_spans.kernel(problem, config, interpret)
