@@ -9,7 +9,8 @@ and lanes store what is left at both ends.
 
 The engine copies a number of bytes that is known when the kernel is compiled: near the end of the
 array a span begins earlier than it has to, and elements behind the last whole piece of the array
-are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes.
+are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes. Of an array that begins
+elsewhere than at a multiple of 16 bytes lanes copy all, many elements at a time.
 
 Statistics are made part by part, the last of which alone has a mask."""
 
@@ -23,17 +24,17 @@ from pallas_mgpu._caches import cached
 from ._common import SMEM_BYTES, overlap_launches, unaligned
 
 _LANES = 128
-_HELD = 4096  # elements of a tile that registers hold
+_COPIED = 2048  # elements that lanes copy at a time
 
 
 class Span:
     """Where spans of `count` elements lie in a flat array, and in the buffer they are copied to."""
 
-    def __init__(self, total, count, pitch, itemsize):
-        """pitch: spans start at multiples of it."""
+    def __init__(self, total, count, pitch, itemsize, engine=True):
+        """pitch: spans start at multiples of it; engine: does the bulk engine copy them?"""
         self.total, self.count = total, count
         self.piece = 16 // itemsize
-        self.exact = pitch % self.piece == 0
+        self.engine, self.exact = engine, pitch % self.piece == 0 or not engine
         most = count if self.exact else count + self.piece - 1
         self.room = pl.cdiv(most, self.piece) * self.piece
         self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
@@ -41,6 +42,8 @@ class Span:
 
     def base(self, start):
         """The first element of the buffer that has the span from `start` on."""
+        if not self.engine:
+            return start
         found = start if self.exact else start // self.piece * self.piece
         return pl.multiple_of(jnp.clip(found, 0, self.top), self.piece)
 
@@ -65,8 +68,8 @@ class Plan:
         total, count = self.outer * self.n, self.height * self.width
         # what every start is a multiple of
         pitch = self.n * (self.height if self.height < self.outer else 1)
-        self.x = Span(total, count, pitch, x.dtype.itemsize)
-        self.o = Span(total, count, pitch, x.out_dtype.itemsize)
+        self.x = Span(total, count, pitch, x.dtype.itemsize, cfg.staged)
+        self.o = Span(total, count, pitch, x.out_dtype.itemsize, cfg.staged)
         self.full_tiles = self.outer % self.height == 0
         self.tiles = pl.cdiv(self.outer, self.height)
         # a warp has a row, or the warps share it
@@ -109,7 +112,7 @@ class Plan:
         if self.cluster > 1:
             found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
             found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster)
-        return found | {"full": plgpu.Barrier()}
+        return found | ({"full": plgpu.Barrier()} if self.x.engine else {})
 
 
 def _shared_powers(n, most):
@@ -197,6 +200,10 @@ class Block:
 
     def load(self):
         span = self.plan.x
+        if not span.engine:
+            self.copy_elements(self.x, self.start, self.x_smem, 0)
+            plgpu.commit_smem()
+            return
         buffer = self.x_smem.at[pl.ds(0, span.room)]
         plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.base, span.room)], buffer, self.full)
         if span.rest:
@@ -288,6 +295,9 @@ class Block:
 
     def store(self):
         p = self.plan
+        if not p.o.engine:
+            self.copy_elements(self.o_smem, 0, self.o, self.start)
+            return
         if p.cluster > 1 and p.last != p.width:
             pl.when(self.rank < p.cluster - 1)(lambda: self.store_whole(p.width))
             pl.when(self.rank == p.cluster - 1)(lambda: self.store_whole(p.last))
@@ -296,7 +306,9 @@ class Block:
         else:
             full = self.first <= p.outer - p.height
             pl.when(full)(lambda: self.store_whole(p.o.count))
-            pl.when(jnp.logical_not(full))(self.store_rows)
+            shift = self.start - self.o_base
+            rest = functools.partial(self.copy_elements, self.o_smem, shift, self.o, self.start)
+            pl.when(jnp.logical_not(full))(rest)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def store_whole(self, count):
@@ -322,15 +334,20 @@ class Block:
         value = pl.load(self.o_smem, pl.ds(start - self.o_base, _LANES), mask=keep, other=0.0)
         pl.store(self.o, pl.ds(start, _LANES), value, mask=keep)
 
-    def store_rows(self):
-        """The rows of the last tile, fewer than others have."""
+    def copy_elements(self, source, at, target, to):
+        """Lanes copy what the tile has."""
         p = self.plan
-        count = (p.outer - self.first) * p.n
+        count = self.mine
+        if p.height > 1:
+            count = jnp.minimum(p.outer - self.first, p.height) * p.n
+        index = plgpu.layout_cast(jnp.arange(_COPIED), plgpu.Layout.WG_STRIDED((_COPIED,), 1))
 
         def some(i, _):
-            self.store_elements(self.start + i * _LANES, count - i * _LANES)
+            keep = index < count - i * _COPIED
+            here, there = (pl.ds(unaligned(v) + i * _COPIED, _COPIED) for v in (at, to))
+            pl.store(target, there, pl.load(source, here, mask=keep, other=0.0), mask=keep)
 
-        lax.fori_loop(0, pl.cdiv(count, _LANES), some, None)
+        lax.fori_loop(0, pl.cdiv(p.height * p.width, _COPIED), some, None)
 
 
 @cached
