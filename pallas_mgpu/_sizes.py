@@ -265,6 +265,11 @@ def _unknown(x):
     return f"plgpu.dim: no argument has the size {x.name}; name it in in_shapes= of the kernel"
 
 
+def least(x):
+    """The least that an int or a size can be."""
+    return x.least if isinstance(x, Dim) else x
+
+
 def most(x):
     """The most that an int or a size can be."""
     return x.most if isinstance(x, Dim) else x

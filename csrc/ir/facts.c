@@ -516,3 +516,19 @@ bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
   *hi = s.hi;
   return s.lo > all.lo || s.hi < all.hi || pm_dtypes[t->dtype].bits < 32;
 }
+
+bool pm_ends_inside(const pm_graph *g, pm_val v, uint32_t size, int64_t count) {
+  pm_op o;
+  for (int budget = BUDGET; budget && defined_by(g, v, &o); budget--) {
+    if (o.code == PM_OP_SIZE) {
+      const pm_size *s = &g->sizes.at[g->attrs.at[o.attr]];
+      if (s->how != PM_SIZE_SUB || s->a != size) return false;
+      const pm_size *less = &g->sizes.at[s->b];
+      return less->how == PM_SIZE_NUMBER && less->a >= count;
+    }
+    if (o.code == PM_OP_MIN && pm_ends_inside(g, operand(g, &o, 0), size, count)) return true;
+    if (o.code != PM_OP_MIN && o.code != PM_OP_MULTIPLE_OF) return false;
+    v = operand(g, &o, o.code == PM_OP_MIN);
+  }
+  return false;
+}

@@ -438,6 +438,8 @@ int64_t pm_grid_size(const pm_graph *g);
 bool pm_shares_grid(const pm_graph *g);
 /* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
+/* Is v at most a size of the call minus `count`, because it is a minimum of that (jnp.clip)? */
+bool pm_ends_inside(const pm_graph *g, pm_val v, uint32_t size, int64_t count);
 /* Bounds of all elements of an int array, at the least those of its dtype; false: of others. */
 bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
 /* The same of the bools that a comparison of int arrays gives: 0 to 0, 1 to 1 or 0 to 1; false: the

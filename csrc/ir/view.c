@@ -577,6 +577,18 @@ bool pm_view_start_range(const pm_graph *g, const pm_view *v, uint32_t dim, int6
   return true;
 }
 
+/* Does the view begin so far before the end of a dim that is a size of the call? */
+static bool ends_inside(const pm_graph *g, const pm_view *v, uint32_t dim, int64_t extent) {
+  pm_val start = 0;
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    if (v->start_term[k].dim != dim) continue;
+    if (start || v->start_term[k].mul != 1) return false;
+    start = v->start_term[k].val;
+  }
+  const uint32_t size = v->base_extent[dim];
+  return size && start && pm_ends_inside(g, start, size, extent + v->start[dim]);
+}
+
 bool pm_view_in_bounds(const pm_graph *g, const pm_view *v) {
   int64_t extent[PM_MAX_RANK], lo, hi;
   for (uint32_t d = 0; d < v->base_rank; d++) extent[d] = 1;
@@ -584,8 +596,8 @@ bool pm_view_in_bounds(const pm_graph *g, const pm_view *v) {
     if (v->dim[k].base_dim >= 0) extent[v->dim[k].base_dim] = pm_view_extent(&v->dim[k]);
   }
   for (uint32_t d = 0; d < v->base_rank; d++) {
-    if (!pm_view_start_range(g, v, d, &lo, &hi)) return false;
-    if (lo < 0 || hi + extent[d] > v->base_shape[d]) return false;
+    if (!pm_view_start_range(g, v, d, &lo, &hi) || lo < 0) return false;
+    if (hi + extent[d] > v->base_shape[d] && !ends_inside(g, v, d, extent[d])) return false;
   }
   return true;
 }

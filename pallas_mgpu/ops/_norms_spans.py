@@ -17,11 +17,12 @@ Statistics are made part by part, the last of which alone has a mask."""
 import functools
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import SMEM_BYTES, overlap_launches, unaligned
+from ._open_rows import in_shapes
 
 _LANES = 128
 _COPIED = 2048  # elements that lanes copy at a time
@@ -36,9 +37,12 @@ class Span:
         self.piece = 16 // itemsize
         self.engine, self.exact = engine, pitch % self.piece == 0 or not engine
         most = count if self.exact else count + self.piece - 1
-        self.room = pl.cdiv(most, self.piece) * self.piece
+        whole = _sizes.least(total) // self.piece  # pieces of the array
+        self.room = min(pl.cdiv(most, self.piece), whole) * self.piece
+        self.buffer = max(self.room, count) + self.piece  # elements
         self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
-        self.rest = total - self.top - self.room  # elements that the engine does not reach
+        # elements behind that, which the engine does not reach
+        self.rest = total - self.top - self.room if engine else 0
 
     def base(self, start):
         """The first element of the buffer that has the span from `start` on."""
@@ -55,22 +59,22 @@ class Span:
 class Plan:
     """Numbers that follow from the shape and the configuration."""
 
-    def __init__(self, x, cfg):
-        """x: a Problem of norms.py."""
+    def __init__(self, x, total, cfg):
+        """x: a Problem of norms.py; total: elements of the array, perhaps a size of the call."""
         self.outer, self.n, _ = x.extents
-        self.height, self.cluster = min(cfg.height, self.outer), cfg.cluster
+        self.total, self.height, self.cluster = total, cfg.height, cfg.cluster
         size = max(x.dtype.itemsize, x.out_dtype.itemsize)
         pieces = 16 // min(x.dtype.itemsize, x.out_dtype.itemsize)
         self.width = self.n
         if self.cluster > 1:
             self.width = pl.cdiv(pl.cdiv(self.n, self.cluster), pieces) * pieces
         self.last = self.n - (self.cluster - 1) * self.width  # elements of the last segment
-        total, count = self.outer * self.n, self.height * self.width
-        # what every start is a multiple of
-        pitch = self.n * (self.height if self.height < self.outer else 1)
+        count = self.height * self.width
+        pitch = self.height * self.n  # what every start is a multiple of
         self.x = Span(total, count, pitch, x.dtype.itemsize, cfg.staged)
         self.o = Span(total, count, pitch, x.out_dtype.itemsize, cfg.staged)
-        self.full_tiles = self.outer % self.height == 0
+        over = self.outer % self.height
+        self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.tiles = pl.cdiv(self.outer, self.height)
         # a warp has a row, or the warps share it
         of_row = 32 if self.height % 4 == 0 else _LANES
@@ -91,24 +95,24 @@ class Plan:
 
     def why_not(self):
         """What is wrong, or None."""
-        if self.x.top < 0 or self.o.top < 0:
-            return "the array has less elements than a tile"
+        if self.x.engine and not (self.x.room and self.o.room):
+            return "the array has less than 16 bytes"
         if self.last <= 0:
             return "a segment of a row would be empty"
-        if self.x.total > 2**31 - 1:
-            return "the array has more than 2**31 - 1 elements"
+        if _sizes.most(self.total) > _sizes.MOST:
+            return f"the array has more than {_sizes.MOST} elements"
         if self.smem_bytes() > SMEM_BYTES - 2048:
             return f"a tile takes {self.smem_bytes()} bytes of shared memory"
         return None
 
     def smem_bytes(self):
         spans = {self.x.piece: self.x, self.o.piece: self.o}.values()
-        return sum(16 * (s.room // s.piece + 1) for s in spans)
+        return sum(16 * s.buffer // s.piece for s in spans)
 
     def scratch(self, x):
-        found = {"x_smem": plgpu.SMEM((self.x.room + self.x.piece,), x.dtype)}
+        found = {"x_smem": plgpu.SMEM((self.x.buffer,), x.dtype)}
         if x.dtype != x.out_dtype:
-            found["o_smem"] = plgpu.SMEM((self.o.room + self.o.piece,), x.out_dtype)
+            found["o_smem"] = plgpu.SMEM((self.o.buffer,), x.out_dtype)
         if self.cluster > 1:
             found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
             found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster)
@@ -206,7 +210,7 @@ class Block:
             return
         buffer = self.x_smem.at[pl.ds(0, span.room)]
         plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.base, span.room)], buffer, self.full)
-        if span.rest:
+        if isinstance(span.rest, plgpu.Dim) or span.rest:
 
             @pl.when(self.base == span.top)
             def _():
@@ -304,11 +308,13 @@ class Block:
         elif p.full_tiles:
             self.store_whole(p.o.count)
         else:
-            full = self.first <= p.outer - p.height
-            pl.when(full)(lambda: self.store_whole(p.o.count))
-            shift = self.start - self.o_base
+            shift, full = self.start - self.o_base, self.first <= p.outer - p.height
             rest = functools.partial(self.copy_elements, self.o_smem, shift, self.o, self.start)
-            pl.when(jnp.logical_not(full))(rest)
+            if _sizes.most(p.outer) < p.height:
+                rest()
+            else:
+                pl.when(full)(lambda: self.store_whole(p.o.count))
+                pl.when(jnp.logical_not(full))(rest)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def store_whole(self, count):
@@ -318,10 +324,12 @@ class Block:
         begin = self.start
         if not span.exact:
             begin = (self.start + (span.piece - 1)) // span.piece * span.piece
-        begin = pl.multiple_of(jnp.clip(begin, 0, (span.total - inner) // span.piece * span.piece), span.piece)
         if inner:
-            here = pl.multiple_of(jnp.clip(begin - self.o_base, 0, span.room - inner), span.piece)
-            plgpu.copy_smem_to_gmem(self.o_smem.at[pl.ds(here, inner)], self.o.at[pl.ds(begin, inner)])
+            begin = jnp.clip(begin, 0, span.total - inner)  # known to lie inside
+            begin = pl.multiple_of(begin, span.piece)
+            here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
+            source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
+            plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, inner)])
         if inner < count:
             if not span.exact:
                 self.store_elements(self.start, begin - self.start)
@@ -351,14 +359,16 @@ class Block:
 
 
 @cached
-def kernel(x, cfg, interpret):
-    """x: a Problem of norms.py; cfg: a NormConfig."""
-    p = Plan(x, cfg)
-    flat = (p.outer * p.n,)
+def kernel(x, total, cfg, interpret):
+    """x, total, cfg: of Plan. If `total` is a size of the call, the arrays have one dimension."""
+    p, is_open = Plan(x, total, cfg), _sizes.is_open((total,))
+    shape = (total,) if is_open else x.shape
 
     def body(source, *refs, **scratch):
         overlap_launches()
-        ends = [ref.reshape(flat) for ref in (source, refs[-1])]
+        ends = source, refs[-1]
+        if not is_open:
+            ends = [ref.reshape((total,)) for ref in ends]
         given = dict(x=ends[0], o=ends[1], vectors=x.given(refs), o_smem=scratch["x_smem"])
         Block(x, p, given | scratch).run()
 
@@ -369,7 +379,7 @@ def kernel(x, cfg, interpret):
     clusters = dict(cluster=(p.cluster,), cluster_names=("c",)) if p.cluster > 1 else {}
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct(x.shape, x.out_dtype),
+        out_type=plgpu.ShapeDtypeStruct(shape, x.out_dtype),
         scratch_types=p.scratch(x),
         grid=(p.tiles,),
         grid_names=("tile",),
@@ -377,4 +387,5 @@ def kernel(x, cfg, interpret):
         compiler_params=params,
         interpret=interpret,
         kernel_name=x.name,
+        **in_shapes(shape, *(None for v in x.vectors if v is not None)),
     )

@@ -770,10 +770,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
                 height = max(2048 // n // at_once, 1) * at_once
                 config = config._replace(height=height)
     if config.spans and inner == 1:
-        why_not = _norms_spans.Plan(problem, config).why_not()
+        total = outer * n
+        why_not = _norms_spans.Plan(problem, total, config).why_not()
         if why_not:
             raise ValueError(f"{name}: no spans: {why_not}")
-        return _norms_spans.kernel(problem, config, interpret)
+        return _norms_spans.kernel(problem, total, config, interpret)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
     ring = config.ring, config.consumers, config.programs or sms, config.unroll, config.stream
