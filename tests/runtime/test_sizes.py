@@ -197,6 +197,36 @@ def test_copies_that_the_lanes_do_end_where_the_array_ends(interpret, width):
 
 
 @BOTH
+@pytest.mark.parametrize("clipped, engine", [(128, "bulk"), (120, "tma")])
+def test_copies_that_are_clipped_to_the_end_lie_inside(interpret, clipped, engine):
+    """The last block of an array of any size ends with it: known to the bulk engine if the clip
+    leaves room for the whole copy."""
+    size = plgpu.dim("size", min=128, multiple_of=8)
+
+    def body(x, o, smem, full):
+        i = lax.axis_index("i")
+        start = pl.multiple_of(jnp.clip(i * 128, 0, size - clipped), 8)
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(start, 128)], smem, full)
+        plgpu.barrier_wait(full)
+        plgpu.copy_smem_to_gmem(smem, o.at[pl.ds(start, 128)])
+
+    f = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((size,), F32),
+        in_shapes=((size,),),
+        grid=(pl.cdiv(size, 128),),
+        grid_names=("i",),
+        scratch_types=[plgpu.SMEM((128,), F32), plgpu.Barrier()],
+        interpret=interpret,
+    )
+    for n in (128, 136, 640, 1000):
+        x = np.arange(n, dtype=F32)
+        assert np.array_equal(f(x), x)
+    text = f.lower(x).as_text("graph")
+    assert text.count(f"engine = {engine}") == 2
+
+
+@BOTH
 def test_accesses_out_of_bounds_are_found_at_the_size_of_the_call(interpret):
     def body(x, o):
         i = lax.axis_index("i") + 5
