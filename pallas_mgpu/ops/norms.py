@@ -35,7 +35,7 @@ from pallas_mgpu._caches import cached
 from .._names import show
 from . import _norms_ring, _norms_spans
 from ._common import SMS, overlap_launches, unaligned
-from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
+from ._open_rows import ANY_ROWS, Reshaped, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
@@ -758,8 +758,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             f"{name}: clusters of blocks, which {gpu['name']} lacks; use a NormConfig with cluster"
             " 1, or no config"
         )
-    if default and x.ndim == 2 and axes == 1 and inner == 1:
-        kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
+    one_program = default and x.ndim == 2 and axes == 1 and inner == 1  # for any number of rows
+    kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
+    if config.spans and inner == 1:
+        return _by_spans(problem, config, kind if one_program else None, interpret)
+    if one_program:
         # a ring has a row for every block, and another configuration serves fewer rows
         edges = (_RING_ROWS * sms - 1, ANY_ROWS[1]) if config.ring else ANY_ROWS
         rows, _ = rows_of((*kind, bool(config.ring)), outer, edges)
@@ -769,24 +772,47 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
                 at_once = 128 // _row_lanes(n, size) if n <= _NARROW else 1
                 height = max(2048 // n // at_once, 1) * at_once
                 config = config._replace(height=height)
-    if config.spans and inner == 1:
-        total = outer * n
-        why_not = _norms_spans.Plan(problem, total, config).why_not()
-        if why_not:
-            raise ValueError(f"{name}: no spans: {why_not}")
-        return _norms_spans.kernel(problem, total, config, interpret)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
+    return _by_ring(problem, config, default, sms, interpret)
+
+
+def _by_spans(problem, config, kind, interpret):
+    """The kernel of spans. kind: what distinguishes programs but the number of rows; None: this one
+    serves no other."""
+    outer, n, _ = problem.extents
+    why_not = _norms_spans.Plan(problem, outer * n, config).why_not()
+    if why_not:
+        raise ValueError(f"{problem.name}: no spans for {problem.shape}: {why_not}; got {config}")
+
+    def alone():
+        return _norms_spans.kernel(problem, outer * n, config, interpret)
+
+    # the engine copies a number of bytes that fewer rows may not have
+    fewest = config.height + pl.cdiv(16, n)
+    edges = fewest, min(ANY_ROWS[1], _sizes.MOST // n)
+    if kind is None or rows_of((*kind, "spans"), outer, edges)[0] is outer:
+        return alone()
+    total = plgpu.dim("E", min=(fewest + 1) * n, max=edges[1] * n, multiple_of=n)
+    of_any = problem._replace(shape=(total // n, n))
+    kernel = _norms_spans.kernel(of_any, total, config, interpret)
+    given = (outer * n,), *(None for v in problem.vectors if v is not None)
+    return Reshaped(kernel, alone, given, [((outer * n,), problem.shape)])
+
+
+def _by_ring(problem, config, default, sms, interpret):
+    name, n, in_place = problem.name, problem.extents[1], problem.dtype == problem.out_dtype
     ring = config.ring, config.consumers, config.programs or sms, config.unroll, config.stream
     if default:  # where there is room
         streams = *ring[:4], True
         ring = ring if _norms_ring.KernelPlan(problem, streams).why_not() else streams
     why_not = _norms_ring.KernelPlan(problem, ring).why_not()
     if not in_place:
-        why_not = f"the result must have the dtype of x, {x.dtype}"
+        why_not = f"the result must have the dtype of x, {problem.dtype}"
     if why_not:
         raise ValueError(
-            f"{name}: no ring for rows of {n} elements: {why_not}; got {config} and {out_dtype}"
+            f"{name}: no ring for rows of {n} elements: {why_not}; got {config} and"
+            f" {problem.out_dtype}"
         )
     return _norms_ring.kernel(problem, ring, interpret)
 
