@@ -15,6 +15,7 @@ elsewhere than at a multiple of 16 bytes lanes copy all, many elements at a time
 Statistics are made part by part, the last of which alone has a mask."""
 
 import functools
+import math
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _sizes, lax, pl
@@ -76,10 +77,12 @@ class Plan:
         over = self.outer % self.height
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.tiles = pl.cdiv(self.outer, self.height)
-        # a warp has a row, or the warps share it
-        of_row = 32 if self.height % 4 == 0 else _LANES
-        self.vector = max(_shared_powers(self.n, 16 // size), 4 // size)
-        self.grain = grain = of_row * self.vector
+        # a warp has a row, or several short ones, or the warps share it
+        self.vector = v = max(math.gcd(self.n, 16 // size), 4 // size)
+        of_row = row_lanes(self.n, v)
+        if self.height % (_LANES // of_row):
+            of_row = _LANES
+        grain = of_row * v
         part = pl.cdiv(cfg.part or self.width, grain) * grain
         self.part, self.parts = part, pl.cdiv(self.width, part)
         # parts without a mask; of a row in registers there is one part
@@ -87,11 +90,7 @@ class Plan:
         if self.parts == 1:
             self.whole = 0
         self.even = self.parts * part == self.width == self.last  # no mask at all
-        v = self.vector
-        if of_row == 32:
-            self.layout = _tiled(((4, 32 * v), (v,)), -3, (-2,))
-        else:
-            self.layout = _tiled(((_LANES * v,), (32 * v,), (v,)), -3, (-2,))
+        self.layout = row_layout(of_row, v)
 
     def why_not(self):
         """What is wrong, or None."""
@@ -119,13 +118,23 @@ class Plan:
         return found | ({"full": plgpu.Barrier()} if self.x.engine else {})
 
 
-def _shared_powers(n, most):
-    """The largest power of two up to `most` that divides n."""
-    return min(n & -n, most)
+def row_lanes(n, vector):
+    """Lanes of a warp that share a short row."""
+    return min(32, pl.next_power_of_2(pl.cdiv(n, vector)))
 
 
-def _tiled(tiles, warps, lanes):
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
+def row_layout(lanes, vector):
+    """Rows of which so many lanes have a vector at a time: those of a warp or fewer, or all."""
+    rows, width = 32 // lanes, lanes * vector
+    if lanes > 32:
+        tiles, warps, of_warp = ((width,), (width // 4,), (vector,)), -3, (-2,)
+    elif rows == 1:
+        tiles, warps, of_warp = ((4, width), (vector,)), -3, (-2,)
+    elif lanes == 1:
+        tiles, warps, of_warp = ((128, width), (32, width)), -4, (-2,)
+    else:
+        tiles, warps, of_warp = ((4 * rows, width), (rows, width), (vector,)), -5, (-3, -2)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), of_warp, -1)
 
 
 class Tile:
@@ -288,7 +297,11 @@ class Block:
             start = self.offset + k * p.part
             at = pl.ds(start if aligned else unaligned(start), p.part)
             if masked and not p.even:
-                w = pl.load(ref, at, mask=jnp.arange(p.part) < self.mine - k * p.part, other=0.0)
+                index = jnp.arange(p.part)
+                if p.height == p.part:  # not the index of rows, whose layout is another one
+                    layout = p.layout.reduce(0)
+                    index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=layout)
+                w = pl.load(ref, at, mask=index < self.mine - k * p.part, other=0.0)
             else:
                 w = ref[at]
             w = lax.broadcast_in_dim(w.astype(jnp.float32), (p.height, p.part), [1])

@@ -260,21 +260,11 @@ def _layout(columns, n, itemsize):
     every fourth row of 64. Rows: a warp has short rows, several at once of those shorter than its
     lanes reach; the four warps share long ones. A lane has vectors that any row is aligned to, or
     pairs."""
-    vector = _vector(n, itemsize)
     if columns:
-        tiles, warps, lanes = ((4, _COLUMNS), (2,)), -3, (-2,)
-    elif n > _SHORT:
-        tiles, warps, lanes = ((128 * vector,), (32 * vector,), (vector,)), -3, (-2,)
-    else:
-        of_row = _row_lanes(n, itemsize)
-        rows, width = 32 // of_row, of_row * vector
-        if rows == 1:
-            tiles, warps, lanes = ((4, width), (vector,)), -3, (-2,)
-        elif of_row == 1:
-            tiles, warps, lanes = ((128, width), (32, width)), -4, (-2,)
-        else:
-            tiles, warps, lanes = ((4 * rows, width), (rows, width), (vector,)), -5, (-3, -2)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
+        tiling = plgpu.Tiling(((4, _COLUMNS), (2,)))
+        return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
+    lanes = 128 if n > _SHORT else _row_lanes(n, itemsize)
+    return _norms_spans.row_layout(lanes, _vector(n, itemsize))
 
 
 def _is_narrow(n, height, itemsize):
@@ -302,8 +292,7 @@ def _vector(n, itemsize):
 
 
 def _row_lanes(n, itemsize):
-    """Lanes of a warp that share a short row."""
-    return min(32, pl.next_power_of_2(pl.cdiv(n, _vector(n, itemsize))))
+    return _norms_spans.row_lanes(n, _vector(n, itemsize))
 
 
 def _in_boxes(n, width, itemsize):
