@@ -1,0 +1,86 @@
+"""Norms of rows that begin anywhere (ops/_norms_spans.py): pieces of 16 bytes that rows share with
+their neighbours, the end of the array, tiles of several rows, segments of a cluster."""
+
+
+import numpy as np
+import pytest
+from test_ops_norms import BF16, F16, F32, FUNCTIONS, arrays, check, no_warnings
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core
+from pallas_mgpu.ops import NormConfig, _open_rows, layer_norm, rms_norm, softmax
+
+pytestmark = pytest.mark.covering(1, share=True)
+
+__all__ = ["no_warnings"]  # a fixture
+
+
+def spans(height=1, cluster=1, part=0, staged=True):
+    return NormConfig(height, cluster, part, staged, spans=True)
+
+
+CASES = [
+    ((5, 777), BF16, spans()),
+    ((9, 777), BF16, spans(4)),  # the last tile has one row
+    ((3, 777), F32, spans(8)),  # all rows together are less than a tile
+    ((37, 9), F16, spans(64)),  # several rows for each warp, among them some that are not there
+    ((130, 3), BF16, spans(128)),
+    ((16, 10), F16, spans(16)),  # as many rows as columns
+    ((7, 300), BF16, spans(3)),  # warps share each row
+    ((3, 5003), BF16, spans(part=1024)),
+    ((3, 5000), BF16, spans(part=1024)),  # every row begins at a multiple of 16 bytes
+    ((3, 12801), BF16, spans(1, 4, 1024)),
+    ((2, 3001), F32, spans(1, 2, 512)),
+    ((1, 5001), F16, spans(1, 2, 1024)),  # no room for a piece behind the row
+    ((1, 9), BF16, spans()),
+    ((9, 777), BF16, spans(4, staged=False)),  # lanes copy
+    ((3, 5001), F32, spans(1, 2, 1024, staged=False)),
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape, dtype, config", CASES, ids=str)
+def test_rows_that_begin_anywhere(run, rng, name, shape, dtype, config):
+    check(run, name, arrays(rng, name, shape, dtype), config=config)
+
+
+@pytest.mark.parametrize("shape, config", [((5, 777), spans(4)), ((3, 5001), spans(1, 2, 1024))])
+@pytest.mark.parametrize("dtype, out_dtype", [(F32, BF16), (BF16, F32)], ids=str)
+def test_results_of_another_dtype(run, rng, shape, config, dtype, out_dtype):
+    given = arrays(rng, "rms_norm", shape, dtype)
+    check(run, "rms_norm", given, config=config, out_dtype=out_dtype)
+
+
+def test_in_place_and_without_races(rng):
+    """Pieces at the ends of a span belong to its neighbours, too, which may have been written."""
+    x, w = arrays(rng, "rms_norm", (5, 2051))
+    config = spans(1, 2, 512)
+    params = plgpu.InterpretParams(detect_races=True, detect_uninitialized=True, seeds=2)
+    want = rms_norm(x, w, config=config, interpret=params)
+    given = x.copy()
+    assert rms_norm(given, w, config=config, out=given, interpret=True) is given
+    np.testing.assert_array_equal(given, want)
+
+
+def test_a_row_has_the_same_bits_wherever_it_begins(rng):
+    x = arrays(rng, "softmax", (1, 777))[0]
+    given = np.repeat(x, 9, axis=0)
+    for config in (spans(), spans(4), spans(4, staged=False)):
+        got = softmax(given, config=config, interpret=True)
+        assert all(row.tobytes() == got[0].tobytes() for row in got)
+        assert softmax(x, config=config, interpret=True).tobytes() == got[0].tobytes()
+
+
+@pytest.mark.parametrize("config", [spans(), spans(1, 2, 256), spans(4)], ids=str)
+def test_special_values(rng, config):
+    x = rng.standard_normal((5, 1001)).astype(F32) * 100 + 1000
+    x[0, :900] = -np.inf
+    x[1, 700] = np.nan
+    x[2] = -np.inf
+    x[3, 5] = np.inf
+    got = softmax(x, config=config, interpret=True)
+    assert np.isnan(got[1:4]).all(axis=1).tolist() == [True, True, True]
+    assert (got[0, :900] == 0).all()
+    for row in (0, 4):
+        e = np.exp(x[row].astype(np.float64) - x[row].max())
+        np.testing.assert_allclose(got[row], e / e.sum(), rtol=1e-5, atol=1e-30)
