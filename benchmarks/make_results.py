@@ -55,6 +55,7 @@ SECTIONS = {
     "bench_prefill": "Attention: prefill",
     "bench_decode": "Attention: decoding",
     "bench_norms": "Softmax and norms",
+    "bench_norm_shapes": "Softmax and norms of many shapes",
     "bench_sample": "Sampling",
     "bench_training": "Training",
     "bench_distributed": "Several GPUs",
