@@ -1,18 +1,25 @@
-"""Rows for norms.py that do not begin at multiples of 16 bytes, or that warps do not share evenly.
+"""Rows for norms.py that pass through SMEM as spans of a flat array, and so may begin anywhere.
 
-The array is seen as one dimension. A tile, of rows or of a segment of one, is a span of it, whose
-first and last bytes may lie inside a piece of 16 bytes that it shares with its neighbours. The bulk
-engine brings all pieces that the span touches to SMEM, where the lanes read the rows at whatever
-start they have, 4 bytes of a lane beside those of the next, so that no banks conflict. Results take
-the place of what was read. The pieces that lie in the span as a whole leave by the bulk engine,
-and lanes store what is left at both ends.
+A span, a row or a segment of one, or several short rows, has first and last bytes that may lie
+inside a piece of 16 bytes that it shares with its neighbours. The bulk engine brings all pieces that
+the span touches to SMEM. Results take the place of what was read. The pieces that lie in the span as
+a whole leave by the bulk engine, and lanes store what is left at both ends.
 
 The engine copies a number of bytes that is known when the kernel is compiled: near the end of the
 array a span begins earlier than it has to, and elements behind the last whole piece of the array
 are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes. Of an array that begins
 elsewhere than at a multiple of 16 bytes lanes copy all, many elements at a time.
 
-Statistics are made part by part, the last of which alone has a mask."""
+Short rows are one tile (height, n), read at whatever start they have: 4 bytes of a lane beside those
+of the next, so that no banks conflict. Long rows, or their segments, go by in parts from the piece
+on in which they begin, 16 bytes for each lane; the first and the last part alone have a mask. There
+the block has several rows, one after the other, and reads weight and bias once for all of them, from
+SMEM. Where a row begins inside a piece, its results are made from 4 bytes for each lane again, as
+weights lie otherwise than the row.
+
+Blocks of a cluster send each other the statistics of their segments by asynchronous stores, which
+nobody waits for but the receiver. No lane reads what another lane has written but behind
+commit_smem, so there are no other barriers between lanes."""
 
 import functools
 import math
@@ -25,6 +32,7 @@ from pallas_mgpu._caches import cached
 from ._common import SMEM_BYTES, overlap_launches, unaligned
 from ._open_rows import in_shapes
 
+SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
 _COPIED = 2048  # elements that lanes copy at a time
 
@@ -34,13 +42,13 @@ class Span:
 
     def __init__(self, total, count, pitch, itemsize, engine=True):
         """pitch: spans start at multiples of it; engine: does the bulk engine copy them?"""
-        self.total, self.count = total, count
+        self.total, self.count, self.engine = total, count, engine
         self.piece = 16 // itemsize
-        self.engine, self.exact = engine, pitch % self.piece == 0 or not engine
+        self.exact = pitch % self.piece == 0 or not engine
         most = count if self.exact else count + self.piece - 1
         whole = _sizes.least(total) // self.piece  # pieces of the array
         self.room = min(pl.cdiv(most, self.piece), whole) * self.piece
-        self.buffer = max(self.room, count) + self.piece  # elements
+        self.buffer = max(pl.cdiv(count, self.piece) * self.piece, self.room) + self.piece
         self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
         # elements behind that, which the engine does not reach
         self.rest = total - self.top - self.room if engine else 0
@@ -56,41 +64,77 @@ class Span:
         """Elements of whole pieces that lie in every span of so many elements."""
         return (count if self.exact else max(count - self.piece + 1, 0)) // self.piece * self.piece
 
+    def load(self, source, base, buffer, full):
+        """Starts the copy of a span to the buffer, by the engine."""
+        here = pl.ds(base, self.room)
+        plgpu.copy_gmem_to_smem(source.at[here], buffer.at[pl.ds(0, self.room)], full)
+        if isinstance(self.rest, plgpu.Dim) or self.rest:
+
+            @pl.when(base == self.top)
+            def _():
+                keep, behind = jnp.arange(_LANES) < self.rest, self.top + self.room
+                value = pl.load(source, pl.ds(behind, _LANES), mask=keep, other=0.0)
+                pl.store(buffer, pl.ds(self.room, _LANES), value, mask=keep)
+                plgpu.commit_smem()
+
 
 class Plan:
     """Numbers that follow from the shape and the configuration."""
 
     def __init__(self, x, total, cfg):
         """x: a Problem of norms.py; total: elements of the array, perhaps a size of the call."""
+        self.problem, self.total, self.cluster = x, total, cfg.cluster
         self.outer, self.n, _ = x.extents
-        self.total, self.height, self.cluster = total, cfg.height, cfg.cluster
-        size = max(x.dtype.itemsize, x.out_dtype.itemsize)
-        pieces = 16 // min(x.dtype.itemsize, x.out_dtype.itemsize)
+        self.joint = self.n <= SHORT and cfg.cluster == 1  # is a tile of several rows one span?
+        # rows of a span, and spans of a block
+        self.height, self.rows = (cfg.height, 1) if self.joint else (1, cfg.height)
+        vectors = [v for v in x.vectors if v is not None]
+        sizes = [x.dtype.itemsize, x.out_dtype.itemsize]
         self.width = self.n
         if self.cluster > 1:
+            pieces = 16 // min(*sizes, *(v.itemsize for v in vectors))
             self.width = pl.cdiv(pl.cdiv(self.n, self.cluster), pieces) * pieces
         self.last = self.n - (self.cluster - 1) * self.width  # elements of the last segment
-        count = self.height * self.width
-        pitch = self.height * self.n  # what every start is a multiple of
-        self.x = Span(total, count, pitch, x.dtype.itemsize, cfg.staged)
-        self.o = Span(total, count, pitch, x.out_dtype.itemsize, cfg.staged)
-        over = self.outer % self.height
+        count, pitch = self.height * self.width, self.height * self.n
+        self.x, self.o = (Span(total, count, pitch, size, cfg.staged) for size in sizes)
+        self.tiles = pl.cdiv(self.outer, self.height * self.rows)
+        over = self.outer % (self.height * self.rows)
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
-        self.tiles = pl.cdiv(self.outer, self.height)
-        # a warp has a row, or several short ones, or the warps share it
-        self.vector = v = max(math.gcd(self.n, 16 // size), 4 // size)
-        of_row = row_lanes(self.n, v)
+        self.divide(cfg, max(sizes))
+        # weight and bias come through SMEM, by number, where there are several parts
+        self.streamed = {}
+        if self.parts > 1 and cfg.staged:
+            aligned = [i for i, v in enumerate(x.vectors) if v is not None and x.aligned[1 + i]]
+            pitch = self.width if self.cluster > 1 else 0
+            for i in aligned:
+                size = x.vectors[i].itemsize
+                if self.n * size >= 16:
+                    self.streamed[i] = Span(self.n, self.width, pitch, size)
+
+    def divide(self, cfg, size):
+        """The parts of a row."""
+        piece = 16 // size
+        exact = self.x.exact and self.o.exact
+        self.pieces = not self.joint and self.x.engine and 0 < cfg.part < self.width
+        vector = max(math.gcd(self.n, piece), 4 // size)
+        of_row = row_lanes(self.n, vector) if self.joint else _LANES
         if self.height % (_LANES // of_row):
             of_row = _LANES
-        grain = of_row * v
-        part = pl.cdiv(cfg.part or self.width, grain) * grain
-        self.part, self.parts = part, pl.cdiv(self.width, part)
-        # parts without a mask; of a row in registers there is one part
-        self.whole = min(self.last // part, self.parts)
+        # parts begin with the piece in which the row begins: elements before it
+        self.before = piece - 1 if self.pieces and not exact else 0
+        first = piece if self.pieces else vector
+        self.layout = row_layout(of_row, first)
+        weighted = self.before and any(v is not None for v in self.problem.vectors)
+        self.write_layout = row_layout(of_row, 4 // size) if weighted else self.layout
+        grain = of_row * first
+        self.part = pl.cdiv(min(cfg.part or self.width, self.width), grain) * grain
+        self.parts = pl.cdiv(self.width + self.before, self.part)
+        # parts without a mask
+        self.whole = range(1 if self.before else 0, self.last // self.part)
         if self.parts == 1:
-            self.whole = 0
-        self.even = self.parts * part == self.width == self.last  # no mask at all
-        self.layout = row_layout(of_row, v)
+            self.whole = range(0)
+        # no mask at all
+        self.even = not self.before and self.parts * self.part == self.width == self.last
 
     def why_not(self):
         """What is wrong, or None."""
@@ -100,22 +144,32 @@ class Plan:
             return "a segment of a row would be empty"
         if _sizes.most(self.total) > _sizes.MOST:
             return f"the array has more than {_sizes.MOST} elements"
+        if self.rows > 1 and not self.x.engine:
+            return "lanes copy one long row for each block"
         if self.smem_bytes() > SMEM_BYTES - 2048:
             return f"a tile takes {self.smem_bytes()} bytes of shared memory"
         return None
 
     def smem_bytes(self):
         spans = {self.x.piece: self.x, self.o.piece: self.o}.values()
-        return sum(16 * s.buffer // s.piece for s in spans)
+        of_vectors = sum(16 * (s.buffer // s.piece + 1) for s in self.streamed.values())
+        return of_vectors + self.rows * sum(16 * s.buffer // s.piece for s in spans)
 
-    def scratch(self, x):
-        found = {"x_smem": plgpu.SMEM((self.x.buffer,), x.dtype)}
+    def scratch(self):
+        x, found = self.problem, {}
+        found["x_smem"] = plgpu.SMEM((self.rows, self.x.buffer), x.dtype)
         if x.dtype != x.out_dtype:
-            found["o_smem"] = plgpu.SMEM((self.o.buffer,), x.out_dtype)
+            found["o_smem"] = plgpu.SMEM((self.rows, self.o.buffer), x.out_dtype)
+        for i, span in self.streamed.items():  # with a piece in front
+            found[f"v{i}_smem"] = plgpu.SMEM((span.piece + span.buffer,), x.vectors[i])
+        if self.streamed:
+            found["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.streamed))
         if self.cluster > 1:
-            found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
-            found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster)
-        return found | ({"full": plgpu.Barrier()} if self.x.engine else {})
+            found["stats"] = plgpu.SMEM((self.rows, self.cluster, 2), jnp.float32)
+            found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster, num_barriers=self.rows)
+        if self.x.engine:
+            found["full"] = plgpu.Barrier(num_barriers=self.rows)
+        return found
 
 
 def row_lanes(n, vector):
@@ -137,39 +191,68 @@ def row_layout(lanes, vector):
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), of_warp, -1)
 
 
-class Tile:
-    """A block's part of a row, or its rows, as the functions of norms.py want it."""
+class Rows:
+    """A span of a block: rows, or a segment of one, as the functions of norms.py want a tile."""
 
-    def __init__(self, block):
+    def __init__(self, block, j):
+        """j: the number of the span."""
         p = self.p = block.plan
-        self.n, self.shared, self.block = p.n, p.cluster > 1, block
-        self.shape = (p.height, p.part)
+        self.block, self.j, self.op = block, j, p.problem.op()
+        self.n, self.shared, self.shape = p.n, p.cluster > 1, (p.height, p.part)
         self.sizes = [p.width] * (p.cluster - 1) + [p.last]
         self.share = 1 / p.n
         if self.shared:
             self.share = jnp.where(block.rank < p.cluster - 1, 1 / p.width, 1 / p.last)
-        self.held = block.read(0, True) if p.parts == 1 else None
+        self.first = block.first + j  # row
+        known = jnp.minimum(self.first, p.outer - 1) if p.rows > 1 else self.first
+        self.start = known * p.n + block.offset
+        self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
+        self.x_smem, self.o_smem = block.x_smem.at[j], block.o_smem.at[j]
+        self.lead = 0  # elements between the beginning of part 0 and the row
+        if p.before:
+            shift = self.start - self.base
+            self.lead = shift % (p.before + 1)
+
+    def load(self):
+        p, block = self.p, self.block
+        if p.x.engine:
+            p.x.load(block.x, self.base, self.x_smem, block.full.at[self.j])
+            return
+        self.copy_elements(block.x, self.start, self.x_smem, 0)
+        plgpu.commit_smem()
+
+    def make_statistics(self):
+        p, block = self.p, self.block
+        if p.x.engine:
+            plgpu.barrier_wait(block.full.at[self.j])
+        self.held = self.read(0) if p.parts == 1 else None
+        mine = self.op.local(self)
+        if not self.shared:
+            self.op.alone(self, *mine)
+            return
+        mine = [value.reshape(()) for value in mine]
+        numbers = jnp.where(jnp.arange(2) == 0, mine[0], mine[-1])
+        here, arrived = block.stats.at[self.j, block.rank], block.arrived.at[self.j]
+        for k in range(p.cluster):
+            plgpu.async_store_smem(numbers, here, arrived, cluster_idx=k, cluster_dim="c")
+
+    def join(self):
+        p, block = self.p, self.block
+        if self.shared:
+            plgpu.barrier_wait(block.arrived.at[self.j])
+            found, numbers = block.stats.at[self.j], range(self.op.numbers)
+            self.op.joined(self, [[found[k, i] for i in numbers] for k in range(p.cluster)])
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts."""
-        p, block = self.p, self.block
         acc = jnp.full(self.shape, start, jnp.float32)
         if self.held is not None:
-            return f(acc, self.held, block.inside(0))
+            return f(acc, self.held, self.inside(0))
 
         def step(k, acc, masked=False):
-            return f(acc, block.read(k, masked), block.inside(k) if masked else None)
+            return f(acc, self.read(k, masked), self.inside(k) if masked else None)
 
-        return self.loop(step, acc)
-
-    def loop(self, step, carry):
-        """carry = step(k, carry, is part k masked)."""
-        p = self.p
-        if p.whole:
-            carry = lax.fori_loop(0, p.whole, step, carry)
-        for k in range(p.whole, p.parts):
-            carry = step(k, carry, True)
-        return carry
+        return self.block.loop(step, acc)
 
     def most(self, x):
         return self.fixed(x).max(axis=1, keepdims=True)
@@ -180,161 +263,88 @@ class Tile:
     def fixed(self, x):
         return plgpu.layout_cast(x, self.p.layout)
 
+    # ---- parts
 
-class Block:
-    """One block of the kernel, while it is traced. x, o: flat."""
-
-    def __init__(self, x, plan, refs):
-        self.problem, self.plan, self.op = x, plan, x.op()
-        vars(self).update(refs)
-        p = plan
-        self.rank = lax.axis_index("c") if p.cluster > 1 else 0
-        self.first = lax.axis_index("tile") * p.height  # row
-        self.offset = self.rank * p.width  # of the segment
-        # elements of the segment
-        self.mine = p.n
-        if p.cluster > 1:
-            self.mine = jnp.where(self.rank < p.cluster - 1, p.width, p.last)
-        self.start = self.first * p.n + self.offset
-        self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
-
-    def run(self):
-        p = self.plan
-        self.load()
-        tile = Tile(self)
-        mine = self.op.local(tile)
-        if p.cluster > 1:
-            self.op.joined(tile, self.exchange(mine))
-        else:
-            self.op.alone(tile, *mine)
-        tile.loop(lambda k, _, masked=False: self.write(tile, k, masked), None)
-        plgpu.commit_smem()
-        self.store()
-
-    def load(self):
-        span = self.plan.x
-        if not span.engine:
-            self.copy_elements(self.x, self.start, self.x_smem, 0)
-            plgpu.commit_smem()
-            return
-        buffer = self.x_smem.at[pl.ds(0, span.room)]
-        plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.base, span.room)], buffer, self.full)
-        if isinstance(span.rest, plgpu.Dim) or span.rest:
-
-            @pl.when(self.base == span.top)
-            def _():
-                keep = jnp.arange(_LANES) < span.rest
-                value = pl.load(self.x, pl.ds(span.top + span.room, _LANES), mask=keep, other=0.0)
-                pl.store(self.x_smem, pl.ds(span.room, _LANES), value, mask=keep)
-                plgpu.commit_smem()
-
-        plgpu.barrier_wait(self.full)
-
-    def exchange(self, mine):
-        """The statistics of all segments of the row."""
-        mine = [value.reshape(()) for value in mine]
-        numbers = jnp.where(jnp.arange(2) == 0, mine[0], mine[-1])
-        box = self.stats.at[self.rank]
-        for j in range(self.plan.cluster):
-            plgpu.async_store_smem(numbers, box, self.arrived, cluster_idx=j, cluster_dim="c")
-        plgpu.barrier_wait(self.arrived)
-        return [[self.stats[j, i] for i in range(len(mine))] for j in range(self.plan.cluster)]
-
-    def view(self, ref, base, k):
-        """Part k of the tile in a buffer: a ref and an index of it."""
-        p = self.plan
-        start = self.start - base
-        if p.x.exact and p.o.exact:
-            start = pl.multiple_of(start, p.x.piece)
-        at = k * p.part
-        if p.height == 1:
-            rows, at = ref.reshape((1, ref.size)), start + at
-        else:
-            rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
-        return rows, (slice(None), pl.ds(at, p.part))
-
-    def inside(self, k):
+    def inside(self, k, layout=None):
         """Which elements of part k are there; None: all."""
-        p, found = self.plan, None
+        p, found = self.p, None
         if not p.even:
-            at = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 1)
-            found = at < self.mine - k * p.part
+            at = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=layout or p.layout)
+            found = at < self.block.mine + self.lead - k * p.part
+            if p.before and isinstance(k, int) and k == 0:
+                found &= at >= self.lead
         return self.rows_inside(found)
 
     def rows_inside(self, keep=None):
-        p = self.plan
-        if p.full_tiles:
+        p = self.p
+        if p.full_tiles or not p.joint:
             return keep
-        there = lax.broadcasted_iota(jnp.int32, (p.height, p.part), 0) < p.outer - self.first
+        there = lax.broadcasted_iota(jnp.int32, self.shape, 0) < p.outer - self.first
         return there if keep is None else keep & there
 
-    def read(self, k, masked):
-        """Part k of the tile, float32."""
-        p, keep = self.plan, self.inside(k) if masked else self.rows_inside()
+    def view(self, ref, base, k):
+        """Part k in a buffer: a ref and an index of it."""
+        p = self.p
+        start = self.start - base
+        if p.joint and p.height > 1:
+            rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
+            return rows, (slice(None), pl.ds(k * p.part, p.part))
+        start -= self.lead
+        if p.pieces:
+            start = pl.multiple_of(start, 16 // max(p.problem.dtype.itemsize, p.problem.out_dtype.itemsize))
+        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
+
+    def read(self, k, masked=True, layout=None):
+        """Part k, float32."""
+        keep = self.inside(k, layout) if masked else self.rows_inside()
         ref, at = self.view(self.x_smem, self.base, k)
         if keep is None:
             value = ref[at]
         else:
             value = pl.load(ref, at, mask=keep, other=self.op.fill)
-        return plgpu.layout_cast(value, p.layout).astype(jnp.float32)
+        return plgpu.layout_cast(value, layout or self.p.layout).astype(jnp.float32)
 
-    def write(self, tile, k, masked):
-        """The result of part k."""
-        p, x, keep = self.plan, self.problem, self.inside(k) if masked else self.rows_inside()
-        value = tile.held if tile.held is not None else self.read(k, masked)
-        value = self.weighted(self.op.result(tile, value), k, masked).astype(x.out_dtype)
+    def write(self, k, vectors, masked):
+        """The result of part k. vectors: parts of weight and bias."""
+        p = self.p
+        held = self.held is not None
+        value = self.held if held else self.read(k, masked, p.write_layout)
+        value = self.op.result(self, value)
+        for i, v in vectors.items():
+            v = lax.broadcast_in_dim(v.astype(jnp.float32), self.shape, [1])
+            value = value * v if i == 0 else value + v
+        value = value.astype(p.problem.out_dtype)
+        keep = self.inside(k, p.write_layout) if masked else self.rows_inside()
         ref, at = self.view(self.o_smem, self.o_base, k)
         if keep is None:
             ref[at] = value
         else:
             pl.store(ref, at, value, mask=keep)
 
-    def weighted(self, value, k, masked):
-        p = self.plan
-        for i, (ref, aligned) in enumerate(zip(self.vectors, self.problem.aligned[1:])):
-            if ref is None:
-                continue
-            start = self.offset + k * p.part
-            at = pl.ds(start if aligned else unaligned(start), p.part)
-            if masked and not p.even:
-                index = jnp.arange(p.part)
-                if p.height == p.part:  # not the index of rows, whose layout is another one
-                    layout = p.layout.reduce(0)
-                    index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=layout)
-                w = pl.load(ref, at, mask=index < self.mine - k * p.part, other=0.0)
-            else:
-                w = ref[at]
-            w = lax.broadcast_in_dim(w.astype(jnp.float32), (p.height, p.part), [1])
-            value = value * w if i == 0 else value + w
-        return value
-
     # ---- results
 
     def store(self):
-        p = self.plan
+        p = self.p
+        shift = self.start - self.o_base
+        rest = functools.partial(self.copy_elements, self.o_smem, shift, self.block.o, self.start)
         if not p.o.engine:
-            self.copy_elements(self.o_smem, 0, self.o, self.start)
-            return
-        if p.cluster > 1 and p.last != p.width:
-            pl.when(self.rank < p.cluster - 1)(lambda: self.store_whole(p.width))
-            pl.when(self.rank == p.cluster - 1)(lambda: self.store_whole(p.last))
-        elif p.full_tiles:
+            rest()
+        elif p.cluster > 1 and p.last != p.width:
+            pl.when(self.block.rank < p.cluster - 1)(lambda: self.store_whole(p.width))
+            pl.when(self.block.rank == p.cluster - 1)(lambda: self.store_whole(p.last))
+        elif p.full_tiles or not p.joint:
             self.store_whole(p.o.count)
+        elif _sizes.most(p.outer) < p.height:
+            rest()
         else:
-            shift, full = self.start - self.o_base, self.first <= p.outer - p.height
-            rest = functools.partial(self.copy_elements, self.o_smem, shift, self.o, self.start)
-            if _sizes.most(p.outer) < p.height:
-                rest()
-            else:
-                pl.when(full)(lambda: self.store_whole(p.o.count))
-                pl.when(jnp.logical_not(full))(rest)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            full = self.first <= p.outer - p.height
+            pl.when(full)(lambda: self.store_whole(p.o.count))
+            pl.when(jnp.logical_not(full))(rest)
 
     def store_whole(self, count):
         """A span of so many elements, a static number."""
-        span = self.plan.o
+        span, block, begin = self.p.o, self.block, self.start
         inner = span.inner(count)
-        begin = self.start
         if not span.exact:
             begin = (self.start + (span.piece - 1)) // span.piece * span.piece
         if inner:
@@ -342,7 +352,7 @@ class Block:
             begin = pl.multiple_of(begin, span.piece)
             here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
             source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
-            plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, inner)])
+            plgpu.copy_smem_to_gmem(source, block.o.at[pl.ds(begin, inner)])
         if inner < count:
             if not span.exact:
                 self.store_elements(self.start, begin - self.start)
@@ -352,14 +362,17 @@ class Block:
     def store_elements(self, start, count):
         """So many elements, at most as many as lanes."""
         keep = jnp.arange(_LANES) < count
-        value = pl.load(self.o_smem, pl.ds(start - self.o_base, _LANES), mask=keep, other=0.0)
-        pl.store(self.o, pl.ds(start, _LANES), value, mask=keep)
+        at = pl.ds(start - self.o_base, _LANES)
+        pl.store(
+            self.block.o, pl.ds(start, _LANES), pl.load(self.o_smem, at, mask=keep, other=0.0),
+            mask=keep,
+        )  # fmt: skip
 
     def copy_elements(self, source, at, target, to):
-        """Lanes copy what the tile has."""
-        p = self.plan
-        count = self.mine
-        if p.height > 1:
+        """Lanes copy what there is."""
+        p = self.p
+        count = self.block.mine
+        if p.joint:
             count = jnp.minimum(p.outer - self.first, p.height) * p.n
         index = plgpu.layout_cast(jnp.arange(_COPIED), plgpu.Layout.WG_STRIDED((_COPIED,), 1))
 
@@ -369,6 +382,102 @@ class Block:
             pl.store(target, there, pl.load(source, here, mask=keep, other=0.0), mask=keep)
 
         lax.fori_loop(0, pl.cdiv(p.height * p.width, _COPIED), some, None)
+
+
+class Block:
+    """One block of the kernel, while it is traced. x, o: flat."""
+
+    def __init__(self, plan, refs):
+        self.plan = p = plan
+        vars(self).update(refs)
+        self.rank = lax.axis_index("c") if p.cluster > 1 else 0
+        self.first = lax.axis_index("tile") * (p.height * p.rows)  # row
+        self.offset = self.rank * p.width  # of the segment
+        self.mine = p.n  # elements of the segment
+        if p.cluster > 1:
+            self.mine = jnp.where(self.rank < p.cluster - 1, p.width, p.last)
+
+    def run(self):
+        p = self.plan
+        rows = [Rows(self, j) for j in range(p.rows)]
+        for row in rows:
+            row.load()
+        bases = {i: span.base(self.offset) for i, span in p.streamed.items()}
+        for i, span in p.streamed.items():
+            buffer = self.buffer_of(i).at[pl.ds(span.piece, span.buffer)]
+            span.load(self.vectors[i], bases[i], buffer, self.vectors_full)
+        # while the row comes
+        early = self.vectors_of(0, rows[0], True, {}) if p.parts == 1 else None
+        for row in rows:
+            row.make_statistics()
+        if p.streamed:
+            plgpu.barrier_wait(self.vectors_full)
+        for row in rows:
+            row.join()
+
+        def write(k, _, masked=False):
+            vectors = early
+            if early is None:
+                vectors = self.vectors_of(k, rows[0], masked, bases)
+            for j, row in enumerate(rows):
+                if p.before and j:
+                    vectors = self.vectors_of(k, row, masked, bases)
+                row.write(k, vectors, masked)
+
+        if early is not None:  # they stay as they were loaded
+            early = {i: lax.optimization_barrier(v) for i, v in early.items()}
+        self.loop(write, None)
+        plgpu.commit_smem()
+        for row in rows:
+            if p.full_tiles or p.rows == 1:
+                row.store()
+            else:
+                pl.when(row.first < p.outer)(row.store)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def loop(self, step, carry):
+        """carry = step(k, carry, is part k masked) over the parts of a row."""
+        p = self.plan
+        for k in range(p.whole.start):
+            carry = step(k, carry, True)
+        if p.whole:
+            carry = lax.fori_loop(p.whole.start, p.whole.stop, step, carry)
+        for k in range(max(p.whole.start, p.whole.stop), p.parts):
+            carry = step(k, carry, True)
+        return carry
+
+    def buffer_of(self, i):
+        return getattr(self, f"v{i}_smem")
+
+    def vectors_of(self, k, row, masked, bases):
+        """Parts of weight and bias, by number. bases: of those in SMEM."""
+        p, found = self.plan, {}
+        size = p.part
+        for i, ref in enumerate(self.vectors):
+            if ref is None:
+                continue
+            start = self.offset + k * size - row.lead
+            if i in bases:
+                span = p.streamed[i]
+                ref, start = self.buffer_of(i), start - bases[i] + span.piece
+                if not p.before:
+                    start = pl.multiple_of(start, span.piece)
+            elif not p.problem.aligned[1 + i] or p.before:
+                start = unaligned(start)
+            found[i] = self.part_of(ref, start, k, row, masked)
+        return found
+
+    def part_of(self, ref, start, k, row, masked):
+        p, at = self.plan, pl.ds(start, self.plan.part)
+        if not masked or p.even:
+            return ref[at]
+        index = jnp.arange(p.part)
+        if p.height == p.part:  # not the index of rows, whose layout is another one
+            index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=p.layout.reduce(0))
+        keep = index < self.mine + row.lead - k * p.part
+        if p.before and k == 0:
+            keep &= index >= row.lead
+        return pl.load(ref, at, mask=keep, other=0.0)
 
 
 @cached
@@ -383,9 +492,8 @@ def kernel(x, total, cfg, interpret):
         if not is_open:
             ends = [ref.reshape((total,)) for ref in ends]
         given = dict(x=ends[0], o=ends[1], vectors=x.given(refs), o_smem=scratch["x_smem"])
-        Block(x, p, given | scratch).run()
+        Block(p, given | scratch).run()
 
-    # each lane reads what it wrote itself, but for what commit_smem and barriers order
     params = plgpu.CompilerParams(
         approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
     )
@@ -393,7 +501,7 @@ def kernel(x, total, cfg, interpret):
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct(shape, x.out_dtype),
-        scratch_types=p.scratch(x),
+        scratch_types=p.scratch(),
         grid=(p.tiles,),
         grid_names=("tile",),
         **clusters,

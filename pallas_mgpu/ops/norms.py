@@ -819,7 +819,7 @@ def _check(name, config, inner, by_tma):
         raise ValueError(f"{name}: a ring has 1 to 3 consumers, got {config}")
     if ring and not staged:
         raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
-    if cluster > 1 and height > 1 and inner == 1 or ring and (height > 1 or inner > 1):
+    if cluster > 1 and height > 1 and inner == 1 and not config.spans or ring and (height > 1 or inner > 1):
         raise ValueError(
             f"{name}: along the last axis clusters and rings are for single rows, along others"
             f" there are no rings, got {config}"
