@@ -85,16 +85,17 @@ class Plan:
         """x: a Problem of norms.py; total: elements of the array, perhaps a size of the call."""
         self.problem, self.total, self.cluster = x, total, cfg.cluster
         self.outer, self.n, _ = x.extents
-        self.joint = self.n <= SHORT and cfg.cluster == 1  # is a tile of several rows one span?
+        self.threads, self.segments = cfg.threads, cfg.cluster * cfg.threads  # of a row
+        self.joint = self.n <= SHORT and self.segments == 1  # is a tile of several rows one span?
         # rows of a span, and spans of a block
         self.height, self.rows = (cfg.height, 1) if self.joint else (1, cfg.height)
         vectors = [v for v in x.vectors if v is not None]
         sizes = [x.dtype.itemsize, x.out_dtype.itemsize]
         self.width = self.n
-        if self.cluster > 1:
+        if self.segments > 1:
             pieces = 16 // min(*sizes, *(v.itemsize for v in vectors))
-            self.width = pl.cdiv(pl.cdiv(self.n, self.cluster), pieces) * pieces
-        self.last = self.n - (self.cluster - 1) * self.width  # elements of the last segment
+            self.width = pl.cdiv(pl.cdiv(self.n, self.segments), pieces) * pieces
+        self.last = self.n - (self.segments - 1) * self.width  # elements of the last segment
         count, pitch = self.height * self.width, self.height * self.n
         self.x, self.o = (Span(total, count, pitch, size, cfg.staged) for size in sizes)
         self.tiles = pl.cdiv(self.outer, self.height * self.rows)
@@ -105,7 +106,7 @@ class Plan:
         self.streamed = {}
         if self.parts > 1 and cfg.staged:
             aligned = [i for i, v in enumerate(x.vectors) if v is not None and x.aligned[1 + i]]
-            pitch = self.width if self.cluster > 1 else 0
+            pitch = self.width if self.segments > 1 else 0
             for i in aligned:
                 size = x.vectors[i].itemsize
                 if self.n * size >= 16:
@@ -153,22 +154,25 @@ class Plan:
     def smem_bytes(self):
         spans = {self.x.piece: self.x, self.o.piece: self.o}.values()
         of_vectors = sum(16 * (s.buffer // s.piece + 1) for s in self.streamed.values())
-        return of_vectors + self.rows * sum(16 * s.buffer // s.piece for s in spans)
+        of_rows = self.rows * sum(16 * s.buffer // s.piece for s in spans)
+        return self.threads * (of_vectors + of_rows)
 
     def scratch(self):
-        x, found = self.problem, {}
-        found["x_smem"] = plgpu.SMEM((self.rows, self.x.buffer), x.dtype)
+        x, found, of_all = self.problem, {}, (self.threads, self.rows)
+        found["x_smem"] = plgpu.SMEM((*of_all, self.x.buffer), x.dtype)
         if x.dtype != x.out_dtype:
-            found["o_smem"] = plgpu.SMEM((self.rows, self.o.buffer), x.out_dtype)
+            found["o_smem"] = plgpu.SMEM((*of_all, self.o.buffer), x.out_dtype)
         for i, span in self.streamed.items():  # with a piece in front
-            found[f"v{i}_smem"] = plgpu.SMEM((span.piece + span.buffer,), x.vectors[i])
+            shape = self.threads, span.piece + span.buffer
+            found[f"v{i}_smem"] = plgpu.SMEM(shape, x.vectors[i])
         if self.streamed:
-            found["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.streamed))
-        if self.cluster > 1:
-            found["stats"] = plgpu.SMEM((self.rows, self.cluster, 2), jnp.float32)
-            found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster, num_barriers=self.rows)
+            of_vectors = {"num_arrivals": len(self.streamed), "num_barriers": self.threads}
+            found["vectors_full"] = plgpu.Barrier(**of_vectors)
+        if self.segments > 1:
+            found["stats"] = plgpu.SMEM((self.rows, self.segments, 2), jnp.float32)
+            found["arrived"] = plgpu.Barrier(num_arrivals=self.segments, num_barriers=self.rows)
         if self.x.engine:
-            found["full"] = plgpu.Barrier(num_barriers=self.rows)
+            found["full"] = plgpu.Barrier(num_barriers=of_all)
         return found
 
 
@@ -198,16 +202,17 @@ class Rows:
         """j: the number of the span."""
         p = self.p = block.plan
         self.block, self.j, self.op = block, j, p.problem.op()
-        self.n, self.shared, self.shape = p.n, p.cluster > 1, (p.height, p.part)
-        self.sizes = [p.width] * (p.cluster - 1) + [p.last]
+        self.n, self.shared, self.shape = p.n, p.segments > 1, (p.height, p.part)
+        self.sizes = [p.width] * (p.segments - 1) + [p.last]
         self.share = 1 / p.n
         if self.shared:
-            self.share = jnp.where(block.rank < p.cluster - 1, 1 / p.width, 1 / p.last)
+            self.share = jnp.where(block.segment < p.segments - 1, 1 / p.width, 1 / p.last)
         self.first = block.first + j  # row
         known = jnp.minimum(self.first, p.outer - 1) if p.rows > 1 else self.first
         self.start = known * p.n + block.offset
         self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
-        self.x_smem, self.o_smem = block.x_smem.at[j], block.o_smem.at[j]
+        self.full = block.full.at[block.thread, j] if p.x.engine else None
+        self.x_smem, self.o_smem = (b.at[block.thread, j] for b in (block.x_smem, block.o_smem))
         self.lead = 0  # elements between the beginning of part 0 and the row
         if p.before:
             shift = self.start - self.base
@@ -216,32 +221,40 @@ class Rows:
     def load(self):
         p, block = self.p, self.block
         if p.x.engine:
-            p.x.load(block.x, self.base, self.x_smem, block.full.at[self.j])
+            p.x.load(block.x, self.base, self.x_smem, self.full)
             return
         self.copy_elements(block.x, self.start, self.x_smem, 0)
         plgpu.commit_smem()
 
     def make_statistics(self):
-        p, block = self.p, self.block
+        p = self.p
         if p.x.engine:
-            plgpu.barrier_wait(block.full.at[self.j])
+            plgpu.barrier_wait(self.full)
         self.held = self.read(0) if p.parts == 1 else None
         mine = self.op.local(self)
         if not self.shared:
             self.op.alone(self, *mine)
             return
-        mine = [value.reshape(()) for value in mine]
+        self.send(*(value.reshape(()) for value in mine))
+
+    def send(self, *mine):
+        """The statistics of the segment, to all."""
+        p, block = self.p, self.block
         numbers = jnp.where(jnp.arange(2) == 0, mine[0], mine[-1])
-        here, arrived = block.stats.at[self.j, block.rank], block.arrived.at[self.j]
-        for k in range(p.cluster):
+        here, arrived = block.stats.at[self.j, block.segment], block.arrived.at[self.j]
+        for k in range(p.cluster) if p.cluster > 1 else ():
             plgpu.async_store_smem(numbers, here, arrived, cluster_idx=k, cluster_dim="c")
+        if p.cluster == 1:
+            here[...] = numbers
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(arrived)
 
     def join(self):
         p, block = self.p, self.block
         if self.shared:
             plgpu.barrier_wait(block.arrived.at[self.j])
             found, numbers = block.stats.at[self.j], range(self.op.numbers)
-            self.op.joined(self, [[found[k, i] for i in numbers] for k in range(p.cluster)])
+            self.op.joined(self, [[found[k, i] for i in numbers] for k in range(p.segments)])
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts."""
@@ -329,9 +342,10 @@ class Rows:
         rest = functools.partial(self.copy_elements, self.o_smem, shift, self.block.o, self.start)
         if not p.o.engine:
             rest()
-        elif p.cluster > 1 and p.last != p.width:
-            pl.when(self.block.rank < p.cluster - 1)(lambda: self.store_whole(p.width))
-            pl.when(self.block.rank == p.cluster - 1)(lambda: self.store_whole(p.last))
+        elif p.last != p.width:
+            segment, last = self.block.segment, p.segments - 1
+            pl.when(segment < last)(lambda: self.store_whole(p.width))
+            pl.when(segment == last)(lambda: self.store_whole(p.last))
         elif p.full_tiles or not p.joint:
             self.store_whole(p.o.count)
         elif _sizes.most(p.outer) < p.height:
@@ -390,12 +404,14 @@ class Block:
     def __init__(self, plan, refs):
         self.plan = p = plan
         vars(self).update(refs)
-        self.rank = lax.axis_index("c") if p.cluster > 1 else 0
+        self.thread = lax.axis_index("wg") if p.threads > 1 else 0
+        rank = lax.axis_index("c") if p.cluster > 1 else 0
+        self.segment = rank * p.threads + self.thread  # of a row
         self.first = lax.axis_index("tile") * (p.height * p.rows)  # row
-        self.offset = self.rank * p.width  # of the segment
+        self.offset = self.segment * p.width
         self.mine = p.n  # elements of the segment
-        if p.cluster > 1:
-            self.mine = jnp.where(self.rank < p.cluster - 1, p.width, p.last)
+        if p.segments > 1:
+            self.mine = jnp.where(self.segment < p.segments - 1, p.width, p.last)
 
     def run(self):
         p = self.plan
@@ -405,13 +421,13 @@ class Block:
         bases = {i: span.base(self.offset) for i, span in p.streamed.items()}
         for i, span in p.streamed.items():
             buffer = self.buffer_of(i).at[pl.ds(span.piece, span.buffer)]
-            span.load(self.vectors[i], bases[i], buffer, self.vectors_full)
+            span.load(self.vectors[i], bases[i], buffer, self.vectors_full.at[self.thread])
         # while the row comes
         early = self.vectors_of(0, rows[0], True, {}) if p.parts == 1 else None
         for row in rows:
             row.make_statistics()
         if p.streamed:
-            plgpu.barrier_wait(self.vectors_full)
+            plgpu.barrier_wait(self.vectors_full.at[self.thread])
         for row in rows:
             row.join()
 
@@ -447,7 +463,7 @@ class Block:
         return carry
 
     def buffer_of(self, i):
-        return getattr(self, f"v{i}_smem")
+        return getattr(self, f"v{i}_smem").at[self.thread]
 
     def vectors_of(self, k, row, masked, bases):
         """Parts of weight and bias, by number. bases: of those in SMEM."""
@@ -505,6 +521,7 @@ def kernel(x, total, cfg, interpret):
         grid=(p.tiles,),
         grid_names=("tile",),
         **clusters,
+        **(dict(num_threads=p.threads, thread_name="wg") if p.threads > 1 else {}),
         compiler_params=params,
         interpret=interpret,
         kernel_name=x.name,

@@ -81,6 +81,7 @@ class NormConfig(NamedTuple):
     unroll: int = 0
     stream: bool = False
     spans: bool = False
+    threads: int = 1
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
