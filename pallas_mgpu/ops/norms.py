@@ -275,17 +275,21 @@ def _is_narrow(n, height, itemsize):
 
 
 def _column_layout(height, itemsize):
-    """Of columns in SMEM: a lane has 4 bytes of a row, so that sums along columns need no
-    shuffles, or few; None where lanes do not come out even."""
-    of_row, vector = height * itemsize // 4, 4 // itemsize
-    if of_row not in (8, 16, 32) or height % vector:
+    """Of columns in SMEM: a lane has 4 bytes of a row, or as many as let a warp have it, so that
+    sums along columns need no shuffles, or few; None where lanes do not come out even."""
+    row = height * itemsize
+    if row % 4 or row > 512:
         return None
-    if of_row == 32:
-        tiles, warps, lanes = ((4, height), (vector,)), -3, (-2,)
+    vector = max(4, row // 32) // itemsize
+    lanes = height // vector
+    if lanes not in (8, 16, 32) or lanes * vector != height or vector & (vector - 1):
+        return None
+    if lanes == 32:
+        tiles, warps, of_warp = ((4, height), (vector,)), -3, (-2,)
     else:
-        rows = 32 // of_row
-        tiles, warps, lanes = ((4 * rows, height), (rows, height), (vector,)), -5, (-3, -2)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
+        rows = 32 // lanes
+        tiles, warps, of_warp = ((4 * rows, height), (rows, height), (vector,)), -5, (-3, -2)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), of_warp, -1)
 
 
 def _vector(n, itemsize):
