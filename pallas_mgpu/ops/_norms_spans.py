@@ -7,8 +7,7 @@ a whole leave by the bulk engine, and lanes store what is left at both ends.
 
 The engine copies a number of bytes that is known when the kernel is compiled: near the end of the
 array a span begins earlier than it has to, and elements behind the last whole piece of the array
-are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes. Of an array that begins
-elsewhere than at a multiple of 16 bytes lanes copy all, many elements at a time.
+are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes.
 
 Short rows are one tile (height, n), read at whatever start they have: 4 bytes of a lane beside those
 of the next, so that no banks conflict. Long rows, or their segments, go by in parts from the piece
@@ -34,29 +33,25 @@ from ._open_rows import in_shapes
 
 SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
-_COPIED = 2048  # elements that lanes copy at a time
 
 
 class Span:
     """Where spans of `count` elements lie in a flat array, and in the buffer they are copied to."""
 
-    def __init__(self, total, count, pitch, itemsize, engine=True):
-        """pitch: spans start at multiples of it; engine: does the bulk engine copy them?"""
-        self.total, self.count, self.engine = total, count, engine
-        self.piece = 16 // itemsize
-        self.exact = pitch % self.piece == 0 or not engine
+    def __init__(self, total, count, pitch, itemsize):
+        """pitch: spans start at multiples of it."""
+        self.total, self.count, self.piece = total, count, 16 // itemsize
+        self.exact = pitch % self.piece == 0
         most = count if self.exact else count + self.piece - 1
         whole = _sizes.least(total) // self.piece  # pieces of the array
         self.room = min(pl.cdiv(most, self.piece), whole) * self.piece
         self.buffer = max(pl.cdiv(count, self.piece) * self.piece, self.room) + self.piece
         self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
         # elements behind that, which the engine does not reach
-        self.rest = total - self.top - self.room if engine else 0
+        self.rest = total - self.top - self.room
 
     def base(self, start):
         """The first element of the buffer that has the span from `start` on."""
-        if not self.engine:
-            return start
         found = start if self.exact else start // self.piece * self.piece
         return pl.multiple_of(jnp.clip(found, 0, self.top), self.piece)
 
@@ -97,14 +92,14 @@ class Plan:
             self.width = pl.cdiv(pl.cdiv(self.n, self.segments), pieces) * pieces
         self.last = self.n - (self.segments - 1) * self.width  # elements of the last segment
         count, pitch = self.height * self.width, self.height * self.n
-        self.x, self.o = (Span(total, count, pitch, size, cfg.staged) for size in sizes)
+        self.x, self.o = (Span(total, count, pitch, size) for size in sizes)
         self.tiles = pl.cdiv(self.outer, self.height * self.rows)
         over = self.outer % (self.height * self.rows)
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.divide(cfg, max(sizes))
         # weight and bias come through SMEM, by number, where there are several parts
         self.streamed = {}
-        if self.parts > 1 and cfg.staged:
+        if self.parts > 1:
             aligned = [i for i, v in enumerate(x.vectors) if v is not None and x.aligned[1 + i]]
             pitch = self.width if self.segments > 1 else 0
             for i in aligned:
@@ -116,7 +111,7 @@ class Plan:
         """The parts of a row."""
         piece = 16 // size
         exact = self.x.exact and self.o.exact
-        self.pieces = not self.joint and self.x.engine and 0 < cfg.part < self.width
+        self.pieces = not self.joint and 0 < cfg.part < self.width
         vector = max(math.gcd(self.n, piece), 4 // size)
         of_row = row_lanes(self.n, vector) if self.joint else _LANES
         if self.height % (_LANES // of_row):
@@ -139,14 +134,12 @@ class Plan:
 
     def why_not(self):
         """What is wrong, or None."""
-        if self.x.engine and not (self.x.room and self.o.room):
+        if not (self.x.room and self.o.room):
             return "the array has less than 16 bytes"
         if self.last <= 0:
             return "a segment of a row would be empty"
         if _sizes.most(self.total) > _sizes.MOST:
             return f"the array has more than {_sizes.MOST} elements"
-        if self.rows > 1 and not self.x.engine:
-            return "lanes copy one long row for each block"
         if self.smem_bytes() > SMEM_BYTES - 2048:
             return f"a tile takes {self.smem_bytes()} bytes of shared memory"
         return None
@@ -171,9 +164,7 @@ class Plan:
         if self.segments > 1:
             found["stats"] = plgpu.SMEM((self.rows, self.segments, 2), jnp.float32)
             found["arrived"] = plgpu.Barrier(num_arrivals=self.segments, num_barriers=self.rows)
-        if self.x.engine:
-            found["full"] = plgpu.Barrier(num_barriers=of_all)
-        return found
+        return found | {"full": plgpu.Barrier(num_barriers=of_all)}
 
 
 def row_lanes(n, vector):
@@ -195,6 +186,17 @@ def row_layout(lanes, vector):
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), of_warp, -1)
 
 
+def pair(numbers):
+    """One or two scalars as an array of two."""
+    numbers = [value.reshape(()) for value in numbers]
+    return jnp.where(jnp.arange(2) == 0, numbers[0], numbers[-1])
+
+
+def send(numbers, here, arrived, **to):
+    """The statistics of a segment, to a block of the cluster."""
+    plgpu.async_store_smem(pair(numbers), here, arrived, **to)
+
+
 class Rows:
     """A span of a block: rows, or a segment of one, as the functions of norms.py want a tile."""
 
@@ -211,7 +213,7 @@ class Rows:
         known = jnp.minimum(self.first, p.outer - 1) if p.rows > 1 else self.first
         self.start = known * p.n + block.offset
         self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
-        self.full = block.full.at[block.thread, j] if p.x.engine else None
+        self.full = block.full.at[block.thread, j]
         self.x_smem, self.o_smem = (b.at[block.thread, j] for b in (block.x_smem, block.o_smem))
         self.lead = 0  # elements between the beginning of part 0 and the row
         if p.before:
@@ -219,33 +221,21 @@ class Rows:
             self.lead = shift % (p.before + 1)
 
     def load(self):
-        p, block = self.p, self.block
-        if p.x.engine:
-            p.x.load(block.x, self.base, self.x_smem, self.full)
-            return
-        self.copy_elements(block.x, self.start, self.x_smem, 0)
-        plgpu.commit_smem()
+        self.p.x.load(self.block.x, self.base, self.x_smem, self.full)
 
     def make_statistics(self):
-        p = self.p
-        if p.x.engine:
-            plgpu.barrier_wait(self.full)
+        p, block = self.p, self.block
+        plgpu.barrier_wait(self.full)
         self.held = self.read(0) if p.parts == 1 else None
         mine = self.op.local(self)
         if not self.shared:
             self.op.alone(self, *mine)
             return
-        self.send(*(value.reshape(()) for value in mine))
-
-    def send(self, *mine):
-        """The statistics of the segment, to all."""
-        p, block = self.p, self.block
-        numbers = jnp.where(jnp.arange(2) == 0, mine[0], mine[-1])
         here, arrived = block.stats.at[self.j, block.segment], block.arrived.at[self.j]
         for k in range(p.cluster) if p.cluster > 1 else ():
-            plgpu.async_store_smem(numbers, here, arrived, cluster_idx=k, cluster_dim="c")
+            send(mine, here, arrived, cluster_idx=k, cluster_dim="c")
         if p.cluster == 1:
-            here[...] = numbers
+            here[...] = pair(mine)
             plgpu.commit_smem()
             plgpu.barrier_arrive(arrived)
 
@@ -338,22 +328,18 @@ class Rows:
 
     def store(self):
         p = self.p
-        shift = self.start - self.o_base
-        rest = functools.partial(self.copy_elements, self.o_smem, shift, self.block.o, self.start)
-        if not p.o.engine:
-            rest()
-        elif p.last != p.width:
+        if p.last != p.width:
             segment, last = self.block.segment, p.segments - 1
             pl.when(segment < last)(lambda: self.store_whole(p.width))
             pl.when(segment == last)(lambda: self.store_whole(p.last))
         elif p.full_tiles or not p.joint:
             self.store_whole(p.o.count)
         elif _sizes.most(p.outer) < p.height:
-            rest()
+            self.store_rest()
         else:
             full = self.first <= p.outer - p.height
             pl.when(full)(lambda: self.store_whole(p.o.count))
-            pl.when(jnp.logical_not(full))(rest)
+            pl.when(jnp.logical_not(full))(self.store_rest)
 
     def store_whole(self, count):
         """A span of so many elements, a static number."""
@@ -382,20 +368,14 @@ class Rows:
             mask=keep,
         )  # fmt: skip
 
-    def copy_elements(self, source, at, target, to):
-        """Lanes copy what there is."""
-        p = self.p
-        count = self.block.mine
-        if p.joint:
-            count = jnp.minimum(p.outer - self.first, p.height) * p.n
-        index = plgpu.layout_cast(jnp.arange(_COPIED), plgpu.Layout.WG_STRIDED((_COPIED,), 1))
+    def store_rest(self):
+        """The last rows, fewer than of other tiles."""
+        p, count = self.p, (self.p.outer - self.first) * self.p.n
 
         def some(i, _):
-            keep = index < count - i * _COPIED
-            here, there = (pl.ds(unaligned(v) + i * _COPIED, _COPIED) for v in (at, to))
-            pl.store(target, there, pl.load(source, here, mask=keep, other=0.0), mask=keep)
+            self.store_elements(self.start + i * _LANES, count - i * _LANES)
 
-        lax.fori_loop(0, pl.cdiv(p.height * p.width, _COPIED), some, None)
+        lax.fori_loop(0, pl.cdiv(p.height * p.n, _LANES), some, None)
 
 
 class Block:

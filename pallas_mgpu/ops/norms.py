@@ -313,8 +313,8 @@ class _Plan:
     """Numbers that follow from the shape and the configuration. The array is seen as [outer, n,
     inner]; its tiles are rows of [outer, n], where inner is 1, or columns of [n, inner]."""
 
-    def __init__(self, outer, n, inner, columns, cfg, itemsize, invariant=False):
-        """itemsize: of x; invariant: of the batch."""
+    def __init__(self, outer, n, inner, columns, cfg, itemsize, invariant=False, aligned=True):
+        """itemsize: of x; invariant: of the batch; aligned: where lanes may load vectors."""
         self.outer, self.n, self.inner, self.cluster = outer, n, inner, cfg.cluster
         self.axis = 0 if columns else 1  # of a tile, that is reduced
         across = inner if columns else outer
@@ -340,13 +340,14 @@ class _Plan:
         self.layout = _layout(columns, n, itemsize) if fixed else None
         if columns and cfg.staged:
             self.layout = _column_layout(self.height, itemsize)
+        if not (self.layout or aligned or columns):  # a lane's elements beside those of the next
+            self.layout = _norms_spans.row_layout(128, 1)
         self.padded = self.width * cfg.cluster != n
         over = across % self.height
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.tiles = pl.cdiv(across, self.height)
         self.grid = self.tiles * (outer if columns else 1)
-        self.staged, self.lean = cfg.staged, cfg.spans
-        self.numbers = 0
+        self.staged = cfg.staged
 
     def scratch(self, x):
         columns = self.axis == 0
@@ -361,10 +362,8 @@ class _Plan:
         if self.staged:
             found["full"] = plgpu.Barrier()
         if self.cluster > 1:
-            if self.lean:
-                found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster * x.op().numbers)
-            else:
-                found["arrived"] = plgpu.ClusterBarrier(collective_axes=("c",))
+            stores = x.op().numbers if columns else 1  # of a block
+            found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster * stores)
         return found
 
 
@@ -439,17 +438,13 @@ class _Block:
     def exchange(self, mine):
         """The statistics of all segments of the row, or of the columns."""
         blocks, shape = range(self.plan.cluster), self.stats.shape[2:]
+        here = self.stats.at[self.rank]
         for j in blocks:
-            box = plgpu.cluster_ref(self.stats, {"c": j})
-            for i, value in enumerate(mine):
-                if self.plan.lean:
-                    there = self.stats.at[self.rank, i]
-                    given = {"cluster_idx": j, "cluster_dim": "c"}
-                    plgpu.async_store_smem(value.reshape(shape), there, self.arrived, **given)
-                else:
-                    box[self.rank, i] = value.reshape(shape)
-        if not self.plan.lean:
-            plgpu.barrier_arrive(self.arrived)
+            to = {"cluster_idx": j, "cluster_dim": "c"}
+            if self.rows:
+                _norms_spans.send(mine, here, self.arrived, **to)
+            for i, value in enumerate(() if self.rows else mine):
+                plgpu.async_store_smem(value.reshape(shape), here.at[i], self.arrived, **to)
         plgpu.barrier_wait(self.arrived)
 
         def one(j, i):
@@ -542,7 +537,7 @@ def _kernel(x, cfg, invariant, interpret):
     """x: a Problem; invariant: of the batch."""
     outer, n, inner = x.extents
     rows = not _by_columns(x.shape, x.last, inner, invariant)
-    p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize, invariant)
+    p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize, invariant, x.aligned[0])
     flat = (outer, n) if rows else (outer, n, inner)
     is_open = _sizes.is_open(x.shape)
 
@@ -564,8 +559,9 @@ def _kernel(x, cfg, invariant, interpret):
         grid_names=("tile",),
         cluster=(p.cluster,) if p.cluster > 1 else (),
         cluster_names=("c",) if p.cluster > 1 else (),
+        # no lane reads what another one has written, but for statistics that a barrier orders
         compiler_params=plgpu.CompilerParams(
-            approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=p.lean
+            approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
         kernel_name=x.name,
