@@ -575,11 +575,19 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=SMS):
+def choose(
+    name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=SMS, by_spans=False
+):
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
-    `in_place`: the result has its dtype."""
+    `in_place`: the result has its dtype; `by_spans`: the bulk engine can copy parts of it."""
     if inner > 1:
         return _choose_columns(n, inner, itemsize, staged)
+    if by_spans:
+        crooked = n > 4096 and n * itemsize % _WARPS
+        many = staged and in_place and outer >= _RING_ROWS * sms and n * itemsize <= _RING_BYTES
+        long = n * itemsize > _BLOCK_BYTES and (name == "softmax" or not many)
+        if not staged or crooked or long:
+            return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
         at_once = 128 // _row_lanes(n, itemsize)  # rows of the four warps
@@ -592,7 +600,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
             height = 1
         if n > 2 * _HELD and (name == "layer_norm" or name == "softmax" and itemsize == 4):
             return NormConfig(1, _blocks(n, _HELD), 0 if n <= 16 * _HELD else _PART, False)
-        return NormConfig(height, _blocks(n, _PART), _PART, False)
+        cluster = _blocks(n, _PART)
+        return NormConfig(height, cluster, 0 if pl.cdiv(n, cluster) <= _HELD else _PART, False)
     # softmax keeps the row in registers, or it would compute each exponential twice; the others
     # where one block has the row, which is faster than reading SMEM again (but not in clusters)
     held = name == "softmax"
@@ -615,6 +624,22 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
     crooked = n > 4096 and n * itemsize % _WARPS
     whole = (held or cluster == 1 and not crooked) and width <= 2 * _HELD
     return NormConfig(height, cluster, 0 if whole else _PART)
+
+
+def _choose_spans(name, n, itemsize):
+    if n <= _norms_spans.SHORT:
+        vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
+        at_once = 128 // _norms_spans.row_lanes(n, vector)  # rows of the four warps
+        return NormConfig(max(2048 // n // at_once, 1) * at_once, spans=True)
+    if n * itemsize <= _BLOCK_BYTES:
+        whole = n <= _HELD and (name == "softmax" or itemsize == 4)
+        return NormConfig(part=0 if whole else 2048, spans=True)
+    cluster = _blocks(n * itemsize, _BLOCK_BYTES)
+    if name == "softmax":
+        return NormConfig(1, cluster, 2048, spans=True)
+    cluster = _blocks(n * itemsize, _BLOCK_BYTES // 2)
+    rows = 2 if pl.cdiv(n, cluster) * itemsize <= _BLOCK_BYTES // 2 else 1
+    return NormConfig(rows, cluster, 2048, spans=True)
 
 
 def _choose_columns(n, inner, itemsize, staged):
@@ -732,6 +757,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     if inner > 1:
         by_tma = by_tma and "CLUSTER" in gpu["features"]
     size = max(x.dtype.itemsize, out_dtype.itemsize)
+    smallest = min(x.dtype.itemsize, out_dtype.itemsize)
     in_place, sms = x.dtype == out_dtype, plgpu.sm_count(x.device)
     default = config is None
     if config is None and invariant:
@@ -739,7 +765,8 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
         config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
         config = config._replace(staged=config.staged and by_tma)
     elif config is None:
-        config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
+        by_spans = x.aligned and "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
+        config = choose(name, outer, n, inner, size, by_tma, in_place, sms, by_spans)
     if default and inner == 1 and "CLUSTER" not in gpu["features"]:
         config = _without_clusters(config, n, size, gpu)
     _check(name, config, inner, by_tma)
