@@ -49,10 +49,11 @@ _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; 
 _PART = 4096  # elements in registers at a time otherwise
 _BOX = 256  # most elements of a row in a box of TMA
 _COLUMNS = 64  # of a tile along another axis than the last, if lanes load it
-_ROW_BYTES = (128, 64, 32)  # of such a tile in SMEM, the widest that fits
-_LONG_COLUMN = 2048  # bytes
+# of such a tile in SMEM, the first that fits: wider ones where others end inside sectors
+_ROW_BYTES, _WIDE_ROW_BYTES = (128, 64, 32), (256, 128, 64, 32)
 _WARPS = 2048  # bytes that the four warps load at once
-_COLUMN_BYTES = 65536  # of a block's part of it, as long as the cluster can grow
+_COLUMN_BYTES = 16384  # of a block's part of it, as long as the cluster can grow
+_COLUMN_STAGED_BYTES = 135168  # the most that such a part has
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 _NARROW = 512  # elements of a row up to which it always has them so
 _NARROW_TILE = 4096  # elements of a tile of such rows, if there are many
@@ -218,6 +219,7 @@ class _Tile:
         self.read, self.valid = read, valid
         # masked accesses beyond the row need a start that is not known to lie there
         self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
+        self.whole = plan.whole
         if self.shared:  # elements of the segments
             begins = range(0, plan.cluster * plan.width, plan.width)
             self.sizes = [max(min(plan.n - at, plan.width), 0) for at in begins]
@@ -240,9 +242,10 @@ class _Tile:
         return self.loop(step, jnp.full(self.shape, start, jnp.float32))
 
     def loop(self, step, carry):
-        if self.rolled:
-            return lax.fori_loop(0, self.parts, step, carry)
-        for k in range(self.parts):
+        first = self.whole if self.rolled else 0  # behind a loop
+        if first:
+            carry = lax.fori_loop(0, first, step, carry)
+        for k in range(first, self.parts):
             carry = step(k, carry)
         return carry
 
@@ -343,6 +346,9 @@ class _Plan:
         if not (self.layout or aligned or columns):  # a lane's elements beside those of the next
             self.layout = _norms_spans.row_layout(128, 1)
         self.padded = self.width * cfg.cluster != n
+        self.whole = self.parts  # in a loop: those of columns that end there have masks behind it
+        if columns and cfg.staged and self.padded and self.parts > 1:
+            self.whole = max(n - (cfg.cluster - 1) * self.width, 0) // part
         over = across % self.height
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.tiles = pl.cdiv(across, self.height)
@@ -473,7 +479,7 @@ class _Block:
     def inside(self, k):
         """Which elements of part k lie in the row; None: all."""
         p = self.plan
-        if not p.padded:
+        if not p.padded or p.whole < p.parts and not isinstance(k, int):
             return None
         at = lax.broadcasted_iota(jnp.int32, p.part_shape, p.axis)
         return at < p.n - (self.offset + k * p.part)
@@ -643,23 +649,19 @@ def _choose_spans(name, n, itemsize):
 
 
 def _choose_columns(n, inner, itemsize, staged):
-    rows = [row for row in _ROW_BYTES if row < 2 * inner * itemsize] or _ROW_BYTES[-1:]
+    crooked = inner * itemsize % 64 != 0
+    rows = _WIDE_ROW_BYTES if crooked else _ROW_BYTES
+    rows = [row for row in rows if row < 2 * inner * itemsize] or rows[-1:]
     for row in rows if staged else ():
         height = row // itemsize
-        cluster = _blocks(n * height * itemsize, _COLUMN_BYTES)
+        cluster = _blocks(n * row, max(_COLUMN_BYTES, 128 * row))
         elements = pl.cdiv(n, cluster) * height
-        if elements * itemsize > _STAGED_BYTES:
+        if elements * itemsize > _COLUMN_STAGED_BYTES:
             continue
-        if row > 64 and n * itemsize > _LONG_COLUMN and elements > _HELD:
-            # narrower tiles that registers hold are faster
-            narrow = 64 // itemsize
-            cluster = _blocks(n * narrow, 2 * _HELD)
-            elements = pl.cdiv(n, cluster) * narrow
-            if elements <= 2 * _HELD:
-                whole = elements < 2 * _HELD or cluster < 8
-                return NormConfig(narrow, cluster, 0 if whole else _PART // narrow, True)
-        held = elements <= (2 * _HELD if row == 32 and itemsize == 4 else _HELD)
-        return NormConfig(height, cluster, 0 if held else _PART // height, True)
+        if row > 64 and not crooked and n * row > _COLUMN_BYTES:
+            continue
+        held = elements <= _HELD and cluster <= 2
+        return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
     height, part = min(_COLUMNS, inner), _PART
     if staged:  # columns too long for shared memory
         height, part = min(32, inner), 2 * _PART
