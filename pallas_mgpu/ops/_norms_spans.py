@@ -167,6 +167,12 @@ class Plan:
         return found | {"full": plgpu.Barrier(num_barriers=of_all)}
 
 
+def fewest(n, cfg, itemsize):
+    """So many rows have fewer bytes than the engine copies at a time, if their number is open."""
+    height = cfg.height if n <= SHORT else 1
+    return height - 1 + pl.cdiv(16 // itemsize - 1, n)
+
+
 def row_lanes(n, vector):
     """Lanes of a warp that share a short row."""
     return min(32, pl.next_power_of_2(pl.cdiv(n, vector)))

@@ -589,10 +589,12 @@ def choose(
     if inner > 1:
         return _choose_columns(n, inner, itemsize, staged)
     if by_spans:
-        crooked = n > 4096 and n * itemsize % _WARPS
-        many = staged and in_place and outer >= _RING_ROWS * sms and n * itemsize <= _RING_BYTES
-        long = n * itemsize > _BLOCK_BYTES and (name == "softmax" or not many)
-        if not staged or crooked or long:
+        many = in_place and outer >= _RING_ROWS * sms and n * itemsize <= _RING_BYTES
+        if n * itemsize > _BLOCK_BYTES:
+            found = name == "softmax" or not many
+        else:
+            found = n > 4096 and n * itemsize % _WARPS
+        if found or not staged:
             return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
@@ -769,6 +771,10 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     elif config is None:
         by_spans = x.aligned and "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
         config = choose(name, outer, n, inner, size, by_tma, in_place, sms, by_spans)
+        # one program has the short rows of less than a tile, however many they are
+        few = n <= _norms_spans.SHORT and outer < config.height
+        if config.spans and (few or _norms_spans.Plan(problem, outer * n, config).why_not()):
+            config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
     if default and inner == 1 and "CLUSTER" not in gpu["features"]:
         config = _without_clusters(config, n, size, gpu)
     _check(name, config, inner, by_tma)
@@ -807,12 +813,11 @@ def _by_spans(problem, config, kind, interpret):
     def alone():
         return _norms_spans.kernel(problem, outer * n, config, interpret)
 
-    # the engine copies a number of bytes that fewer rows may not have
-    fewest = config.height + pl.cdiv(16, n)
-    edges = fewest, min(ANY_ROWS[1], _sizes.MOST // n)
-    if kind is None or rows_of((*kind, "spans"), outer, edges)[0] is outer:
+    size = min(problem.dtype.itemsize, problem.out_dtype.itemsize)
+    edges = _norms_spans.fewest(n, config, size), min(ANY_ROWS[1], _sizes.MOST // n)
+    if kind is None or rows_of((*kind, False), outer, edges)[0] is outer:
         return alone()
-    total = plgpu.dim("E", min=(fewest + 1) * n, max=edges[1] * n, multiple_of=n)
+    total = plgpu.dim("E", min=(edges[0] + 1) * n, max=edges[1] * n, multiple_of=n)
     of_any = problem._replace(shape=(total // n, n))
     kernel = _norms_spans.kernel(of_any, total, config, interpret)
     given = (outer * n,), *(None for v in problem.vectors if v is not None)

@@ -248,7 +248,8 @@ NORMS = {
 @pytest.mark.parametrize("n", [64, 100, 101, 3000])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_norms_of_any_number_of_rows(name, n, invariant):
-    """Widths that TMA takes and does not, several rows a tile and one; four programs in all."""
+    """Widths that TMA takes and does not, several rows a tile and one; four programs in all, and
+    one more of odd rows for fewer than a tile has."""
     rng = np.random.default_rng(n)
     vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
     w, b = rng.standard_normal((2, n)).astype(np.float32)
@@ -260,7 +261,8 @@ def test_norms_of_any_number_of_rows(name, n, invariant):
         function = getattr(ops, name)
         got = function(x[:m], *(w, b)[:vectors], batch_invariant=invariant, interpret=True)
         np.testing.assert_allclose(np.asarray(got), want[:m], rtol=1e-4, atol=1e-5)
-    assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1
+    odd = n == 101 and not invariant
+    assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1 + odd
 
 
 def test_long_rows_of_any_number(monkeypatch):
@@ -276,6 +278,7 @@ def test_long_rows_of_any_number(monkeypatch):
         got = ops.layer_norm(x, w, b, interpret=plgpu.InterpretParams(detect_races=True))
         np.testing.assert_allclose(got.astype(np.float32), NORMS["layer_norm"](*wide), atol=0.06)
         kernel = ops.layer_norm.kernel(x, w, b, interpret=True)
+        kernel = getattr(kernel, "kernel", kernel)  # of one dimension, or of rows
         rings.add((m >= 6, "tile_numbers" in kernel.definition.scratch))
     assert rings == {(False, False), (True, True)}
     assert _core.plan_memory()["plans"] - before == 2

@@ -282,7 +282,7 @@ def test_out(rng):
 def test_arrays_that_begin_anywhere():
     """No access is wider than an element where the address is no multiple of 16 bytes."""
     for aligned, want in (
-        ((False, True), ["1", "8", "1"]),  # x, weight, result
+        ((False, True), ["1", "1", "1"]),  # x, weight, result: each lane beside the next
         ((True, False), ["1"]),  # weight; TMA does the rest
         ((False, False), ["1", "1", "1"]),
     ):
@@ -367,9 +367,9 @@ def test_chosen_configurations():
     assert [choose("softmax", m, 16).height for m in (10**4, 10**6)] == [128, 256]
     for n, inner in ((1, 8), (600, 64), (4096, 4096), (20000, 24), (30000, 24), (10**6, 8)):
         config = choose("softmax", 3, n, inner)
-        assert config.staged == (n <= 20000)
+        assert config.staged == (n <= 30000)
         if config.staged:
-            assert -(-n // config.cluster) * config.height * 2 <= 98304
+            assert -(-n // config.cluster) * config.height * 2 <= 135168
     for n, itemsize in ((8200, 4), (16392, 2), (20000, 2), (32768, 4), (65536, 2), (90112, 2)):
         ring = choose("rms_norm", 264, n, 1, itemsize)[4:6]
         p = _norms_ring.Plan(264, n, itemsize, *ring, 132)
