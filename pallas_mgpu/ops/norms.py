@@ -35,7 +35,7 @@ from pallas_mgpu._caches import cached
 from .._names import show
 from . import _norms_ring, _norms_spans
 from ._common import SMS, overlap_launches, unaligned
-from ._open_rows import ANY_ROWS, Reshaped, in_shapes, rows_of, rowwise
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
@@ -215,13 +215,13 @@ class _Tile:
 
     def __init__(self, plan, read, valid, offset):
         self.n, self.width, self.parts, self.axis = plan.n, plan.width, plan.parts, plan.axis
-        self.shape, self.shared, self.layout = plan.part_shape, plan.cluster > 1, plan.layout
+        self.shape, self.shared, self.layout = plan.part_shape, plan.segments > 1, plan.layout
         self.read, self.valid = read, valid
         # masked accesses beyond the row need a start that is not known to lie there
         self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
         self.whole = plan.whole
         if self.shared:  # elements of the segments
-            begins = range(0, plan.cluster * plan.width, plan.width)
+            begins = range(0, plan.segments * plan.width, plan.width)
             self.sizes = [max(min(plan.n - at, plan.width), 0) for at in begins]
         # 1 / elements of the segment
         self.share = 1 / plan.n
@@ -320,21 +320,24 @@ class _Plan:
         """itemsize: of x; invariant: of the batch; aligned: where lanes may load vectors."""
         self.outer, self.n, self.inner, self.cluster = outer, n, inner, cfg.cluster
         self.axis = 0 if columns else 1  # of a tile, that is reduced
+        # segments of a row: those of each block, and of all
+        self.threads, self.segments = cfg.threads, cfg.cluster * cfg.threads
         across = inner if columns else outer
         # of full height: rows that are missing would change how a lane adds up its registers
         fixed = invariant or not columns and _is_narrow(n, cfg.height, itemsize)
         whole = fixed or columns and cfg.staged
         self.height = cfg.height if whole else min(cfg.height, _sizes.most(across))
         self.width = n
-        if cfg.cluster > 1:
-            self.width = pl.cdiv(pl.cdiv(n, cfg.cluster), 8) * 8
+        if self.segments > 1:
+            self.width = pl.cdiv(pl.cdiv(n, self.segments), 8) * 8
         if cfg.staged and not columns and not _in_boxes(n, self.width, itemsize):
             self.width = pl.cdiv(self.width, _BOX) * _BOX
         part = min(cfg.part or self.width, self.width)
         self.parts = pl.cdiv(self.width, part)
         if self.parts > 1:
-            # whole vectors for every lane; a segment is a number of parts
-            grain = 1 if columns else 1024
+            # whole vectors for every lane; a segment is a number of parts, whose place in SMEM TMA
+            # wants to be a multiple of 128 bytes
+            grain = max(128 // (self.height * itemsize), 1) if columns else 1024
             part = pl.cdiv(pl.cdiv(self.width, self.parts), grain) * grain
             self.parts = pl.cdiv(self.width, part)
             self.width = part * self.parts
@@ -345,10 +348,10 @@ class _Plan:
             self.layout = _column_layout(self.height, itemsize)
         if not (self.layout or aligned or columns):  # a lane's elements beside those of the next
             self.layout = _norms_spans.row_layout(128, 1)
-        self.padded = self.width * cfg.cluster != n
+        self.padded = self.width * self.segments != n
         self.whole = self.parts  # in a loop: those of columns that end there have masks behind it
         if columns and cfg.staged and self.padded and self.parts > 1:
-            self.whole = max(n - (cfg.cluster - 1) * self.width, 0) // part
+            self.whole = max(n - (self.segments - 1) * self.width, 0) // part
         over = across % self.height
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.tiles = pl.cdiv(across, self.height)
@@ -356,20 +359,21 @@ class _Plan:
         self.staged = cfg.staged
 
     def scratch(self, x):
-        columns = self.axis == 0
-        found, buffer = {}, (self.width, self.height) if columns else (self.height, self.width)
+        columns, threads = self.axis == 0, self.threads
+        part = (self.width, self.height) if columns else (self.height, self.width)
+        found = {}
         if self.staged:
-            found["x_smem"] = plgpu.SMEM(buffer, x.dtype)
+            found["x_smem"] = plgpu.SMEM((threads, *part), x.dtype)
             if x.dtype != x.out_dtype:
-                found["o_smem"] = plgpu.SMEM(buffer, x.out_dtype)
-        if self.cluster > 1:
+                found["o_smem"] = plgpu.SMEM((threads, *part), x.out_dtype)
+        if self.segments > 1:
             of_each = (self.height,) if columns else ()
-            found["stats"] = plgpu.SMEM((self.cluster, 2, *of_each), jnp.float32)
+            found["stats"] = plgpu.SMEM((self.segments, 2, *of_each), jnp.float32)
         if self.staged:
-            found["full"] = plgpu.Barrier()
-        if self.cluster > 1:
-            stores = x.op().numbers if columns else 1  # of a block
-            found["arrived"] = plgpu.Barrier(num_arrivals=self.cluster * stores)
+            found["full"] = plgpu.Barrier(num_barriers=threads)
+        if self.segments > 1:
+            stores = x.op().numbers if columns and self.cluster > 1 else 1  # of a segment
+            found["arrived"] = plgpu.Barrier(num_arrivals=self.segments * stores)
         return found
 
 
@@ -417,8 +421,13 @@ class _Block:
         self.problem, self.plan, self.rows, self.op = x, plan, rows, x.op()
         vars(self).update(refs)
         self.t = lax.axis_index("tile")
-        self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
-        self.offset = self.rank * plan.width  # of the segment
+        thread = lax.axis_index("wg") if plan.threads > 1 else 0
+        rank = lax.axis_index("c") if plan.cluster > 1 else 0
+        self.segment = rank * plan.threads + thread
+        self.offset = self.segment * plan.width
+        if plan.staged:
+            self.full = self.full.at[thread]
+            self.x_smem, self.o_smem = (b.at[thread] for b in (self.x_smem, self.o_smem))
         self.across = (self.t if rows else self.t % plan.tiles) * plan.height
 
     def run(self):
@@ -431,7 +440,7 @@ class _Block:
             plgpu.barrier_wait(self.full)
         tile = _Tile(p, self.read, self.inside, self.offset)
         mine = self.op.local(tile)
-        if p.cluster > 1:
+        if p.segments > 1:
             self.op.joined(tile, self.exchange(mine))
         else:
             self.op.alone(tile, *mine)
@@ -443,14 +452,19 @@ class _Block:
 
     def exchange(self, mine):
         """The statistics of all segments of the row, or of the columns."""
-        blocks, shape = range(self.plan.cluster), self.stats.shape[2:]
-        here = self.stats.at[self.rank]
-        for j in blocks:
+        p, shape = self.plan, self.stats.shape[2:]
+        here = self.stats.at[self.segment]
+        for j in range(p.cluster) if p.cluster > 1 else ():
             to = {"cluster_idx": j, "cluster_dim": "c"}
             if self.rows:
                 _norms_spans.send(mine, here, self.arrived, **to)
             for i, value in enumerate(() if self.rows else mine):
                 plgpu.async_store_smem(value.reshape(shape), here.at[i], self.arrived, **to)
+        if p.cluster == 1:
+            for i, value in enumerate(mine):
+                here[i] = value.reshape(shape)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.arrived)
         plgpu.barrier_wait(self.arrived)
 
         def one(j, i):
@@ -460,7 +474,7 @@ class _Block:
             value = plgpu.load(self.stats.at[j, i], layout=layout)
             return lax.broadcast_in_dim(value, (1, *shape), [1])
 
-        return [[one(j, i) for i in range(len(mine))] for j in blocks]
+        return [[one(j, i) for i in range(len(mine))] for j in range(p.segments)]
 
     def place(self, k, aligned=True):
         """Part k of the tile in the array."""
@@ -565,6 +579,7 @@ def _kernel(x, cfg, invariant, interpret):
         grid_names=("tile",),
         cluster=(p.cluster,) if p.cluster > 1 else (),
         cluster_names=("c",) if p.cluster > 1 else (),
+        **({"num_threads": p.threads, "thread_name": "wg"} if p.threads > 1 else {}),
         # no lane reads what another one has written, but for statistics that a barrier orders
         compiler_params=plgpu.CompilerParams(
             approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
@@ -665,6 +680,8 @@ def _choose_columns(n, inner, itemsize, staged):
         held = elements <= _HELD and cluster <= 2
         return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
     height, part = min(_COLUMNS, inner), _PART
+    if n * 2 * _COLUMNS <= 10240 and inner >= 2 * _COLUMNS:  # registers hold them
+        return NormConfig(2 * _COLUMNS, 1, 0, False)
     if staged:  # columns too long for shared memory
         height, part = min(32, inner), 2 * _PART
     elif itemsize == 2 and inner >= 2 * _COLUMNS:
@@ -821,7 +838,7 @@ def _by_spans(problem, config, kind, interpret):
     of_any = problem._replace(shape=(total // n, n))
     kernel = _norms_spans.kernel(of_any, total, config, interpret)
     given = (outer * n,), *(None for v in problem.vectors if v is not None)
-    return Reshaped(kernel, alone, given, [((outer * n,), problem.shape)])
+    return _core.Reshaped(kernel, alone, given, (problem.shape,))
 
 
 def _by_ring(problem, config, default, sms, interpret):
