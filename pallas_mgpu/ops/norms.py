@@ -657,12 +657,16 @@ def _choose_spans(name, n, itemsize):
     if n * itemsize <= _BLOCK_BYTES:
         whole = n <= _HELD and (name == "softmax" or itemsize == 4)
         return NormConfig(part=0 if whole else 2048, spans=True)
-    cluster = _blocks(n * itemsize, _BLOCK_BYTES)
-    if name == "softmax":
-        return NormConfig(1, cluster, 2048, spans=True)
-    cluster = _blocks(n * itemsize, _BLOCK_BYTES // 2)
-    rows = 2 if pl.cdiv(n, cluster) * itemsize <= _BLOCK_BYTES // 2 else 1
-    return NormConfig(rows, cluster, 2048, spans=True)
+    most = _BLOCK_BYTES if name == "softmax" else _BLOCK_BYTES // 2
+    cluster = _blocks(n * itemsize, most)
+    width = pl.cdiv(n, cluster)
+    rows = 1 if name == "softmax" or width * itemsize > most else 2
+    return NormConfig(rows, cluster, 2048, spans=True, threads=_threads(width))
+
+
+def _threads(elements):
+    """Warpgroups of a block that has so many elements of a row, or of columns."""
+    return 1 if elements <= _HELD else 2 if elements <= 4 * _HELD else 4
 
 
 def _choose_columns(n, inner, itemsize, staged):
@@ -678,7 +682,8 @@ def _choose_columns(n, inner, itemsize, staged):
         if row > 64 and not crooked and n * row > _COLUMN_BYTES:
             continue
         held = elements <= _HELD and cluster <= 2
-        return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
+        part, threads = 0 if held else max(2048 // height, 1), _threads(elements)
+        return NormConfig(height, cluster, part, True, threads=threads)
     height, part = min(_COLUMNS, inner), _PART
     if n * 2 * _COLUMNS <= 10240 and inner >= 2 * _COLUMNS:  # registers hold them
         return NormConfig(2 * _COLUMNS, 1, 0, False)
