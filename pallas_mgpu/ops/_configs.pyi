@@ -80,6 +80,8 @@ class NormConfig(NamedTuple):
     programs: int = 0
     unroll: int = 0
     stream: bool = False
+    spans: bool = False
+    threads: int = 1
 
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7

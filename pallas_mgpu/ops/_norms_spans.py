@@ -1,26 +1,26 @@
 """Rows for norms.py that pass through SMEM as spans of a flat array, and so may begin anywhere.
 
 A span, a row or a segment of one, or several short rows, has first and last bytes that may lie
-inside a piece of 16 bytes that it shares with its neighbours. The bulk engine brings all pieces that
-the span touches to SMEM. Results take the place of what was read. The pieces that lie in the span as
-a whole leave by the bulk engine, and lanes store what is left at both ends.
+inside a piece of 16 bytes that it shares with its neighbours. The bulk engine brings all pieces
+that the span touches to SMEM. Results take the place of what was read. The pieces that lie in the
+span as a whole leave by the bulk engine, and lanes store what is left at both ends.
 
 The engine copies a number of bytes that is known when the kernel is compiled: near the end of the
 array a span begins earlier than it has to, and elements behind the last whole piece of the array
 are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes.
 
-Short rows are one tile (height, n), read at whatever start they have: 4 bytes of a lane beside those
-of the next, so that no banks conflict. Long rows, or their segments, go by in parts from the piece
-on in which they begin, 16 bytes for each lane; the first and the last part alone have a mask. There
-the block has several rows, one after the other, and reads weight and bias once for all of them, from
-SMEM. Where a row begins inside a piece, its results are made from 4 bytes for each lane again, as
-weights lie otherwise than the row.
+Short rows are one tile (height, n), read at whatever start they have: 4 bytes of a lane beside
+those of the next, so that no banks conflict. Long rows, or their segments, go by in parts from the
+piece on in which they begin, 16 bytes for each lane; the first and the last part alone have a mask.
+There a warpgroup has several rows, one after the other, and reads weight and bias once for all of
+them, from SMEM. Where a row begins inside a piece, its results are made from 4 bytes for each lane
+again, as weights lie otherwise than the row.
 
-Blocks of a cluster send each other the statistics of their segments by asynchronous stores, which
-nobody waits for but the receiver. No lane reads what another lane has written but behind
-commit_smem, so there are no other barriers between lanes."""
+A row is divided among the warpgroups of a block and the blocks of a cluster, which send each other
+the statistics of their segments by asynchronous stores: nobody waits but the receiver. No lane
+reads what another lane has written but behind commit_smem, so there are no other barriers between
+lanes."""
 
-import functools
 import math
 
 import pallas_mgpu as plgpu
@@ -62,7 +62,12 @@ class Span:
     def load(self, source, base, buffer, full):
         """Starts the copy of a span to the buffer, by the engine."""
         here = pl.ds(base, self.room)
-        plgpu.copy_gmem_to_smem(source.at[here], buffer.at[pl.ds(0, self.room)], full)
+        plgpu.copy_gmem_to_smem(
+            source.at[here],
+            buffer.at[pl.ds(0, self.room)],
+            full,
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
         if isinstance(self.rest, plgpu.Dim) or self.rest:
 
             @pl.when(base == self.top)
@@ -300,7 +305,9 @@ class Rows:
             return rows, (slice(None), pl.ds(k * p.part, p.part))
         start -= self.lead
         if p.pieces:
-            start = pl.multiple_of(start, 16 // max(p.problem.dtype.itemsize, p.problem.out_dtype.itemsize))
+            start = pl.multiple_of(
+                start, 16 // max(p.problem.dtype.itemsize, p.problem.out_dtype.itemsize)
+            )
         return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
 
     def read(self, k, masked=True, layout=None):

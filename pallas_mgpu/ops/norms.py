@@ -70,6 +70,9 @@ class NormConfig(NamedTuple):
     number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
     keeps weights in registers; fewer compile faster; 0: all. ``stream``: a weight or bias that
     registers have no room for comes through SMEM, too, as it does by default where there is room.
+    ``spans``: rows of the last axis pass through SMEM wherever they begin, by the bulk copy engine;
+    clusters may then have tiles of several rows. ``threads``: warpgroups of a block, 1 to 8, that
+    share its part of a row, with ``spans``, or of columns.
     """
 
     height: int = 1
@@ -807,7 +810,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
         )
     one_program = default and x.ndim == 2 and axes == 1 and inner == 1  # for any number of rows
     kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
-    if config.spans and inner == 1:
+    if config.spans:
         return _by_spans(problem, config, kind if one_program else None, interpret)
     if one_program:
         # a ring has a row for every block, and another configuration serves fewer rows
@@ -866,7 +869,7 @@ def _by_ring(problem, config, default, sms, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs, unroll, *_ = config
+    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads = config
     if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part,"
@@ -876,12 +879,27 @@ def _check(name, config, inner, by_tma):
         raise ValueError(f"{name}: a ring has 1 to 3 consumers, got {config}")
     if ring and not staged:
         raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
-    if cluster > 1 and height > 1 and inner == 1 and not config.spans or ring and (height > 1 or inner > 1):
+    if spans and (ring or inner > 1 or not staged):
+        raise ValueError(
+            f"{name}: spans are of the last axis, without a ring, and the bulk engine copies them:"
+            f" staged must be True, got {config}"
+        )
+    if (
+        threads not in range(1, 9)
+        or threads > 1
+        and (ring or not staged or inner == 1 and not spans)
+    ):
+        raise ValueError(
+            f"{name}: threads are 1 to 8; more than 1 share rows with spans=True, or columns with"
+            f" staged=True, got {config}"
+        )
+    several = cluster > 1 and height > 1 and inner == 1 and not spans
+    if several or ring and (height > 1 or inner > 1):
         raise ValueError(
             f"{name}: along the last axis clusters and rings are for single rows, along others"
             f" there are no rings, got {config}"
         )
-    if staged and not by_tma and not config.spans:
+    if staged and not (by_tma or spans):
         raise ValueError(
             f"{name}: TMA takes arrays that begin at, and have rows of, a multiple of 16 bytes, and"
             f" another axis than the last on GPUs with clusters; staged must be False, got {config}"

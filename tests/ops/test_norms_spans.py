@@ -1,22 +1,21 @@
 """Norms of rows that begin anywhere (ops/_norms_spans.py): pieces of 16 bytes that rows share with
 their neighbours, the end of the array, tiles of several rows, segments of a cluster."""
 
-
 import numpy as np
 import pytest
 from test_ops_norms import BF16, F16, F32, FUNCTIONS, arrays, check, no_warnings
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
-from pallas_mgpu.ops import NormConfig, _open_rows, layer_norm, rms_norm, softmax
+from pallas_mgpu.ops import NormConfig, _open_rows, rms_norm, softmax
 
 pytestmark = pytest.mark.covering(1, share=True)
 
 __all__ = ["no_warnings"]  # a fixture
 
 
-def spans(height=1, cluster=1, part=0, staged=True):
-    return NormConfig(height, cluster, part, staged, spans=True)
+def spans(height=1, cluster=1, part=0, threads=1):
+    return NormConfig(height, cluster, part, spans=True, threads=threads)
 
 
 CASES = [
@@ -33,8 +32,9 @@ CASES = [
     ((2, 3001), F32, spans(1, 2, 512)),
     ((1, 5001), F16, spans(1, 2, 1024)),  # no room for a piece behind the row
     ((1, 9), BF16, spans()),
-    ((9, 777), BF16, spans(4, staged=False)),  # lanes copy
-    ((3, 5001), F32, spans(1, 2, 1024, staged=False)),
+    ((5, 5001), BF16, spans(2, 2, 512)),  # of the last tile, one row is not there
+    ((4, 6008), F32, spans(2, 1, 512, threads=2)),
+    ((3, 12808), BF16, spans(2, 2, 1024, threads=2)),
 ]
 
 
@@ -62,10 +62,10 @@ def test_in_place_and_without_races(rng):
     np.testing.assert_array_equal(given, want)
 
 
-def test_a_row_has_the_same_bits_wherever_it_begins(rng):
+def test_a_short_row_has_the_same_bits_wherever_it_begins(rng):
     x = arrays(rng, "softmax", (1, 777))[0]
     given = np.repeat(x, 9, axis=0)
-    for config in (spans(), spans(4), spans(4, staged=False)):
+    for config in (spans(), spans(4)):
         got = softmax(given, config=config, interpret=True)
         assert all(row.tobytes() == got[0].tobytes() for row in got)
         assert softmax(x, config=config, interpret=True).tobytes() == got[0].tobytes()
@@ -84,3 +84,19 @@ def test_special_values(rng, config):
     for row in (0, 4):
         e = np.exp(x[row].astype(np.float64) - x[row].max())
         np.testing.assert_allclose(got[row], e / e.sum(), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("n", [777, 5001, 20001])
+def test_any_number_of_rows(rng, n, monkeypatch):
+    """One program, of arrays with one dimension, has the bits of those for each number of rows."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    w = rng.standard_normal(n).astype(BF16)
+    before = _core.plan_memory()["plans"]
+    calls = []
+    for shape in ((5, n), (12, n), (2, 5, n), (8, n)):
+        x = (rng.standard_normal(shape) * 3).astype(BF16)
+        kernel = rms_norm.kernel(x, w, interpret=True)
+        calls.append((kernel, x, rms_norm(x, w, interpret=True)))
+    assert _core.plan_memory()["plans"] - before == 1
+    for kernel, x, got in calls:
+        np.testing.assert_array_equal(got, kernel.alone()(x, w))

@@ -226,6 +226,17 @@ def test_several_axes(run, rng, shape, axes):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [C(32, 2, 32, threads=2), C(32, 1, 0, threads=2), C(16, 8, 16, threads=2), C(128, 2, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(517, 136), (256, 64)])
+def test_columns(run, rng, shape, config):
+    """Segments of warpgroups and of blocks, the last one without elements; wide tiles."""
+    check(run, "softmax", arrays(rng, "softmax", shape), axis=0, config=config)
+
+
+@pytest.mark.parametrize(
     "shape, axis",
     [((3, 50, 7), 1), ((300, 64), 0), ((2, 9, 70, 3), -3), ((2, 700, 40), 1), ((1300, 72), 0)],
 )
@@ -408,6 +419,11 @@ def test_chosen_configurations():
         (lambda x: softmax(x, config=C(ring=512, staged=False)), ValueError, "must be True"),
         (lambda x: softmax(x, config=C(ring=512, consumers=5)), ValueError, "1 to 3 consumers"),
         (lambda x: softmax(x, config=C(2, ring=512)), ValueError, "for single rows"),
+        (lambda x: softmax(x, axis=0, config=C(spans=True)), ValueError, "spans are of the last"),
+        (lambda x: softmax(x, config=C(staged=False, spans=True)), ValueError, "must be True"),
+        (lambda x: softmax(x, config=C(1, 8, spans=True)), ValueError, "would be empty"),
+        (lambda x: softmax(x, config=C(threads=2)), ValueError, "threads are 1 to 8"),
+        (lambda x: softmax(x, config=C(spans=True, threads=9)), ValueError, "threads are 1 to 8"),
         (lambda x: softmax(x, config=C(ring=-1)), ValueError, "programs and unroll from 0"),
         (lambda x: softmax(x, config=C(ring=500)), ValueError, "a multiple of 512 elements"),
         (lambda x: softmax(x, config=C(ring=512)), ValueError, "a whole chunk for each"),
