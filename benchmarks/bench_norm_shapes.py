@@ -142,7 +142,7 @@ class Buffers:
     def pairs(self, mib, dtype, shape, shift=0):
         n, count = math.prod(shape), 5 if mib == 64 else 2
         if (mib, dtype) not in self.pools:
-            size = count, mib * 2**19 // dtype.itemsize + 8
+            size = count, mib * 2**19 // dtype.itemsize + 512  # begin at multiples of 1 KiB
             x = torch.randn(size, device="cuda").to(dtype)
             self.pools[mib, dtype] = x, torch.empty_like(x)
         pools = self.pools[mib, dtype]

@@ -10,11 +10,10 @@ array a span begins earlier than it has to, and elements behind the last whole p
 are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes.
 
 Short rows are one tile (height, n), read at whatever start they have: 4 bytes of a lane beside
-those of the next, so that no banks conflict. Long rows, or their segments, go by in parts from the
-piece on in which they begin, 16 bytes for each lane; the first and the last part alone have a mask.
-There a warpgroup has several rows, one after the other, and reads weight and bias once for all of
-them, from SMEM. Where a row begins inside a piece, its results are made from 4 bytes for each lane
-again, as weights lie otherwise than the row.
+those of the next, so that no banks conflict. Long rows, or their segments, go by in parts, of which
+the last one alone has a mask. With softmax, parts begin with the piece in which the row begins, 16
+bytes for each lane, and the first one has a mask, too. Weights and biases that lie as the row does
+come through SMEM where there is room, else a part would wait for them.
 
 A row is divided among the warpgroups of a block and the blocks of a cluster, which send each other
 the statistics of their segments by asynchronous stores: nobody waits but the receiver. No lane
@@ -33,6 +32,8 @@ from ._open_rows import in_shapes
 
 SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
+_CACHED = 8192  # elements of a weight or bias, up to which lanes load it: from the L1 cache
+_STREAMED_BYTES = 73728  # of a block in SMEM, longer vectors among them: three blocks on an SM
 
 
 class Span:
@@ -87,8 +88,7 @@ class Plan:
         self.outer, self.n, _ = x.extents
         self.threads, self.segments = cfg.threads, cfg.cluster * cfg.threads  # of a row
         self.joint = self.n <= SHORT and self.segments == 1  # is a tile of several rows one span?
-        # rows of a span, and spans of a block
-        self.height, self.rows = (cfg.height, 1) if self.joint else (1, cfg.height)
+        self.height = cfg.height  # rows of a span
         vectors = [v for v in x.vectors if v is not None]
         sizes = [x.dtype.itemsize, x.out_dtype.itemsize]
         self.width = self.n
@@ -98,35 +98,37 @@ class Plan:
         self.last = self.n - (self.segments - 1) * self.width  # elements of the last segment
         count, pitch = self.height * self.width, self.height * self.n
         self.x, self.o = (Span(total, count, pitch, size) for size in sizes)
-        self.tiles = pl.cdiv(self.outer, self.height * self.rows)
-        over = self.outer % (self.height * self.rows)
+        self.tiles = pl.cdiv(self.outer, self.height)
+        over = self.outer % self.height
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.divide(cfg, max(sizes))
-        # weight and bias come through SMEM, by number, where there are several parts
-        self.streamed = {}
-        if self.parts > 1:
-            aligned = [i for i, v in enumerate(x.vectors) if v is not None and x.aligned[1 + i]]
+        self.streamed = {}  # vectors that come through SMEM, by number
+        if self.parts > 1 and self.exact and self.n > _CACHED:
             pitch = self.width if self.segments > 1 else 0
-            for i in aligned:
-                size = x.vectors[i].itemsize
-                if self.n * size >= 16:
-                    self.streamed[i] = Span(self.n, self.width, pitch, size)
+            for i, v in enumerate(x.vectors):
+                if v is not None and x.aligned[1 + i]:
+                    self.stream(i, Span(self.n, self.width, pitch, v.itemsize))
+
+    def stream(self, i, span):
+        """Has vector number i come through SMEM, if there is room."""
+        self.streamed[i] = span
+        if self.smem_bytes() > _STREAMED_BYTES:
+            del self.streamed[i]
 
     def divide(self, cfg, size):
         """The parts of a row."""
         piece = 16 // size
-        exact = self.x.exact and self.o.exact
-        self.pieces = not self.joint and 0 < cfg.part < self.width
+        self.exact = self.x.exact and self.o.exact
+        plain = self.exact or all(v is None for v in self.problem.vectors)
+        self.pieces = plain and not self.joint and 0 < cfg.part < self.width
         vector = max(math.gcd(self.n, piece), 4 // size)
         of_row = row_lanes(self.n, vector) if self.joint else _LANES
         if self.height % (_LANES // of_row):
             of_row = _LANES
-        # parts begin with the piece in which the row begins: elements before it
-        self.before = piece - 1 if self.pieces and not exact else 0
+        # parts begin with the piece in which the row begins: so many elements before it, at most
+        self.before = piece - 1 if self.pieces and not self.exact else 0
         first = piece if self.pieces else vector
         self.layout = row_layout(of_row, first)
-        weighted = self.before and any(v is not None for v in self.problem.vectors)
-        self.write_layout = row_layout(of_row, 4 // size) if weighted else self.layout
         grain = of_row * first
         self.part = pl.cdiv(min(cfg.part or self.width, self.width), grain) * grain
         self.parts = pl.cdiv(self.width + self.before, self.part)
@@ -141,6 +143,8 @@ class Plan:
         """What is wrong, or None."""
         if not (self.x.room and self.o.room):
             return "the array has less than 16 bytes"
+        if self.height > 1 and not self.joint:
+            return f"segments, and rows of more than {SHORT} elements, have tiles of one row"
         if self.last <= 0:
             return "a segment of a row would be empty"
         if _sizes.most(self.total) > _sizes.MOST:
@@ -151,31 +155,28 @@ class Plan:
 
     def smem_bytes(self):
         spans = {self.x.piece: self.x, self.o.piece: self.o}.values()
-        of_vectors = sum(16 * (s.buffer // s.piece + 1) for s in self.streamed.values())
-        of_rows = self.rows * sum(16 * s.buffer // s.piece for s in spans)
-        return self.threads * (of_vectors + of_rows)
+        spans = [*spans, *self.streamed.values()]
+        return self.threads * sum(16 * s.buffer // s.piece for s in spans)
 
     def scratch(self):
-        x, found, of_all = self.problem, {}, (self.threads, self.rows)
-        found["x_smem"] = plgpu.SMEM((*of_all, self.x.buffer), x.dtype)
+        x, found, threads = self.problem, {}, self.threads
+        found["x_smem"] = plgpu.SMEM((threads, self.x.buffer), x.dtype)
         if x.dtype != x.out_dtype:
-            found["o_smem"] = plgpu.SMEM((*of_all, self.o.buffer), x.out_dtype)
-        for i, span in self.streamed.items():  # with a piece in front
-            shape = self.threads, span.piece + span.buffer
-            found[f"v{i}_smem"] = plgpu.SMEM(shape, x.vectors[i])
+            found["o_smem"] = plgpu.SMEM((threads, self.o.buffer), x.out_dtype)
+        for i, span in self.streamed.items():
+            found[f"v{i}_smem"] = plgpu.SMEM((threads, span.buffer), x.vectors[i])
         if self.streamed:
-            of_vectors = {"num_arrivals": len(self.streamed), "num_barriers": self.threads}
+            of_vectors = {"num_arrivals": len(self.streamed), "num_barriers": threads}
             found["vectors_full"] = plgpu.Barrier(**of_vectors)
         if self.segments > 1:
-            found["stats"] = plgpu.SMEM((self.rows, self.segments, 2), jnp.float32)
-            found["arrived"] = plgpu.Barrier(num_arrivals=self.segments, num_barriers=self.rows)
-        return found | {"full": plgpu.Barrier(num_barriers=of_all)}
+            found["stats"] = plgpu.SMEM((self.segments, 2), jnp.float32)
+            found["arrived"] = plgpu.Barrier(num_arrivals=self.segments)
+        return found | {"full": plgpu.Barrier(num_barriers=threads)}
 
 
 def fewest(n, cfg, itemsize):
     """So many rows have fewer bytes than the engine copies at a time, if their number is open."""
-    height = cfg.height if n <= SHORT else 1
-    return height - 1 + pl.cdiv(16 // itemsize - 1, n)
+    return cfg.height - 1 + pl.cdiv(16 // itemsize - 1, n)
 
 
 def row_lanes(n, vector):
@@ -208,240 +209,55 @@ def send(numbers, here, arrived, **to):
     plgpu.async_store_smem(pair(numbers), here, arrived, **to)
 
 
-class Rows:
-    """A span of a block: rows, or a segment of one, as the functions of norms.py want a tile."""
-
-    def __init__(self, block, j):
-        """j: the number of the span."""
-        p = self.p = block.plan
-        self.block, self.j, self.op = block, j, p.problem.op()
-        self.n, self.shared, self.shape = p.n, p.segments > 1, (p.height, p.part)
-        self.sizes = [p.width] * (p.segments - 1) + [p.last]
-        self.share = 1 / p.n
-        if self.shared:
-            self.share = jnp.where(block.segment < p.segments - 1, 1 / p.width, 1 / p.last)
-        self.first = block.first + j  # row
-        known = jnp.minimum(self.first, p.outer - 1) if p.rows > 1 else self.first
-        self.start = known * p.n + block.offset
-        self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
-        self.full = block.full.at[block.thread, j]
-        self.x_smem, self.o_smem = (b.at[block.thread, j] for b in (block.x_smem, block.o_smem))
-        self.lead = 0  # elements between the beginning of part 0 and the row
-        if p.before:
-            shift = self.start - self.base
-            self.lead = shift % (p.before + 1)
-
-    def load(self):
-        self.p.x.load(self.block.x, self.base, self.x_smem, self.full)
-
-    def make_statistics(self):
-        p, block = self.p, self.block
-        plgpu.barrier_wait(self.full)
-        self.held = self.read(0) if p.parts == 1 else None
-        mine = self.op.local(self)
-        if not self.shared:
-            self.op.alone(self, *mine)
-            return
-        here, arrived = block.stats.at[self.j, block.segment], block.arrived.at[self.j]
-        for k in range(p.cluster) if p.cluster > 1 else ():
-            send(mine, here, arrived, cluster_idx=k, cluster_dim="c")
-        if p.cluster == 1:
-            here[...] = pair(mine)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(arrived)
-
-    def join(self):
-        p, block = self.p, self.block
-        if self.shared:
-            plgpu.barrier_wait(block.arrived.at[self.j])
-            found, numbers = block.stats.at[self.j], range(self.op.numbers)
-            self.op.joined(self, [[found[k, i] for i in numbers] for k in range(p.segments)])
-
-    def each(self, f, start):
-        """f(acc, part, which elements are there or None) over the parts."""
-        acc = jnp.full(self.shape, start, jnp.float32)
-        if self.held is not None:
-            return f(acc, self.held, self.inside(0))
-
-        def step(k, acc, masked=False):
-            return f(acc, self.read(k, masked), self.inside(k) if masked else None)
-
-        return self.block.loop(step, acc)
-
-    def most(self, x):
-        return self.fixed(x).max(axis=1, keepdims=True)
-
-    def total(self, x):
-        return self.fixed(x).sum(axis=1, keepdims=True)
-
-    def fixed(self, x):
-        return plgpu.layout_cast(x, self.p.layout)
-
-    # ---- parts
-
-    def inside(self, k, layout=None):
-        """Which elements of part k are there; None: all."""
-        p, found = self.p, None
-        if not p.even:
-            at = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=layout or p.layout)
-            found = at < self.block.mine + self.lead - k * p.part
-            if p.before and isinstance(k, int) and k == 0:
-                found &= at >= self.lead
-        return self.rows_inside(found)
-
-    def rows_inside(self, keep=None):
-        p = self.p
-        if p.full_tiles or not p.joint:
-            return keep
-        there = lax.broadcasted_iota(jnp.int32, self.shape, 0) < p.outer - self.first
-        return there if keep is None else keep & there
-
-    def view(self, ref, base, k):
-        """Part k in a buffer: a ref and an index of it."""
-        p = self.p
-        start = self.start - base
-        if p.joint and p.height > 1:
-            rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
-            return rows, (slice(None), pl.ds(k * p.part, p.part))
-        start -= self.lead
-        if p.pieces:
-            start = pl.multiple_of(
-                start, 16 // max(p.problem.dtype.itemsize, p.problem.out_dtype.itemsize)
-            )
-        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
-
-    def read(self, k, masked=True, layout=None):
-        """Part k, float32."""
-        keep = self.inside(k, layout) if masked else self.rows_inside()
-        ref, at = self.view(self.x_smem, self.base, k)
-        if keep is None:
-            value = ref[at]
-        else:
-            value = pl.load(ref, at, mask=keep, other=self.op.fill)
-        return plgpu.layout_cast(value, layout or self.p.layout).astype(jnp.float32)
-
-    def write(self, k, vectors, masked):
-        """The result of part k. vectors: parts of weight and bias."""
-        p = self.p
-        held = self.held is not None
-        value = self.held if held else self.read(k, masked, p.write_layout)
-        value = self.op.result(self, value)
-        for i, v in vectors.items():
-            v = lax.broadcast_in_dim(v.astype(jnp.float32), self.shape, [1])
-            value = value * v if i == 0 else value + v
-        value = value.astype(p.problem.out_dtype)
-        keep = self.inside(k, p.write_layout) if masked else self.rows_inside()
-        ref, at = self.view(self.o_smem, self.o_base, k)
-        if keep is None:
-            ref[at] = value
-        else:
-            pl.store(ref, at, value, mask=keep)
-
-    # ---- results
-
-    def store(self):
-        p = self.p
-        if p.last != p.width:
-            segment, last = self.block.segment, p.segments - 1
-            pl.when(segment < last)(lambda: self.store_whole(p.width))
-            pl.when(segment == last)(lambda: self.store_whole(p.last))
-        elif p.full_tiles or not p.joint:
-            self.store_whole(p.o.count)
-        elif _sizes.most(p.outer) < p.height:
-            self.store_rest()
-        else:
-            full = self.first <= p.outer - p.height
-            pl.when(full)(lambda: self.store_whole(p.o.count))
-            pl.when(jnp.logical_not(full))(self.store_rest)
-
-    def store_whole(self, count):
-        """A span of so many elements, a static number."""
-        span, block, begin = self.p.o, self.block, self.start
-        inner = span.inner(count)
-        if not span.exact:
-            begin = (self.start + (span.piece - 1)) // span.piece * span.piece
-        if inner:
-            begin = jnp.clip(begin, 0, span.total - inner)  # known to lie inside
-            begin = pl.multiple_of(begin, span.piece)
-            here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
-            source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
-            plgpu.copy_smem_to_gmem(source, block.o.at[pl.ds(begin, inner)])
-        if inner < count:
-            if not span.exact:
-                self.store_elements(self.start, begin - self.start)
-            end = begin + inner
-            self.store_elements(end, self.start + count - end)
-
-    def store_elements(self, start, count):
-        """So many elements, at most as many as lanes."""
-        keep = jnp.arange(_LANES) < count
-        at = pl.ds(start - self.o_base, _LANES)
-        pl.store(
-            self.block.o, pl.ds(start, _LANES), pl.load(self.o_smem, at, mask=keep, other=0.0),
-            mask=keep,
-        )  # fmt: skip
-
-    def store_rest(self):
-        """The last rows, fewer than of other tiles."""
-        p, count = self.p, (self.p.outer - self.first) * self.p.n
-
-        def some(i, _):
-            self.store_elements(self.start + i * _LANES, count - i * _LANES)
-
-        lax.fori_loop(0, pl.cdiv(p.height * p.n, _LANES), some, None)
-
-
 class Block:
-    """One block of the kernel, while it is traced. x, o: flat."""
+    """The work of a warpgroup, while the kernel is traced: a span, that is a row, a segment of one
+    or several rows, as the functions of norms.py want a tile. x, o: flat."""
 
     def __init__(self, plan, refs):
         self.plan = p = plan
         vars(self).update(refs)
+        self.op, self.n, self.shared = p.problem.op(), p.n, p.segments > 1
+        self.shape, self.sizes = (p.height, p.part), [p.width] * (p.segments - 1) + [p.last]
         self.thread = lax.axis_index("wg") if p.threads > 1 else 0
         rank = lax.axis_index("c") if p.cluster > 1 else 0
         self.segment = rank * p.threads + self.thread  # of a row
-        self.first = lax.axis_index("tile") * (p.height * p.rows)  # row
         self.offset = self.segment * p.width
-        self.mine = p.n  # elements of the segment
-        if p.segments > 1:
-            self.mine = jnp.where(self.segment < p.segments - 1, p.width, p.last)
+        self.mine, self.share = p.n, 1 / p.n  # elements of the segment
+        if self.shared:
+            inner = self.segment < p.segments - 1
+            self.mine = jnp.where(inner, p.width, p.last)
+            self.share = jnp.where(inner, 1 / p.width, 1 / p.last)
+        self.first = lax.axis_index("tile") * p.height  # row
+        self.start = self.first * p.n + self.offset
+        self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
+        self.x_smem, self.o_smem = (b.at[self.thread] for b in (self.x_smem, self.o_smem))
+        # elements between the beginning of part 0 and the row
+        self.lead = (self.start - self.base) % (p.before + 1) if p.before else 0
 
     def run(self):
         p = self.plan
-        rows = [Rows(self, j) for j in range(p.rows)]
-        for row in rows:
-            row.load()
+        full = self.full.at[self.thread]
+        p.x.load(self.x, self.base, self.x_smem, full)
         bases = {i: span.base(self.offset) for i, span in p.streamed.items()}
         for i, span in p.streamed.items():
-            buffer = self.buffer_of(i).at[pl.ds(span.piece, span.buffer)]
-            span.load(self.vectors[i], bases[i], buffer, self.vectors_full.at[self.thread])
+            span.load(self.vectors[i], bases[i], self.buffer(i), self.vectors_full.at[self.thread])
         # while the row comes
-        early = self.vectors_of(0, rows[0], True, {}) if p.parts == 1 else None
-        for row in rows:
-            row.make_statistics()
+        early = self.vectors_of(0, True, {}) if p.parts == 1 else None
+        plgpu.barrier_wait(full)
+        self.held = self.read(0) if p.parts == 1 else None
+        self.make_statistics()
         if p.streamed:
             plgpu.barrier_wait(self.vectors_full.at[self.thread])
-        for row in rows:
-            row.join()
+        if early:  # they stay as they were loaded
+            early = {i: lax.optimization_barrier(v) for i, v in early.items()}
 
         def write(k, _, masked=False):
-            vectors = early
-            if early is None:
-                vectors = self.vectors_of(k, rows[0], masked, bases)
-            for j, row in enumerate(rows):
-                if p.before and j:
-                    vectors = self.vectors_of(k, row, masked, bases)
-                row.write(k, vectors, masked)
+            vectors = self.vectors_of(k, masked, bases) if early is None else early
+            self.write(k, vectors, masked)
 
-        if early is not None:  # they stay as they were loaded
-            early = {i: lax.optimization_barrier(v) for i, v in early.items()}
         self.loop(write, None)
         plgpu.commit_smem()
-        for row in rows:
-            if p.full_tiles or p.rows == 1:
-                row.store()
-            else:
-                pl.when(row.first < p.outer)(row.store)
+        self.store()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def loop(self, step, carry):
@@ -455,38 +271,174 @@ class Block:
             carry = step(k, carry, True)
         return carry
 
-    def buffer_of(self, i):
+    # ---- statistics
+
+    def make_statistics(self):
+        p, mine = self.plan, self.op.local(self)
+        if not self.shared:
+            self.op.alone(self, *mine)
+            return
+        here = self.stats.at[self.segment]
+        for k in range(p.cluster) if p.cluster > 1 else ():
+            send(mine, here, self.arrived, cluster_idx=k, cluster_dim="c")
+        if p.cluster == 1:
+            here[...] = pair(mine)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.arrived)
+        plgpu.barrier_wait(self.arrived)
+        numbers = range(self.op.numbers)
+        self.op.joined(self, [[self.stats[k, i] for i in numbers] for k in range(p.segments)])
+
+    def each(self, f, start):
+        """f(acc, part, which elements are there or None) over the parts."""
+        acc = jnp.full(self.shape, start, jnp.float32)
+        if self.held is not None:
+            return f(acc, self.held, self.inside(0))
+
+        def step(k, acc, masked=False):
+            return f(acc, self.read(k, masked), self.inside(k) if masked else None)
+
+        return self.loop(step, acc)
+
+    def most(self, x):
+        return self.fixed(x).max(axis=1, keepdims=True)
+
+    def total(self, x):
+        return self.fixed(x).sum(axis=1, keepdims=True)
+
+    def fixed(self, x):
+        return plgpu.layout_cast(x, self.plan.layout)
+
+    # ---- parts
+
+    def inside(self, k):
+        """Which elements of part k are there; None: all."""
+        p, found = self.plan, None
+        if not p.even:
+            at = lax.broadcasted_iota(jnp.int32, self.shape, 1)
+            found = at < self.mine + self.lead - k * p.part
+            if p.before and k == 0:
+                found &= at >= self.lead
+        return self.rows_inside(found)
+
+    def rows_inside(self, keep=None):
+        p = self.plan
+        if p.full_tiles:
+            return keep
+        there = lax.broadcasted_iota(jnp.int32, self.shape, 0) < p.outer - self.first
+        return there if keep is None else keep & there
+
+    def view(self, ref, base, k):
+        """Part k in a buffer: a ref and an index of it."""
+        p, start = self.plan, self.start - base
+        if p.height > 1:
+            rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
+            return rows, (slice(None), pl.ds(k * p.part, p.part))
+        start -= self.lead
+        if p.pieces:
+            start = pl.multiple_of(start, min(p.x.piece, p.o.piece))
+        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
+
+    def read(self, k, masked=True):
+        """Part k, float32."""
+        keep = self.inside(k) if masked else self.rows_inside()
+        ref, at = self.view(self.x_smem, self.base, k)
+        if keep is None:
+            value = ref[at]
+        else:
+            value = pl.load(ref, at, mask=keep, other=self.op.fill)
+        return self.fixed(value).astype(jnp.float32)
+
+    def write(self, k, vectors, masked):
+        """The result of part k. vectors: parts of weight and bias."""
+        value = self.held if self.held is not None else self.read(k, masked)
+        value = self.op.result(self, value)
+        for i, v in vectors.items():
+            v = lax.broadcast_in_dim(v.astype(jnp.float32), self.shape, [1])
+            value = value * v if i == 0 else value + v
+        value = value.astype(self.plan.problem.out_dtype)
+        keep = self.inside(k) if masked else self.rows_inside()
+        ref, at = self.view(self.o_smem, self.o_base, k)
+        if keep is None:
+            ref[at] = value
+        else:
+            pl.store(ref, at, value, mask=keep)
+
+    def buffer(self, i):
         return getattr(self, f"v{i}_smem").at[self.thread]
 
-    def vectors_of(self, k, row, masked, bases):
+    def vectors_of(self, k, masked, bases):
         """Parts of weight and bias, by number. bases: of those in SMEM."""
         p, found = self.plan, {}
-        size = p.part
         for i, ref in enumerate(self.vectors):
             if ref is None:
                 continue
-            start = self.offset + k * size - row.lead
+            start = self.offset + k * p.part
             if i in bases:
-                span = p.streamed[i]
-                ref, start = self.buffer_of(i), start - bases[i] + span.piece
-                if not p.before:
-                    start = pl.multiple_of(start, span.piece)
-            elif not p.problem.aligned[1 + i] or p.before:
+                ref = self.buffer(i)
+                start = pl.multiple_of(start - bases[i], p.streamed[i].piece)
+            elif not p.problem.aligned[1 + i]:
                 start = unaligned(start)
-            found[i] = self.part_of(ref, start, k, row, masked)
+            found[i] = self.part_of(ref, start, k, masked)
         return found
 
-    def part_of(self, ref, start, k, row, masked):
+    def part_of(self, ref, start, k, masked):
         p, at = self.plan, pl.ds(start, self.plan.part)
         if not masked or p.even:
             return ref[at]
         index = jnp.arange(p.part)
         if p.height == p.part:  # not the index of rows, whose layout is another one
             index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=p.layout.reduce(0))
-        keep = index < self.mine + row.lead - k * p.part
-        if p.before and k == 0:
-            keep &= index >= row.lead
-        return pl.load(ref, at, mask=keep, other=0.0)
+        return pl.load(ref, at, mask=index < self.mine - k * p.part, other=0.0)
+
+    # ---- results
+
+    def store(self):
+        p, last = self.plan, self.plan.segments - 1
+        if p.last != p.width:
+            pl.when(self.segment < last)(lambda: self.store_whole(p.width))
+            pl.when(self.segment == last)(lambda: self.store_whole(p.last))
+        elif p.full_tiles:
+            self.store_whole(p.o.count)
+        elif _sizes.most(p.outer) < p.height:
+            self.store_rest()
+        else:
+            full = self.first <= p.outer - p.height
+            pl.when(full)(lambda: self.store_whole(p.o.count))
+            pl.when(jnp.logical_not(full))(self.store_rest)
+
+    def store_whole(self, count):
+        """A span of so many elements, a static number."""
+        span, begin = self.plan.o, self.start
+        inner = span.inner(count)
+        if not span.exact:
+            begin = (self.start + (span.piece - 1)) // span.piece * span.piece
+        if inner:
+            begin = jnp.clip(begin, 0, span.total - inner)  # known to lie inside
+            begin = pl.multiple_of(begin, span.piece)
+            here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
+            source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
+            plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, inner)])
+        if inner < count:
+            if not span.exact:
+                self.store_elements(self.start, begin - self.start)
+            end = begin + inner
+            self.store_elements(end, self.start + count - end)
+
+    def store_elements(self, start, count):
+        """So many elements, at most as many as lanes."""
+        keep = jnp.arange(_LANES) < count
+        value = pl.load(self.o_smem, pl.ds(start - self.o_base, _LANES), mask=keep, other=0.0)
+        pl.store(self.o, pl.ds(start, _LANES), value, mask=keep)
+
+    def store_rest(self):
+        """The last rows, fewer than of other tiles."""
+        p, count = self.plan, (self.plan.outer - self.first) * self.plan.n
+
+        def some(i, _):
+            self.store_elements(self.start + i * _LANES, count - i * _LANES)
+
+        lax.fori_loop(0, pl.cdiv(p.height * p.n, _LANES), some, None)
 
 
 @cached

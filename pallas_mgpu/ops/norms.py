@@ -583,9 +583,10 @@ def _kernel(x, cfg, invariant, interpret):
         cluster=(p.cluster,) if p.cluster > 1 else (),
         cluster_names=("c",) if p.cluster > 1 else (),
         **({"num_threads": p.threads, "thread_name": "wg"} if p.threads > 1 else {}),
-        # no lane reads what another one has written, but for statistics that a barrier orders
+        # no lane reads what another one has written, but for statistics that a barrier orders;
+        # but stores of parts of sectors are faster if warps are together
         compiler_params=plgpu.CompilerParams(
-            approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
+            approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=p.staged
         ),
         interpret=interpret,
         kernel_name=x.name,
@@ -606,14 +607,9 @@ def choose(
     `in_place`: the result has its dtype; `by_spans`: the bulk engine can copy parts of it."""
     if inner > 1:
         return _choose_columns(n, inner, itemsize, staged)
-    if by_spans:
-        many = in_place and outer >= _RING_ROWS * sms and n * itemsize <= _RING_BYTES
-        if n * itemsize > _BLOCK_BYTES:
-            found = name == "softmax" or not many
-        else:
-            found = n > 4096 and n * itemsize % _WARPS
-        if found or not staged:
-            return _choose_spans(name, n, itemsize)
+    long = n * itemsize > _BLOCK_BYTES or n > 4096 and n * itemsize % _WARPS
+    if by_spans and (long or not staged):
+        return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
         at_once = 128 // _row_lanes(n, itemsize)  # rows of the four warps
@@ -653,23 +649,24 @@ def choose(
 
 
 def _choose_spans(name, n, itemsize):
+    odd, size = n * itemsize % 16 != 0, n * itemsize
     if n <= _norms_spans.SHORT:
         vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
         at_once = 128 // _norms_spans.row_lanes(n, vector)  # rows of the four warps
         return NormConfig(max(2048 // n // at_once, 1) * at_once, spans=True)
-    if n * itemsize <= _BLOCK_BYTES:
-        whole = n <= _HELD and (name == "softmax" or itemsize == 4)
-        return NormConfig(part=0 if whole else 2048, spans=True)
-    most = _BLOCK_BYTES if name == "softmax" else _BLOCK_BYTES // 2
-    cluster = _blocks(n * itemsize, most)
-    width = pl.cdiv(n, cluster)
-    rows = 1 if name == "softmax" or width * itemsize > most else 2
-    return NormConfig(rows, cluster, 2048, spans=True, threads=_threads(width))
+    if n <= _HELD:
+        return NormConfig(spans=True)
+    if odd:  # lanes read and write few bytes at a time
+        cluster = _blocks(size, 2 * _BLOCK_BYTES if name == "softmax" else _BLOCK_BYTES)
+        return NormConfig(1, cluster, 1024, spans=True, threads=2)
+    # weight and bias take as much shared memory as the row
+    cluster = _blocks(size, _BLOCK_BYTES // 2 if name == "layer_norm" else _BLOCK_BYTES)
+    return NormConfig(1, cluster, 2048, spans=True)
 
 
 def _threads(elements):
-    """Warpgroups of a block that has so many elements of a row, or of columns."""
-    return 1 if elements <= _HELD else 2 if elements <= 4 * _HELD else 4
+    """Warpgroups of a block that has so many elements of columns."""
+    return 1 if elements <= 4 * _HELD else 4
 
 
 def _choose_columns(n, inner, itemsize, staged):
@@ -680,11 +677,13 @@ def _choose_columns(n, inner, itemsize, staged):
         height = row // itemsize
         cluster = _blocks(n * row, max(_COLUMN_BYTES, 128 * row))
         elements = pl.cdiv(n, cluster) * height
-        if elements * itemsize > _COLUMN_STAGED_BYTES:
+        most = _STAGED_BYTES if row > 32 else _COLUMN_STAGED_BYTES
+        if row > 64:
+            most = 65536 if crooked else _COLUMN_BYTES // cluster
+        if elements * itemsize > most:
             continue
-        if row > 64 and not crooked and n * row > _COLUMN_BYTES:
-            continue
-        held = elements <= _HELD and cluster <= 2
+        # a mask for the last part takes longer than registers for all
+        held = elements <= _HELD and (cluster <= 2 or n % (64 * cluster))
         part, threads = 0 if held else max(2048 // height, 1), _threads(elements)
         return NormConfig(height, cluster, part, True, threads=threads)
     height, part = min(_COLUMNS, inner), _PART
