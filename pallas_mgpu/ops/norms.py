@@ -41,9 +41,6 @@ from ._warp_mma import room_of_block
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
-_RING_BYTES = 180224  # of a row: more slots than it takes
-_RING_ROWS = 2  # for each SM, at least
-_GROUPS = 32  # of 16 bytes a lane that a pair has of a row, from which a ring moves weights on
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
@@ -69,7 +66,7 @@ class NormConfig(NamedTuple):
     ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``: the
     number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
     keeps weights in registers; fewer compile faster; 0: all. ``stream``: a weight or bias that
-    registers have no room for comes through SMEM, too, as it does by default where there is room.
+    registers have no room for comes through SMEM, too.
     ``spans``: rows of the last axis pass through SMEM wherever they begin, by the bulk copy engine;
     clusters may then have tiles of several rows. ``threads``: warpgroups of a block, 1 to 8, that
     share its part of a row, with ``spans``, or of columns.
@@ -600,11 +597,9 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(
-    name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=SMS, by_spans=False
-):
+def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False):
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
-    `in_place`: the result has its dtype; `by_spans`: the bulk engine can copy parts of it."""
+    `by_spans`: the bulk engine can copy parts of it."""
     if inner > 1:
         return _choose_columns(n, inner, itemsize, staged)
     long = n * itemsize > _BLOCK_BYTES or n > 4096 and n * itemsize % _WARPS
@@ -629,14 +624,6 @@ def choose(
     held = name == "softmax"
     cluster = 1
     if n > 16384 or n * itemsize > _BLOCK_BYTES:
-        if in_place and outer >= _RING_ROWS * sms and n * itemsize <= _RING_BYTES:
-            consumers = 2
-            chunk = _norms_ring.choose(outer, n, itemsize, consumers, sms)
-            # as fast as all chunks unrolled, and half the time to compile; with a part of a chunk
-            # at the end, and of float32, registers would spill
-            groups = n // consumers // (2048 // itemsize)
-            unroll = int(itemsize == 2 and n % chunk == 0 and groups >= _GROUPS)
-            return NormConfig(ring=chunk, consumers=consumers, unroll=unroll)
         most = _HELD if held else _BLOCK_BYTES // itemsize
         cluster = _blocks(n, most // 2 if name == "layer_norm" and n >= 65536 else most)
     width = pl.cdiv(n, cluster)
@@ -786,7 +773,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
         by_tma = by_tma and "CLUSTER" in gpu["features"]
     size = max(x.dtype.itemsize, out_dtype.itemsize)
     smallest = min(x.dtype.itemsize, out_dtype.itemsize)
-    in_place, sms = x.dtype == out_dtype, plgpu.sm_count(x.device)
+    sms = plgpu.sm_count(x.device)
     default = config is None
     if config is None and invariant:
         columns = _by_columns(x.shape, problem.last, inner, True)
@@ -794,11 +781,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
         config = config._replace(staged=config.staged and by_tma)
     elif config is None:
         by_spans = x.aligned and "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
-        config = choose(name, outer, n, inner, size, by_tma, in_place, sms, by_spans)
+        config = choose(name, outer, n, inner, size, by_tma, sms, by_spans)
         # one program has the short rows of less than a tile, however many they are
         few = n <= _norms_spans.SHORT and outer < config.height
         if config.spans and (few or _norms_spans.Plan(problem, outer * n, config).why_not()):
-            config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
+            config = choose(name, outer, n, inner, size, by_tma, sms)
     if default and inner == 1 and "CLUSTER" not in gpu["features"]:
         config = _without_clusters(config, n, size, gpu)
     _check(name, config, inner, by_tma)
@@ -812,18 +799,16 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     if config.spans:
         return _by_spans(problem, config, kind if one_program else None, interpret)
     if one_program:
-        # a ring has a row for every block, and another configuration serves fewer rows
-        edges = (_RING_ROWS * sms - 1, ANY_ROWS[1]) if config.ring else ANY_ROWS
-        rows, _ = rows_of((*kind, bool(config.ring)), outer, edges)
+        rows, _ = rows_of(kind, outer, ANY_ROWS)
         if rows is not outer:
             problem = problem._replace(shape=(rows, n))
-            if not (invariant or config.ring):  # one height for any number
+            if not invariant:  # one height for any number
                 at_once = 128 // _row_lanes(n, size) if n <= _NARROW else 1
                 height = max(2048 // n // at_once, 1) * at_once
                 config = config._replace(height=height)
     if not config.ring:
         return _kernel(problem, config, invariant, interpret)
-    return _by_ring(problem, config, default, sms, interpret)
+    return _by_ring(problem, config, sms, interpret)
 
 
 def _by_spans(problem, config, kind, interpret):
@@ -839,7 +824,7 @@ def _by_spans(problem, config, kind, interpret):
 
     size = min(problem.dtype.itemsize, problem.out_dtype.itemsize)
     edges = _norms_spans.fewest(n, config, size), min(ANY_ROWS[1], _sizes.MOST // n)
-    if kind is None or rows_of((*kind, False), outer, edges)[0] is outer:
+    if kind is None or rows_of(kind, outer, edges)[0] is outer:
         return alone()
     total = plgpu.dim("E", min=(edges[0] + 1) * n, max=edges[1] * n, multiple_of=n)
     of_any = problem._replace(shape=(total // n, n))
@@ -848,12 +833,9 @@ def _by_spans(problem, config, kind, interpret):
     return _core.Reshaped(kernel, alone, given, (problem.shape,))
 
 
-def _by_ring(problem, config, default, sms, interpret):
+def _by_ring(problem, config, sms, interpret):
     name, n, in_place = problem.name, problem.extents[1], problem.dtype == problem.out_dtype
     ring = config.ring, config.consumers, config.programs or sms, config.unroll, config.stream
-    if default:  # where there is room
-        streams = *ring[:4], True
-        ring = ring if _norms_ring.KernelPlan(problem, streams).why_not() else streams
     why_not = _norms_ring.KernelPlan(problem, ring).why_not()
     if not in_place:
         why_not = f"the result must have the dtype of x, {problem.dtype}"

@@ -266,22 +266,17 @@ def test_norms_of_any_number_of_rows(name, n, invariant):
 
 
 def test_long_rows_of_any_number(monkeypatch):
-    """Rows that pass through a ring, with a weight and a bias, and fewer of them."""
+    """Rows that clusters share, with a weight and a bias, without races."""
     monkeypatch.setattr(_open_rows, "STATIC", 0)
-    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
     before, n = _core.plan_memory()["plans"], 20000
-    rng, rings = np.random.default_rng(n), set()
+    rng = np.random.default_rng(n)
     w, b = rng.standard_normal((2, n)).astype(bfloat16)
-    for m in (3, 5, 6, 7, 11):
+    for m in (2, 3, 7):
         x = rng.standard_normal((m, n)).astype(bfloat16)
         wide = (y.astype(np.float32) for y in (x, w, b))
         got = ops.layer_norm(x, w, b, interpret=plgpu.InterpretParams(detect_races=True))
         np.testing.assert_allclose(got.astype(np.float32), NORMS["layer_norm"](*wide), atol=0.06)
-        kernel = ops.layer_norm.kernel(x, w, b, interpret=True)
-        kernel = getattr(kernel, "kernel", kernel)  # of one dimension, or of rows
-        rings.add((m >= 6, "tile_numbers" in kernel.definition.scratch))
-    assert rings == {(False, False), (True, True)}
-    assert _core.plan_memory()["plans"] - before == 2
+    assert _core.plan_memory()["plans"] - before == 1
 
 
 @pytest.mark.parametrize("m", [50, pytest.param(5000, marks=pytest.mark.long)])
