@@ -33,7 +33,7 @@ from ._open_rows import in_shapes
 SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
 _CACHED = 8192  # elements of a weight or bias, up to which lanes load it: from the L1 cache
-_STREAMED_BYTES = 73728  # of a block in SMEM, longer vectors among them: three blocks on an SM
+STREAMED_BYTES = 73728  # of a block in SMEM, longer vectors among them: three blocks on an SM
 
 
 class Span:
@@ -112,7 +112,7 @@ class Plan:
     def stream(self, i, span):
         """Has vector number i come through SMEM, if there is room."""
         self.streamed[i] = span
-        if self.smem_bytes() > _STREAMED_BYTES:
+        if self.smem_bytes() > STREAMED_BYTES:
             del self.streamed[i]
 
     def divide(self, cfg, size):

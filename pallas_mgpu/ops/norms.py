@@ -583,7 +583,8 @@ def _kernel(x, cfg, invariant, interpret):
         # no lane reads what another one has written, but for statistics that a barrier orders;
         # but stores of parts of sectors are faster if warps are together
         compiler_params=plgpu.CompilerParams(
-            approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=p.staged
+            approx_math=x.out_dtype.itemsize == 2,
+            unsafe_no_auto_barriers=p.staged and (p.segments > 1 or not rows),
         ),
         interpret=interpret,
         kernel_name=x.name,
@@ -602,8 +603,10 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
     `by_spans`: the bulk engine can copy parts of it."""
     if inner > 1:
         return _choose_columns(n, inner, itemsize, staged)
-    long = n * itemsize > _BLOCK_BYTES or n > 4096 and n * itemsize % _WARPS
-    if by_spans and (long or not staged):
+    weighted = name != "softmax"
+    long = n > _HELD and n * itemsize >= _BLOCK_BYTES + (not weighted)
+    crooked = n > _norms_spans.SHORT and n * itemsize % _WARPS
+    if by_spans and (long or crooked or not staged):
         return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
@@ -618,7 +621,7 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
         if n > 2 * _HELD and (name == "layer_norm" or name == "softmax" and itemsize == 4):
             return NormConfig(1, _blocks(n, _HELD), 0 if n <= 16 * _HELD else _PART, False)
         cluster = _blocks(n, _PART)
-        return NormConfig(height, cluster, 0 if pl.cdiv(n, cluster) <= _HELD else _PART, False)
+        return NormConfig(height, cluster, 0 if pl.cdiv(n, cluster) <= _PART else _PART, False)
     # softmax keeps the row in registers, or it would compute each exponential twice; the others
     # where one block has the row, which is faster than reading SMEM again (but not in clusters)
     held = name == "softmax"
@@ -641,14 +644,20 @@ def _choose_spans(name, n, itemsize):
         vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
         at_once = 128 // _norms_spans.row_lanes(n, vector)  # rows of the four warps
         return NormConfig(max(2048 // n // at_once, 1) * at_once, spans=True)
-    if n <= _HELD:
-        return NormConfig(spans=True)
+    if n <= _HELD:  # registers hold them, but for those whose statistics take most
+        parts = name == "layer_norm" and itemsize == 2
+        return NormConfig(part=(1024 if n <= 4096 else 2048) if parts else 0, spans=True)
     if odd:  # lanes read and write few bytes at a time
-        cluster = _blocks(size, 2 * _BLOCK_BYTES if name == "softmax" else _BLOCK_BYTES)
-        return NormConfig(1, cluster, 1024, spans=True, threads=2)
-    # weight and bias take as much shared memory as the row
-    cluster = _blocks(size, _BLOCK_BYTES // 2 if name == "layer_norm" else _BLOCK_BYTES)
-    return NormConfig(1, cluster, 2048, spans=True)
+        narrow = name == "softmax" or name == "rms_norm" and itemsize == 2
+        threads = {"softmax": 2, "rms_norm": 8 // itemsize, "layer_norm": itemsize // 2}[name]
+        cluster = _blocks(size, _BLOCK_BYTES * (1 + narrow))
+        return NormConfig(1, cluster, 1024, spans=True, threads=threads)
+    # weight and bias take as much shared memory as the row, or parts wait for them
+    vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
+    cluster = _blocks(size, _BLOCK_BYTES // max(vectors, 1))
+    cluster = max(cluster, 2) if vectors else cluster
+    room = pl.cdiv(size, cluster) * (1 + vectors) <= _norms_spans.STREAMED_BYTES
+    return NormConfig(1, cluster, 2048 if room else 4096, spans=True)
 
 
 def _threads(elements):
