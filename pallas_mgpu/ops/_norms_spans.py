@@ -176,7 +176,8 @@ class Plan:
 
 def fewest(n, cfg, itemsize):
     """So many rows have fewer bytes than the engine copies at a time, if their number is open."""
-    return cfg.height - 1 + pl.cdiv(16 // itemsize - 1, n)
+    more = 0 if n * itemsize % 16 == 0 else pl.cdiv(16 // itemsize - 1, n)
+    return cfg.height - 1 + more
 
 
 def row_lanes(n, vector):

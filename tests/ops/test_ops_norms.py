@@ -344,7 +344,7 @@ def test_how_they_move_data(name, n):
     text, used = low.as_text("cuda"), low.resources()
     text = text[text.index("__global__") :]
     copies = re.findall(r"\b(?:bulk|tma)_(load|store)\w*\(", text)
-    vectors = len(given) - 1 if n > 16384 else 0
+    vectors = len(given) - 1 if n > 8192 else 0
     if name == "layer_norm" and n == 131072:  # no room for the bias
         vectors = 1
     assert copies == ["load"] * (1 + vectors) + ["store"]
