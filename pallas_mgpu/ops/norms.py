@@ -5,10 +5,11 @@ copies of some run under the arithmetic of others. TMA brings the tile to SMEM, 
 place there, and leaves by TMA. Short rows stay in registers between their statistics and their
 result; longer ones are read from SMEM again, in parts that take few registers.
 
-Rows too long for that are shared by the blocks of a cluster: each makes the statistics of its
-segment, sends them to all through the SMEM of the cluster, and every block puts them together in
-the same order. Where there are many of them, and a row fits into the SMEM of an SM, a ring that
-is filled without a pause is faster: _norms_ring.py. Results repeat bit for bit.
+Rows too long for that, and those that begin anywhere, are spans of a flat array, _norms_spans.py,
+which the blocks of a cluster share: each makes the statistics of its segment, sends them to all
+through the SMEM of the cluster, and every block puts them together in the same order. A ring of
+chunks for each SM, _norms_ring.py, is there if a configuration asks for it. Results repeat bit for
+bit.
 
 Along another axis than the last a tile is columns: as many as make rows of 128 bytes, or fewer
 where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
