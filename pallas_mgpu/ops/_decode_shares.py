@@ -54,6 +54,7 @@ def open_batch(kind, q, k, page_table, rows=1):
         plgpu.dim("N", min=least * rows, max=most * rows, multiple_of=rows), cache, table, most
     )
 
+
 _SEQUENCES = 1 << 16  # whose blocks a thread adds up
 
 
