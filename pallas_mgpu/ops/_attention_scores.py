@@ -160,7 +160,10 @@ class Problem(NamedTuple):
     def results(self):
         """Types of what attention returns."""
         out = plgpu.ShapeDtypeStruct((*self.shapes[0][:3], self.value_dim), self.out_dtype)
-        lse = plgpu.ShapeDtypeStruct((self.batch, self.heads, self.queries), _F32)
+        shape = self.batch, self.heads, self.queries
+        if self.is_open:  # the kernel computes where the rows of a head begin
+            shape = (self.heads * self.shapes[0][0] * self.shapes[0][1],)
+        lse = plgpu.ShapeDtypeStruct(shape, _F32)
         return (out, lse) if self.return_lse else out
 
     def body(self, plain, scored):

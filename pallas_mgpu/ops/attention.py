@@ -751,6 +751,11 @@ class _Block(WarpSpecialized):
             top = self.scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
+            if x.is_open:
+                keep = lax.broadcasted_iota(jnp.int32, (64,), 0) < scalar(x.queries) - at
+                where = pl.ds((b * x.heads + head) * scalar(x.queries) + at, 64)
+                pl.store(self.lse, where, lse, mask=keep)
+                return
             at = pl.ds(at, 64)
             there = (b, row, at) if p.parts == 1 else (b, at, row)
             store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
@@ -1094,8 +1099,7 @@ def _check_config(config):
 def _is_indexed(x):
     """Has it arrays with a length after another dim above 1, or indexed by it?"""
     f = x.scores
-    indexed = f.bias or f.dropout or f.mask or x.angles or x.others or x.is_narrow
-    return indexed or x.return_lse and x.heads > 1
+    return f.bias or f.dropout or f.mask or x.angles or x.others or x.is_narrow
 
 
 def _open(x, *how):
@@ -1121,7 +1125,7 @@ def _open(x, *how):
 def _flattened(x, widths, device, interpret):
     """The kernel of a batch whose lengths are known when it runs: the entries are one after the
     other in the arrays that it gets. None where the kernel is that of the lengths."""
-    if x.batch == 1 or x.return_lse or _is_indexed(x):
+    if x.batch == 1 or _is_indexed(x):
         return None
     kind = "attention", x._replace(queries=0, keys=0), device, interpret
     found = sizes_of(kind, {"N": x.queries, "M": x.keys}, _QUERIES)
@@ -1147,7 +1151,12 @@ def _flattened(x, widths, device, interpret):
     q = x.batch, x.queries, x.heads
     k = x.batch * x.keys, x.kv_heads
     shapes = (1, x.batch * x.queries, x.heads, x.dim), (1, *k, x.dim), (1, *k, x.value_dim)
-    return _core.Reshaped(kernel, alone, shapes, ((*q, x.value_dim),))
+    return _core.Reshaped(kernel, alone, shapes, ((*q, x.value_dim), *_logarithms(x)))
+
+
+def _logarithms(x):
+    """The shape of the logarithms, if there are any."""
+    return [(x.batch, x.heads, x.queries)] * x.return_lse
 
 
 def _of_wgmma(
@@ -1158,7 +1167,7 @@ def _of_wgmma(
     copy keys and values, which rounds them otherwise?"""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
     shares = None
-    queries, scores = problem.queries, problem.scores
+    given, queries, scores = problem, problem.queries, problem.scores
     if config is None and widens and pays(problem):
         how = None, widths, divides, block_mask, device, interpret
         return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
@@ -1173,7 +1182,8 @@ def _of_wgmma(
             found = _flattened(problem, widths, device, interpret)
             if found is not None:
                 return found
-        problem, queries = _open(problem, device, interpret)
+        if parts == 1 or not problem.return_lse:
+            problem, queries = _open(problem, device, interpret)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
         if width > 128:
@@ -1187,6 +1197,10 @@ def _of_wgmma(
         kernel = _kernel(problem, config, cores, shares.parts, interpret, shares)
         return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)
     kernel = _kernel(problem, config, cores, parts, interpret)
+    if problem.is_open and problem.return_lse:
+        alone = functools.partial(_kernel, given, config, cores, parts, interpret)
+        operands = (None,) * (3 + 2 * bool(scores.sequences))
+        kernel = _core.Reshaped(kernel, alone, operands, (None, *_logarithms(given)))
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)
     if parts > 1:
