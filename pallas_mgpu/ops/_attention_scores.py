@@ -341,6 +341,13 @@ def scalar(n):
     return jnp.int32(n) if isinstance(n, int) else jnp.asarray(n)
 
 
+def rows_in(x, b, start, count, length):
+    """The index of rows of a batch entry, which has `length` of them."""
+    if not x.whole:
+        return b, pl.ds(start, count)
+    return 0, pl.ds(b * scalar(length) + start, count)
+
+
 class Ranges:
     """Columns that rows see, while a kernel is traced. low, high: the arrays of lookup(), or None.
     exact: rows beyond the last one see nothing; otherwise their results mean nothing. layout: of a

@@ -377,3 +377,20 @@ def store(buffer, value, *targets, **how):
     plgpu.commit_smem()
     for target in targets:
         plgpu.copy_smem_to_gmem(buffer, target, **how)
+
+
+def store_some(buffer, value, rows, target_of):
+    """The first rows of a value to global memory, which may have others after them: in boxes of as
+    many rows as their number has bits. target_of(start, count): where so many rows go."""
+    count = buffer.shape[0]
+    buffer[...] = value
+    plgpu.commit_smem()
+    while count:
+        there = rows & count != 0
+
+        def box(n=count):
+            start = rows // (2 * n) * (2 * n)
+            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(start, n)], target_of(start, n))
+
+        pl.when(there)(box)
+        count //= 2

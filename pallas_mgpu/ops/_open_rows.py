@@ -170,6 +170,23 @@ def better(make):
 # ---- arrays of more dimensions -------------------------------------------------------------------
 
 
+def views(kernel, operands, results):
+    """The kernel as a function of arrays with other shapes: operands, which it gets, and results,
+    which the caller gets; None: as they are. Arrays without memory are reshaped by a method."""
+    operands, results = tuple(operands), tuple(results)
+
+    def reshaped(arrays, shapes):
+        return [x if s is None else x.reshape(s) for x, s in zip(arrays, shapes)]
+
+    def by_hand(*arrays, **how):
+        found = kernel(*reshaped(arrays, operands), **how)
+        if not isinstance(found, tuple):
+            return reshaped([found], results)[0]
+        return tuple(reshaped(found, results))
+
+    return _core.Reshaped(kernel, lambda: by_hand, operands, results)
+
+
 def rowwise(make):
     """Decorator below specialize: for a function of arrays (..., N), each row of which is worked on
     alone. From the fourth number of rows on, arrays with more than two dimensions are given to the

@@ -44,7 +44,7 @@ from . import (
 from ._attention_cache import DTYPES, Cache, is_narrow
 from ._attention_narrow import Narrow, NarrowPlan, grain
 from ._attention_parts import SharedTiles
-from ._attention_scores import PLAIN, Problem, Ranges, Tile, scalar
+from ._attention_scores import PLAIN, Problem, Ranges, Tile, rows_in, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_warp_mma import MmaAttentionConfig
 from ._attention_widened import Widened, pays
@@ -60,6 +60,7 @@ from ._common import (
     overlap_launches,
     padded,
     store,
+    store_some,
     warp_specialized,
 )
 from ._open_rows import better, in_shapes, sizes_of
@@ -338,12 +339,6 @@ class _Block(WarpSpecialized):
             return self.x.queries
         return jnp.clip(self.q_lengths[b], 0, self.x.queries)
 
-    def rows(self, b, row, size, length):
-        """The index of rows of a batch entry, which has so many of them."""
-        if not self.x.whole:
-            return b, pl.ds(row, size)
-        return 0, pl.ds(b * scalar(length) + row, size)
-
     def blocks_of(self, t, tile, part):
         """The first key block of a tile (of its part) and their number; 1 for the tile beyond."""
         p = self.plan
@@ -388,7 +383,7 @@ class _Block(WarpSpecialized):
         pl.when(tiles >= p.q_slots)(lambda: ring.await_release(tiles - p.q_slots))
         slot = tiles % p.q_slots
         for w in range(p.consumers):
-            at = self.rows(b, tile * p.rows + w * 64, 64, x.queries)
+            at = rows_in(self.x, b, tile * p.rows + w * 64, 64, x.queries)
             q = padded(self.q, (*at, head), p.dim)
             plgpu.copy_gmem_to_smem(q, self.q_smem.at[slot, w], ring.full.at[slot])
 
@@ -430,7 +425,7 @@ class _Block(WarpSpecialized):
         row = pl.multiple_of(row, block)
         if not x.page:
             for i in range(0, block, size):
-                copy(i, size, (*self.rows(b, row + i, size, x.keys), head))
+                copy(i, size, (*rows_in(self.x, b, row + i, size, x.keys), head))
             return
         last = jnp.maximum(self.keys_of(b) - 1, 0) // x.page  # entries beyond it may be anything
 
@@ -761,23 +756,17 @@ class _Block(WarpSpecialized):
             store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
 
     def send(self, me, value, b, row, columns):
-        """Stores a consumer's rows. Where the rows of the next batch entry follow, those that are
-        left of this one go in boxes of as many rows as their number has bits."""
-        x, buffer, count = self.x, self.o_smem.at[me], 64
+        """Stores a consumer's rows; where the rows of the next batch entry follow, those that are
+        left of this one."""
+        x, buffer = self.x, self.o_smem.at[me]
         if not x.whole:
             return store(buffer, value, self.o.at[(b, pl.ds(row, 64), *columns)])
         rows = jnp.clip(scalar(x.queries) - row, 0, 64)
 
-        def box(start, count):
-            target = self.o.at[(*self.rows(b, row + start, count, x.queries), *columns)]
-            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(start, count)], target)
+        def target(start, count):
+            return self.o.at[(*rows_in(x, b, row + start, count, x.queries), *columns)]
 
-        buffer[...] = value
-        plgpu.commit_smem()
-        while count:
-            there = rows & count != 0
-            pl.when(there)(lambda n=count: box(rows // (2 * n) * (2 * n), n))
-            count //= 2
+        store_some(buffer, value, rows, target)
 
     def reciprocal(self, sums):
         factor = pl.reciprocal(sums, approx=True)
