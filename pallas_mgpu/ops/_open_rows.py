@@ -174,6 +174,8 @@ def views(kernel, operands, results):
     """The kernel as a function of arrays with other shapes: operands, which it gets, and results,
     which the caller gets; None: as they are. Arrays without memory are reshaped by a method."""
     operands, results = tuple(operands), tuple(results)
+    if not any((*operands, *results)):
+        return kernel
 
     def reshaped(arrays, shapes):
         return [x if s is None else x.reshape(s) for x, s in zip(arrays, shapes)]

@@ -746,7 +746,7 @@ class _Block(WarpSpecialized):
             top = self.scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
-            if x.is_open:
+            if x.is_open and p.parts == 1:
                 keep = lax.broadcasted_iota(jnp.int32, (64,), 0) < scalar(x.queries) - at
                 where = pl.ds((b * x.heads + head) * scalar(x.queries) + at, 64)
                 pl.store(self.lse, where, lse, mask=keep)
