@@ -863,10 +863,10 @@ def test_gradients_of_attention(dim, options, packed, way, monkeypatch):
         kernels = ops.attention_backward.kernel(g, q, k, v, o, lse, **how, **cu)
         kernel = kernels.fused.fused if kernels.fused else kernels.by_queries
         used.add(getattr(kernel, "kernel", kernel))
-    assert len(used) == 1
+    assert len(used) <= 1 + ("bottom_right" in how)  # which equal lengths do not need
 
 
-def test_logarithms_of_batches(monkeypatch):
+def test_gradients_of_batches(monkeypatch):
     monkeypatch.setattr(_open_rows, "STATIC", 0)
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
     rng, used = np.random.default_rng(2), set()
@@ -876,7 +876,9 @@ def test_logarithms_of_batches(monkeypatch):
         want = gradients_of_attention(q, k, v, q, np.ones((n, m), bool))
         out = np.full_like(q, np.nan), np.full((3, 4, n), np.nan, np.float32)
         ops.attention(q, k, v, return_lse=True, out=out, interpret=True)
-        np.testing.assert_allclose(out[0], want[0], atol=5e-3)
-        np.testing.assert_allclose(out[1], want[1], atol=5e-3)
+        grads = ops.attention_backward(q, q, k, v, *out, interpret=True)
+        for a, b in zip((*out, *grads), want):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, atol=1e-2 * max(1, np.abs(b).max()))
         used.add(ops.attention.kernel(q, k, v, return_lse=True, interpret=True).kernel)
     assert len(used) == 1
