@@ -12,12 +12,13 @@ lane are merged among themselves. ``places``: how many blocks a lane has.
 Where the number of sequences is known when the kernel runs (`OpenBatch`), arrays with dims of each
 sequence are views in which these dims are one: the kernel computes where a sequence begins."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -25,6 +26,7 @@ from ._common import WarpSpecialized
 from ._open_rows import is_static
 
 _BATCHES = 0, 16, 64, 256, 1024  # sequences: edges of the programs
+_ELEMENTS = 2**46 - 2**40  # of a cache of any number of rows
 
 
 class OpenBatch(NamedTuple):
@@ -48,11 +50,11 @@ def open_batch(kind, q, k, page_table, rows=1):
         return None
     bucket = next(k for k, edge in enumerate(_BATCHES) if batch <= edge)
     least, most = _BATCHES[bucket - 1] + 1, _BATCHES[bucket]
-    cache = plgpu.dim("C", min=1 if entries else least)
+    size = math.prod(k.shape[1:] if entries else k.shape[2:])
+    cache = plgpu.dim("C", min=1 if entries else least, max=min(_ELEMENTS // size, _sizes.MOST))
     table = plgpu.dim("T", min=least) if entries else None
-    return OpenBatch(
-        plgpu.dim("N", min=least * rows, max=most * rows, multiple_of=rows), cache, table, most
-    )
+    q = plgpu.dim("N", min=least * rows, max=most * rows, multiple_of=rows)
+    return OpenBatch(q, cache, table, most)
 
 
 _SEQUENCES = 1 << 16  # whose blocks a thread adds up
