@@ -221,12 +221,13 @@ class Machine:
         barrier.arrive(t + self.facts.exchange_latency)
         return t
 
-    def _take(self, t, array, nbytes, latency):
+    def _take(self, t, array, nbytes, latency, blocks=1):
+        """When bytes are there that so many blocks get with one copy."""
         self.taken += nbytes
         self.way_in = at = max(t, self.way_in) + nbytes * self.in_cost
         cold = self.cold.get(array, 0.0)
         if cold:
-            self.memory = max(t, self.memory) + nbytes * cold * self.memory_cost
+            self.memory = max(t, self.memory) + nbytes / blocks * cold * self.memory_cost
             at = max(at, self.memory)
             latency += min(1.0, 4 * cold) * self.facts.memory_latency
         return at + latency
@@ -240,7 +241,7 @@ class Machine:
 
     def copy_in(self, t, array, nbytes, blocks, barrier):
         self.read[array] = self.read.get(array, 0.0) + nbytes / blocks
-        barrier.arrive(self._take(t, array, nbytes, self.facts.latency))
+        barrier.arrive(self._take(t, array, nbytes, self.facts.latency, blocks))
 
     def _give(self, t, array, nbytes):
         self.written[array] = self.written.get(array, 0.0) + nbytes

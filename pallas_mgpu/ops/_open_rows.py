@@ -150,9 +150,13 @@ def own_program(make):
                 _questions.exact = False
             given = [x for x in (*operands, *options.values()) if isinstance(x, plgpu.ArrayInfo)]
             if given[0].device is not None:
-                if isinstance(kernel, SeveralKernels):  # which a call would have to compile
+                compiled = getattr(kernel, "compile", None)
+                if compiled:
+                    compiled(*given)
+                elif isinstance(kernel, SeveralKernels):  # which a call would have to compile
                     return None
-                kernel.lower(*given).resources()  # for the cache on disk, from which calls take it
+                else:
+                    kernel.lower(*given).resources()  # for the cache on disk, which calls read
             settle(*asked[0])
             return kernel
 

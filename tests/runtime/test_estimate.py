@@ -311,6 +311,15 @@ def test_explain_says_what_is_wrong(file, capsys, rest, message):
     assert message in capsys.readouterr().out
 
 
+def test_multicast_reads_memory_once():
+    """Two blocks of a cluster get the same tile of weights that no cache holds."""
+    a, b = SPEC((128, 3584), jnp.bfloat16), SPEC((8192, 3584), jnp.bfloat16)
+    pair = ops.MatmulConfig(1, 128, 0, 2, step=64)
+    kernels = (ops.matmul.kernel(a, b, transpose_b=True, config=c) for c in (pair, None))
+    pair, one = (plgpu.estimate(k.lower(a, b), gpu="H100") for k in kernels)
+    assert pair.bound == "HBM" and pair.seconds < 1.3 * one.seconds
+
+
 @pytest.mark.long
 def test_random_kernels(monkeypatch):
     """Every kernel has a time, or there is a reason that names what it lacks."""
