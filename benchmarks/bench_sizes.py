@@ -157,7 +157,8 @@ def attentions(lengths):
 
 
 def products(rows, n, k):
-    """Other products than those of 16-bit operands, and a norm of arrays with three dimensions."""
+    """Other products than those of 16-bit operands, a norm of arrays with three dimensions, and
+    gradients."""
     random_of = functools.partial(torch.randn, device="cuda")
     gate, up = (random_of(k, n).bfloat16() for _ in range(2))
     both, weight = torch.cat([gate, up], 1), random_of(k).bfloat16()
@@ -194,6 +195,16 @@ def products(rows, n, k):
             ops.rms_norm.kernel,
             lambda m: (in_rows(2, m), weight),
             lambda h, w: torch.nn.functional.rms_norm(h, h.shape[-1:], w, eps=1e-6),
+        ),
+        "matmul, gradient of weights": (
+            functools.partial(ops.matmul.kernel, transpose_a=True),
+            lambda m: (in_rows(m), in_rows(m)),
+            lambda h, g: h.T @ g,
+        ),
+        "softmax_backward": (
+            ops.softmax_backward.kernel,
+            lambda m: (in_rows(m), torch.softmax(in_rows(m), 1)),
+            lambda g, y: torch._softmax_backward_data(g, y, 1, y.dtype),
         ),
     }
     for m in rows:
