@@ -20,9 +20,9 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_scores import PLAIN
+from ._attention_scores import PLAIN, scalar
 from ._common import SeveralKernels, overlap_launches
-from ._open_rows import in_shapes
+from ._open_rows import in_shapes, views
 
 _F32 = np.float32
 _PARTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
@@ -131,7 +131,10 @@ def merge(x, parts, interpret, shares=None):
         value = value.astype(x.out_dtype)
         pl.store(out, (b, row, head, group, slice(None)), value, mask=there)
         if x.return_lse:
-            pl.store(out_lse, (b, head, row), base + jnp.log(total), mask=keep & (group == 0))
+            at = b, head, row
+            if x.is_open:
+                at = ((b * x.heads + head) * scalar(x.queries) + row,)
+            pl.store(out_lse, at, base + jnp.log(total), mask=keep & (group == 0))
 
     all_heads = x.batch, x.queries, parts * x.heads
     return plgpu.kernel(
@@ -213,16 +216,17 @@ def shares_of(x, cfg, cores, parts):
 
 
 class _Divided(SeveralKernels):
-    """Attention to parts of the keys, then the sum of the results."""
+    """Attention to parts of the keys, then the sum of the results. lse: the shape of the logarithms
+    of this call, where that of the kernel is known later."""
 
-    def __init__(self, x, parts, kernel, interpret, shares=None):
-        self.parts, self.merge = kernel, merge(x, parts, interpret, shares)
-        self.shares = shares
+    def __init__(self, x, parts, kernel, interpret, shares=None, lse=None):
+        self.parts, self.shares = kernel, shares
+        self.merge = views(merge(x, parts, interpret, shares), (None, None), (None, lse))
 
     def __call__(self, *operands, out=None, stream=None):
         return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
 
 
 @cached
-def divided(*how):
-    return _Divided(*how)
+def divided(*how, lse=None):
+    return _Divided(*how, lse=lse)

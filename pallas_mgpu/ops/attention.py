@@ -1171,8 +1171,7 @@ def _of_wgmma(
             found = _flattened(problem, widths, device, interpret)
             if found is not None:
                 return found
-        if parts == 1 or not problem.return_lse:
-            problem, queries = _open(problem, device, interpret)
+        problem, queries = _open(problem, device, interpret)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
         if width > 128:
@@ -1186,14 +1185,16 @@ def _of_wgmma(
         kernel = _kernel(problem, config, cores, shares.parts, interpret, shares)
         return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)
     kernel = _kernel(problem, config, cores, parts, interpret)
-    if problem.is_open and problem.return_lse:
+    is_open = problem.is_open and problem.return_lse
+    if is_open and parts == 1:
         alone = functools.partial(_kernel, given, config, cores, parts, interpret)
         operands = (None,) * (3 + 2 * bool(scores.sequences))
         kernel = _core.Reshaped(kernel, alone, operands, (None, *_logarithms(given)))
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)
     if parts > 1:
-        return _attention_parts.divided(problem, parts, kernel, interpret)
+        lse = _logarithms(given)[0] if is_open else None
+        return _attention_parts.divided(problem, parts, kernel, interpret, lse=lse)
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel
 
 

@@ -12,6 +12,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
 
 _F32 = np.float32
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -19,9 +20,11 @@ _TILE = 1024  # elements of a block
 
 
 @cached
-def _kernel(shape, dtype, return_lse, interpret):
+def _kernel(shape, dtype, return_lse, interpret, count=None):
+    """count: of (part, batch, query) where that is known later; these are one dim of ``o`` then, and
+    all dims of the logarithms."""
     parts, batch, queries, heads, dim = shape
-    rows = batch * queries * heads
+    rows, is_open = batch * queries * heads, count is not None
     tile = max(1, _TILE // dim), dim
 
     def body(o, lse, out, out_lse=None):
@@ -31,14 +34,20 @@ def _kernel(shape, dtype, return_lse, interpret):
         keep = row < rows
         row = jnp.minimum(row, rows - 1)
         b, query, head = row // (queries * heads), row // heads % queries, row % heads
+        token, log_at = (b, query), (b, head, query)
+        if is_open:
+            token, log_at = (row // heads,), ((b * heads + head) * queries + query,)
+
+        def of_part(part, at, count):
+            return (part * count + at[0],) if is_open else (part, *at)
 
         def add(part, state):
             value, m, total = state
-            log = lse[part, b, head, query]
+            log = lse[of_part(part, log_at, rows)]
             new = jnp.maximum(m, log)
             base = jnp.where(new == -np.inf, _F32(0), new)
             mine, theirs = jnp.exp(m - base), jnp.exp(log - base)
-            found = o[part, b, query, head, column].astype(jnp.float32)
+            found = o[(*of_part(part, token, batch * queries), head, column)].astype(jnp.float32)
             # a part without keys may hold anything
             found = jnp.where(log == -np.inf, _F32(0), found)
             return value * mine + found * theirs, new, total * mine + theirs
@@ -47,14 +56,18 @@ def _kernel(shape, dtype, return_lse, interpret):
         start = zero, jnp.full(tile, _F32(-np.inf)), zero
         value, m, total = lax.fori_loop(0, parts, add, start)
         value = jnp.where(total == 0, _F32(0), value / total)
-        pl.store(out, (b, query, head, column), value.astype(dtype), mask=keep)
+        pl.store(out, (*token, head, column), value.astype(dtype), mask=keep)
         if return_lse:
             log = jnp.where(m == -np.inf, _F32(0), m) + jnp.log(total)
-            pl.store(out_lse, (b, head, query), log, mask=keep & (column == 0))
+            pl.store(out_lse, log_at, log, mask=keep & (column == 0))
 
-    outs = plgpu.ShapeDtypeStruct(shape[1:], dtype)
+    result, logs, options = shape[1:], (batch, heads, queries), {}
+    if is_open:
+        result, logs = (batch * queries, heads, dim), (rows,)
+        options = in_shapes((count, heads, dim), (count * heads,))
+    outs = plgpu.ShapeDtypeStruct(result, dtype)
     if return_lse:
-        outs = outs, plgpu.ShapeDtypeStruct((batch, heads, queries), _F32)
+        outs = outs, plgpu.ShapeDtypeStruct(logs, _F32)
     return plgpu.kernel(
         body,
         out_type=outs,
@@ -62,7 +75,26 @@ def _kernel(shape, dtype, return_lse, interpret):
         grid_names=("tile",),
         interpret=interpret,
         kernel_name="merge_attention",
+        **options,
     )
+
+
+def _of_any_tokens(shape, dtype, device, *how):
+    """The kernel of these shapes, or of any batch of single queries or any number of queries."""
+    parts, batch, queries, heads, dim = shape
+    fixed = (parts, queries) if queries == 1 else (parts, batch)
+    kind = "merge_attention", fixed, heads, dim, dtype, device, how
+    size, _ = rows_of(kind, batch if queries == 1 else queries, ANY_ROWS)
+    if isinstance(size, int):
+        return _kernel(shape, dtype, *how)
+    each = parts * (1 if queries == 1 else batch)
+    rows = plgpu.dim("R", min=each, max=ANY_ROWS[1], multiple_of=each)
+    sizes = (rows // each, 1) if queries == 1 else (batch, rows // each)
+    kernel = _kernel((parts, *sizes, heads, dim), dtype, *how, rows)
+    count = parts * batch * queries
+    results = (batch, queries, heads, dim), (batch, heads, queries)
+    operands = (count, heads, dim), (count * heads,)
+    return views(kernel, operands, results[: 1 + how[0]])
 
 
 @plgpu.specialize(in_place=False)
@@ -94,4 +126,4 @@ def merge_attention(o, lse, *, return_lse=False, interpret=None):
             f"merge_attention: lse must have the shape {(parts, batch, heads, queries)} for o"
             f" {o.shape}, got {lse.shape}"
         )
-    return _kernel(o.shape, np.dtype(o.dtype), bool(return_lse), interpret)
+    return _of_any_tokens(o.shape, np.dtype(o.dtype), o.device, bool(return_lse), interpret)

@@ -28,6 +28,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import in_shapes, rows_of
 from ._random import mixed
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -320,6 +321,7 @@ def _kernel(x, blocks, interpret):
         thread_name="thread",
         interpret=interpret,
         kernel_name="sample",
+        **in_shapes((x.rows, x.n), None, *((x.rows,),) * len(names)),
     )
 
 
@@ -349,6 +351,12 @@ def _choose(x, device):
     ):
         found *= 2
     return found
+
+
+def _edges(x, device):
+    """Of numbers of rows whose clusters are alike."""
+    half = plgpu.sm_count(device) // 2
+    return 0, *(n for n in (half // 8, half // 4, half // 2) if n), 1 << 26
 
 
 def _blocks_of(x, config, device):
@@ -405,4 +413,9 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, config=None
         k = None if k == 0 or k >= n else int(k)
     p = None if p == 1 else p
     x = Problem(rows, n, np.dtype(logits.dtype), k, p, t)
+    if config is None:
+        kind = x._replace(rows=0), logits.device, interpret
+        found, most = rows_of(kind, rows, _edges(x, logits.device))
+        blocks = _choose(x._replace(rows=most), logits.device)
+        return _kernel(x._replace(rows=found), blocks, interpret)
     return _kernel(x, _blocks_of(x, config, logits.device), interpret)
