@@ -21,8 +21,8 @@ _TILE = 1024  # elements of a block
 
 @cached
 def _kernel(shape, dtype, return_lse, interpret, count=None):
-    """count: of (part, batch, query) where that is known later; these are one dim of ``o`` then, and
-    all dims of the logarithms."""
+    """count: of (part, batch, query) where that is known later; these are one dim of ``o`` then,
+    and all dims of the logarithms."""
     parts, batch, queries, heads, dim = shape
     rows, is_open = batch * queries * heads, count is not None
     tile = max(1, _TILE // dim), dim
@@ -85,7 +85,7 @@ def _of_any_tokens(shape, dtype, device, *how):
     fixed = (parts, queries) if queries == 1 else (parts, batch)
     kind = "merge_attention", fixed, heads, dim, dtype, device, how
     size, _ = rows_of(kind, batch if queries == 1 else queries, ANY_ROWS)
-    if isinstance(size, int):
+    if isinstance(size, int) or parts * batch * queries > ANY_ROWS[1]:
         return _kernel(shape, dtype, *how)
     each = parts * (1 if queries == 1 else batch)
     rows = plgpu.dim("R", min=each, max=ANY_ROWS[1], multiple_of=each)

@@ -19,7 +19,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
-from ._open_rows import ANY_ROWS, better, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, better, in_shapes, is_static, rows_of, views
 from .norms_backward import WithSums, sums_of_rows
 from .quantize import layout_of
 
@@ -35,11 +35,11 @@ _RESIDENT = 5  # blocks of an SM, of the gradient with a weight
 class _Tiles:
     """Tiles of a few positions of a head."""
 
-    def __init__(self, shape, normed, size=_TILE, first=0):
+    def __init__(self, shape, normed, size=_TILE, first=0, whole=False):
         """normed: are there sums over a head? Lanes of a warp then have it, if they can. first:
-        the position of the first row."""
+        the position of the first row. whole: are the batch entries one after the other in one?"""
         self.batch, self.length, self.heads, dim = shape
-        self.first = first
+        self.first, self.whole = first, whole
         self.half, self.layout = dim // 2, None
         self.height = max(1, min(size // self.half, _sizes.most(self.length)))
         lanes, rest = divmod(self.half, _VECTOR)
@@ -61,6 +61,9 @@ class _Tile:
     def __init__(self, tiles, batch, tile, head):
         self.tiles, self.batch, self.head = tiles, batch, head
         start, shape = tile * tiles.height, (tiles.height, tiles.half)
+        self.place = batch, pl.ds(start, tiles.height)
+        if tiles.whole:
+            self.place = 0, pl.ds(batch * tiles.length + start, tiles.height)
         self.rows, self.shape, self.keep = pl.ds(start, tiles.height), shape, None
         self.positions = pl.ds(start + tiles.first, tiles.height) if tiles.first else self.rows
         if _sizes.is_open([tiles.length]) or tiles.length % tiles.height:
@@ -75,7 +78,7 @@ class _Tile:
 
     def _places(self):
         half = self.tiles.half
-        return [(self.batch, self.rows, self.head, pl.ds(k, half)) for k in (0, half)]
+        return [(*self.place, self.head, pl.ds(k, half)) for k in (0, half)]
 
     def load(self, ref):
         return [self._load(ref, at) for at in self._places()]
@@ -115,10 +118,12 @@ class _Tile:
 
 
 @cached
-def kernel_of(shape, dtype, inverse, eps, interpret, first=0):
+def kernel_of(shape, dtype, inverse, eps, interpret, first=0, rows=None):
     """eps: of the norm, which is there unless it is None. first: the position of the first row;
-    the tables of angles may be longer."""
-    tiles = _Tiles(shape, eps is not None, first=first)
+    the tables of angles may be longer. rows: of all batch entries, which are one after the other
+    where their number and length are known later."""
+    tiles = _Tiles(shape, eps is not None, first=first, whole=rows is not None)
+    of_arrays = shape if rows is None else (1, rows, *shape[2:])
     heads = math.gcd(tiles.heads, _HEADS) if eps is not None else 1  # of a block
 
     def body(x, cos, sin, *refs):
@@ -142,12 +147,12 @@ def kernel_of(shape, dtype, inverse, eps, interpret, first=0):
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct(shape, dtype),
+        out_type=plgpu.ShapeDtypeStruct(of_arrays, dtype),
         grid=(tiles.batch, tiles.of_head, tiles.heads // heads),
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="rotary",
-        **in_shapes(shape, *((shape[1], None),) * 2, *(None,) * (eps is not None)),
+        **in_shapes(of_arrays, *((shape[1], None),) * 2, *(None,) * (eps is not None)),
     )
 
 
@@ -222,10 +227,15 @@ def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None)
         raise ValueError("rotary: inverse=True with weight; rotary_backward has both gradients")
     eps, shape = None if weight is None else float(eps), x.shape
     how = np.dtype(x.dtype), bool(inverse), eps, interpret
+    dtypes = (a and a.dtype for a in (cos, sin, weight))
+    kind = "rotary", shape[2:], *dtypes, x.device, how
     if shape[0] == 1:  # sizes are those of the first dimension that has several
-        dtypes = (a and a.dtype for a in (cos, sin, weight))
-        kind = "rotary", shape[2:], *dtypes, x.device, how
         shape = 1, rows_of(kind, shape[1], ANY_ROWS)[0], *shape[2:]
+    elif shape[0] * shape[1] <= ANY_ROWS[1] and not is_static(kind, shape[:2]):
+        length, rows = (plgpu.dim(n, max=ANY_ROWS[1]) for n in ("N", "R"))
+        kernel = kernel_of((rows // length, length, *shape[2:]), *how, rows=rows)
+        operands = (1, shape[0] * shape[1], *shape[2:]), *(None,) * (2 + (weight is not None))
+        return views(kernel, operands, (shape,))
     return kernel_of(shape, *how)
 
 

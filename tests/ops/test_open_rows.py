@@ -789,6 +789,50 @@ def test_gradients_have_at_most_twelve_programs(name):
     assert len(kernels) <= 12
 
 
+# ---- other functions of batches ------------------------------------------------------------------
+
+
+def test_rotary_of_batches(monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    before, how = _core.plan_memory()["plans"], plgpu.InterpretParams(detect_races=True)
+    for batch, length in ((3, 7), (2, 40), (5, 1)):
+        x, angles = normal(batch, length, 3, 64), normal(length, 32, seed=1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        left, right, c, s = x[..., :32], x[..., 32:], cos[:, None], sin[:, None]
+        want = np.concatenate([left * c - right * s, right * c + left * s], axis=-1)
+        np.testing.assert_allclose(ops.rotary(x, cos, sin, interpret=how), want, atol=1e-5)
+    assert _core.plan_memory()["plans"] - before == 1
+
+
+def test_merged_parts(monkeypatch):
+    """Any batch of single queries, any number of queries of a batch."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    before, how = _core.plan_memory()["plans"], plgpu.InterpretParams(detect_races=True)
+    for batch, queries in ((4, 1), (9, 1), (2, 3), (2, 8)):
+        o, lse = normal(3, batch, queries, 4, 64), normal(3, batch, 4, queries, seed=1)
+        lse[1, 0, 0, 0] = -np.inf
+        got, log = ops.merge_attention(o, lse, return_lse=True, interpret=how)
+        e = np.exp(lse.astype(np.float64))
+        want = np.einsum("pbhn,pbnhd->bnhd", e / e.sum(0), o)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        np.testing.assert_allclose(log, np.log(e.sum(0)), atol=1e-5)
+    assert _core.plan_memory()["plans"] - before == 2
+
+
+def test_tokens_of_any_number_of_rows(monkeypatch):
+    """The same tokens as with a program for each number of rows."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 40)
+    logits, seed, tokens = normal(40, 5000), np.array([7], np.int32), {}
+    top_k = np.random.default_rng(0).integers(1, 50, 40).astype(np.int32)
+    for static in (99, 0):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        for m in (1, 3, 5, 40):
+            options = {"top_k": top_k[:m].copy(), "top_p": 0.9, "temperature": 0.7}
+            got = ops.sample(logits[:m].copy(), seed, **options, interpret=True)
+            np.testing.assert_array_equal(got, tokens.setdefault(m, got))
+
+
 # ---- gradients of attention ----------------------------------------------------------------------
 
 
