@@ -159,6 +159,17 @@ pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* A statement at the head of a body that carries words keeps the compiler from rotating the loop:
+ * in a rotated one ptxas no longer interleaves the maxima and the exponentials of attention, which
+ * costs it 2 to 4 %. */
+static void pin_first(pm_gen *e, pm_opid op, pm_val args) {
+  for (uint32_t k = 0; k < pm_get(e->g, op)->n_out; k++) {
+    if (!e->only_words[args + k]) continue;
+    pm_pin_words(e, args + k);
+    return;
+  }
+}
+
 pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
   const pm_blk cond = pm_region(e->g, op, 0), body = pm_region(e->g, op, 1);
   const pm_val cond_args = e->g->blocks.at[cond].arg, body_args = e->g->blocks.at[body].arg;
@@ -170,6 +181,7 @@ pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
   pm_line(e, "#pragma unroll 1");
   pm_begin(e, "for (;;) {");
   unpack_carries(e, op, body_args, words);
+  pin_first(e, op, body_args);
   for (uint32_t k = 0; k < pm_get(e->g, op)->n_out; k++) {
     if (words[k]) pm_alias(e, cond_args + k, body_args + k);
   }

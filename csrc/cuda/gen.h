@@ -188,6 +188,8 @@ const char *pm_declare_words(pm_gen *e, pm_val v); /* binds v as WORDS */
 const char *pm_copy_words(pm_gen *e, pm_val v);
 void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v);
 void pm_unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like);
+/* Nothing moves across this place that reads or writes the words of v, which has that form. */
+void pm_pin_words(pm_gen *e, pm_val v);
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);
 bool pm_is_view(const pm_graph *g, pm_opid op);

@@ -25,17 +25,25 @@ static bool is_matrix_access(pm_gen *e, pm_opid op, pm_val array, bool store) {
   return pm_is_matrix(e, pm_value_layout(e->g, array), &v, store);
 }
 
-/* Can words go from the region of an op to its results? Not those of WHILE: unpacking at the head
- * of its body keeps the compiler from rotating the loop, and in a rotated loop ptxas no longer
- * interleaves the maxima and the exponentials of attention, which costs it 2 to 4 %. */
-static bool yields_words(int code) { return code == PM_OP_FOR || pm_is_branch(code); }
+/* Can words go from the region of an op to its results? */
+static bool yields_words(int code) { return pm_is_loop(code) || pm_is_branch(code); }
+
+/* Is v a carry in the body of a loop, which its condition does not read? */
+static bool is_carry(const pm_gen *e, pm_val v, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  const pm_blk block = pm_value_of(e->g, v)->block;
+  if (pm_has_index(o)) return true;
+  if (!pm_is_loop(o->code) || pm_region(e->g, op, 1) != block) return false;
+  const pm_block *cond = &e->g->blocks.at[pm_region(e->g, op, 0)];
+  return !e->uses[cond->arg + (v - e->g->blocks.at[block].arg)];
+}
 
 /* Can the op that makes v make words? */
 static bool makes_words(pm_gen *e, pm_val v) {
   const pm_value *val = pm_value_of(e->g, v);
   if (!val->def) { /* an argument of a region */
     const pm_opid op = e->g->blocks.at[val->block].parent;
-    return op && pm_has_index(pm_get(e->g, op));
+    return op && is_carry(e, v, op);
   }
   if (yields_words(pm_get(e->g, val->def)->code)) return true;
   switch (pm_get(e->g, val->def)->code) {
@@ -48,9 +56,10 @@ static bool makes_words(pm_gen *e, pm_val v) {
 static bool takes_words(pm_gen *e, pm_opid op, uint32_t k) {
   const pm_op *o = pm_get(e->g, op);
   const pm_opid parent = e->g->blocks.at[o->parent].parent;
+  const uint32_t bounds = pm_has_index(o) ? 2 : 0;
+  if (pm_is_loop(o->code)) return k >= bounds && pm_is_packed(e, o->out + k - bounds);
   switch (o->code) {
     case PM_OP_WGMMA: return k == 1;
-    case PM_OP_FOR: return k >= 2 && pm_is_packed(e, o->out + k - 2);
     case PM_OP_STORE: return k == 1 && is_matrix_access(e, op, pm_in(e->g, op, 1), true);
     case PM_OP_YIELD:
       return parent && yields_words(pm_get(e->g, parent)->code) &&
@@ -117,6 +126,10 @@ void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v) {
     pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, from, e->slot[v].text);
   }
   pm_line(e, "pack<%s, %lld>(%s, %s);", type, (long long)n, words, from);
+}
+
+void pm_pin_words(pm_gen *e, pm_val v) {
+  pm_line(e, "%s(&%s[0]);", pm_ptx_pin(e, PM_U32, words_of(e, v)), e->slot[v].text);
 }
 
 void pm_unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like) {
