@@ -13,8 +13,10 @@ import math
 
 import numpy as np
 
+from . import _core
 from . import _estimate_machine as machine
 from ._estimate_program import bits_of, compile_kernel, read
+from ._names import show
 
 _LAST, _SAMPLES = 0.999, (0.125, 0.375, 0.625, 0.875)  # SMs that are simulated
 _WAVES = 12  # of blocks on an SM that are simulated; more go on as the last half of these
@@ -217,6 +219,11 @@ def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
     missing or unknown sizes, and loops that depend on the elements of arrays that are not given.
     NotImplementedError for kernels of other GPUs than Hopper's.
     """
+    if not isinstance(lowered, _core.Lowered):
+        raise TypeError(
+            "plgpu.estimate: a lowered kernel is needed, kernel.lower(*operands), got"
+            f" {show(lowered)}"
+        )
     facts = _facts(gpu)
     graph = read(lowered.as_text("graph"))
     if graph.target != "sm_90a":

@@ -280,8 +280,8 @@ def is_open(shape):
 
 
 def most_of(grid):
-    """Ints: the most that sizes can be."""
-    return tuple(map(most, grid))
+    """Ints: the most that sizes can be, of which a call checks that they are below 2**31 - 1."""
+    return tuple(min(d.most, MOST) if isinstance(d, Dim) else d for d in grid)
 
 
 def type_of(shape):

@@ -164,6 +164,9 @@ def test_branches_on_data_are_named():
 
 def test_what_is_refused():
     lowered = copying(16)
+    for wrong in (3, ops.matmul):
+        with pytest.raises(TypeError, match="a lowered kernel is needed"):
+            plgpu.estimate(wrong)
     with pytest.raises(ValueError, match="gpu must be one of"):
         plgpu.estimate(lowered, gpu="A100")
     x = SPEC((16, 4096), jnp.float32)

@@ -455,3 +455,46 @@ def test_on_a_gpu():
         torch.cuda.set_sync_debug_mode("default")
     for a, o in results:
         torch.testing.assert_close(o, a @ b, rtol=2e-2, atol=2e-2)
+
+
+@BOTH
+def test_sums_of_sizes_are_a_grid(interpret):
+    """Without bounds the sum of two could be above what a grid may have; a call checks it."""
+    other = plgpu.dim("N")
+
+    @plgpu.kernel(
+        in_shapes=((M, 32), (other, 32)),
+        out_type=plgpu.ShapeDtypeStruct((M + other, 32), F32),
+        grid=(M + other,),
+        grid_names=("i",),
+        interpret=interpret,
+    )
+    def joined(a, b, o):
+        i = lax.axis_index("i")
+
+        @pl.when(i < M)
+        def _():
+            o[i] = a[i]
+
+        @pl.when(i >= M)
+        def _():
+            o[i] = b[i - M]
+
+    for m, n in ((1, 4), (7, 2)):
+        a, b = np.random.default_rng(m).standard_normal((2, 8, 32)).astype(F32)
+        np.testing.assert_array_equal(joined(a[:m], b[:n]), np.concatenate([a[:m], b[:n]]))
+
+
+def test_a_grid_that_is_too_large():
+    @plgpu.kernel(
+        in_shapes=((M, 8),),
+        out_type=plgpu.ShapeDtypeStruct((8,), F32),
+        grid=(M * 100_000_000,),
+        grid_names=("i",),
+        interpret=True,
+    )
+    def many(x, o):
+        o[...] = x[0]
+
+    with pytest.raises(ValueError, match="is 3000000000 for these; sizes are below"):
+        many(np.ones((30, 8), F32))
