@@ -186,9 +186,10 @@ def memory_of(name, shape, parts, interpret):
         for out in outs:  # a kernel warns of results that it leaves as they are
             out[(0,) * out.ndim] = jnp.zeros((), out.dtype)
 
+    most = min(_ELEMENTS // math.prod(shape), _sizes.MOST)
     return plgpu.kernel(
         body,
-        in_shapes=((plgpu.dim("B"), *shape),),
+        in_shapes=((plgpu.dim("B", max=most), *shape),),
         out_type=parts,
         interpret=interpret,
         kernel_name=f"{name}_memory",

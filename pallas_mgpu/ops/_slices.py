@@ -68,7 +68,8 @@ class _Sum:
 
 
 @cached
-def _sum_kernel(x, slices, interpret):
+def _sum_kernel(x, slices, interpret, shapes=()):
+    """shapes: of the scales that it gets, where rows are open."""
     open_rows = isinstance(x.m, plgpu.Dim)
     width = min(x.n, _WIDTH)
     height = 1 if open_rows else min(x.m, max(_WIDTH // width, 1))
@@ -83,7 +84,8 @@ def _sum_kernel(x, slices, interpret):
 
     options = {}
     if open_rows:
-        options["in_shapes"] = (x.m, None, None), *(None,) * (len(names) - 2)
+        biases = (None,) * (x.bias_dtype is not None)
+        options["in_shapes"] = (x.m, None, None), *biases, *(shapes if scales else ())
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),
@@ -98,8 +100,9 @@ def _sum_kernel(x, slices, interpret):
 class Sliced(SeveralKernels):
     """The product by both kernels. slicing: the first one, for partial(x)."""
 
-    def __init__(self, slicing, x, slices, interpret):
-        self.x, self.slicing, self.adding = x, slicing, _sum_kernel(x, slices, interpret)
+    def __init__(self, slicing, x, slices, interpret, shapes=()):
+        self.x, self.slicing = x, slicing
+        self.adding = _sum_kernel(x, slices, interpret, shapes)
         self.shape = shape_of(x, slices)  # of the sums
 
     def operands(self, a, b, *others):

@@ -628,16 +628,16 @@ def _semaphores(plan):
 @cached
 def _kernel(x, cfg, sms, interpret, scales=()):
     """x: a Product. scales: shapes of the scales that there are, where the rows are open."""
-    whole, shape = x, (x.m, x.n)
+    whole, shape, of_scales = x, (x.m, x.n), scales
     options = {"interpret": interpret, "kernel_name": "matmul"}
-    if isinstance(x.m, plgpu.Dim):
-        a = (None, x.m) if x.ta else (x.m, None)
-        options["in_shapes"] = a, None, *(None,) * (x.bias_dtype is not None), *scales
-    elif isinstance(x.k, plgpu.Dim):
-        both = (x.k, None), (x.k, None)
-        options["in_shapes"] = *both, *(None,) * (x.bias_dtype is not None)
     if cfg.slices > 1:
         x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
+        scales = scales if x.forms.blocks else ()
+    others = *(None,) * (x.bias_dtype is not None), *scales
+    if isinstance(x.m, plgpu.Dim):
+        options["in_shapes"] = (None, x.m) if x.ta else (x.m, None), None, *others
+    elif isinstance(x.k, plgpu.Dim):
+        options["in_shapes"] = (x.k, None), (x.k, None), *others
     if x.activation in _ACTIVATIONS.values() and x.out_dtype.itemsize == 2:
         # the result is rounded more coarsely; of a function of the caller nothing is known
         options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
@@ -652,7 +652,9 @@ def _kernel(x, cfg, sms, interpret, scales=()):
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     out_type = (out_type, out_type) if x.keep else out_type
     kernel = warp_specialized(body, plan, out_type, **options)
-    return _slices.Sliced(kernel, whole, cfg.slices, interpret) if cfg.slices > 1 else kernel
+    if cfg.slices == 1:
+        return kernel
+    return _slices.Sliced(kernel, whole, cfg.slices, interpret, of_scales)
 
 
 # ---- the function -------------------------------------------------------------------------------

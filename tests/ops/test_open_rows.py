@@ -306,6 +306,22 @@ def test_slices_of_k():
         ops.matmul.kernel(spec(m, 2048), spec(24, 2048), transpose_b=True) for m in (90, 127)
     ]
     assert kernels[0] is kernels[1] and hasattr(kernels[0], "slicing")
+    rng, numbers = np.random.default_rng(0), set()
+    bias, b = (rng.standard_normal(s).astype(bfloat16) for s in ((24,), (24, 2048)))
+    scales = rng.uniform(0.5, 2, (1, 24)).astype(np.float32)
+    narrow = b.astype(float8_e4m3fn)
+    for m in (5, 6, 7, 90, 127):
+        a = rng.standard_normal((m, 2048)).astype(bfloat16)
+        got = ops.matmul(a, b, bias=bias, transpose_b=True, out_dtype=np.float32, interpret=True)
+        np.testing.assert_allclose(got, f32(a) @ f32(b).T + f32(bias), rtol=2e-2, atol=1)
+        a, rows = a.astype(float8_e4m3fn), rng.uniform(0.5, 2, (m, 1)).astype(np.float32)
+        how = dict(scale_a=rows, scale_b=scales, transpose_b=True, out_dtype=np.float32)
+        got = ops.matmul(a, narrow, bias=bias, interpret=True, **how)
+        want = f32(a) @ f32(narrow).T * rows * scales + f32(bias)
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2)
+        kernel = ops.matmul.kernel(a, narrow, bias=bias, interpret=True, **how)
+        numbers.add((m > 64, hasattr(kernel, "slicing")))
+    assert (True, True) in numbers
 
 
 # ---- kernels that work on each row alone ---------------------------------------------------------
