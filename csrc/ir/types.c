@@ -1135,7 +1135,8 @@ static pm_code pm_type_control(const pm_typing *t, pm_type *out) {
 
 /* The first operand that is carried; n_in where nothing is. */
 static uint32_t first_carry(const pm_op *o) {
-  return o->code == PM_OP_FOR ? 2 : o->code == PM_OP_WHILE ? 0 : o->n_in;
+  if (!pm_is_loop(o->code)) return o->n_in;
+  return pm_has_index(o) ? 2 : 0;
 }
 
 uint32_t pm_region_args(const pm_graph *g, pm_opid op) {
@@ -1152,9 +1153,8 @@ pm_type pm_region_arg_type(const pm_graph *g, pm_opid op, uint32_t arg) {
 static pm_code check_carries(const pm_graph *g, pm_opid op, pm_opid yield, pm_err *err) {
   const pm_op *o = pm_get(g, op), *y = pm_get(g, yield);
   uint32_t first = first_carry(o);
-  const char *fragment = o->code == PM_OP_FOR
-                             ? "body_fun output and input must have identical types"
-                             : "carry input and carry output must have equal types";
+  const char *fragment = pm_has_index(o) ? "body_fun output and input must have identical types"
+                                         : "carry input and carry output must have equal types";
   if (y->n_in != o->n_in - first) {
     return pm_fail(err, PM_E_TYPE, "%s: %s, got %u values for %u carries", pm_op_name(o->code),
                    fragment, y->n_in, o->n_in - first);
@@ -1205,14 +1205,11 @@ static pm_code check_branches(const pm_graph *g, pm_opid op, pm_err *err) {
 }
 
 pm_code pm_type_yields(const pm_graph *g, pm_opid op, pm_err *err) {
-  switch (pm_get(g, op)->code) {
-    case PM_OP_FOR: return check_carries(g, op, pm_terminator(g, pm_region(g, op, 0)), err);
-    case PM_OP_WHILE: {
-      pm_code rc = check_condition(g, pm_terminator(g, pm_region(g, op, 0)), err);
-      return rc ? rc : check_carries(g, op, pm_terminator(g, pm_region(g, op, 1)), err);
-    }
-    default: return check_branches(g, op, err);
-  }
+  const pm_op *o = pm_get(g, op);
+  if (!pm_is_loop(o->code)) return check_branches(g, op, err);
+  const bool tests = pm_is_condition(o, 0);
+  pm_code rc = tests ? check_condition(g, pm_terminator(g, pm_region(g, op, 0)), err) : PM_OK;
+  return rc ? rc : check_carries(g, op, pm_terminator(g, pm_region(g, op, tests)), err);
 }
 
 /* Where result k of a control op has its type from: its carries, or the yield of region 0. */
