@@ -37,8 +37,8 @@ from pallas_mgpu.ops._matmul_choice import (
     candidates,
     choose,
     choose_k_major,
-    crooked_rows,
     cycles,
+    misaligned_rows,
     rates_of,
     wide_candidates,
 )
@@ -292,11 +292,11 @@ def configs_of(gemm, most, wide):
     """Of those the chooser looks at, the best one of each family by the estimate, best first, and
     with wide as many of those that it does not look at."""
     in_bytes = 1 if gemm.dtype.startswith("float8") else 2
-    crooked = crooked_rows((gemm.k, gemm.k if gemm.nt else gemm.n), in_bytes)
+    misaligned = misaligned_rows((gemm.k, gemm.k if gemm.nt else gemm.n), in_bytes)
 
     def best(found, most, rates):
         of_families = {}
-        how = {"in_bytes": in_bytes, "crooked": crooked, "rates": rates}
+        how = {"in_bytes": in_bytes, "misaligned": misaligned, "rates": rates}
         for cfg in sorted(found, key=lambda c: cycles(gemm.m, gemm.n, gemm.k, c, 132, **how)):
             of_families.setdefault(family(cfg), cfg)
         return list(of_families.values())[:most]

@@ -24,7 +24,7 @@ import numpy as np
 from gemm_suite import parse
 
 from pallas_mgpu.ops import FewRowsConfig
-from pallas_mgpu.ops._matmul_choice import MatmulConfig, crooked_rows, cycles, rates_of
+from pallas_mgpu.ops._matmul_choice import MatmulConfig, cycles, misaligned_rows, rates_of
 
 GHZ = 1.755
 MANY = 129  # rows
@@ -42,8 +42,8 @@ class Time(NamedTuple):
 
     def log_error(self, rates):
         g, in_bytes = self.gemm, 1 if self.gemm.dtype.startswith("float8") else 2
-        crooked = crooked_rows((g.k, g.k if g.nt else g.n), in_bytes)
-        found = cycles(g.m, g.n, g.k, self.config, 132, in_bytes, rates, crooked)
+        misaligned = misaligned_rows((g.k, g.k if g.nt else g.n), in_bytes)
+        found = cycles(g.m, g.n, g.k, self.config, 132, in_bytes, rates, misaligned)
         return np.log(found / (1000 * GHZ * self.us))
 
 

@@ -468,16 +468,16 @@ _MANY_ROWS = Rates(
 
 
 def rates_of(m, in_bytes=2, blocks=False):
-    """What the choice for m rows goes by. Other products than these were not timed with the rates
-    of many rows."""
+    """The rates for the estimate of a product with m rows. Those of many rows were fitted to 8- and
+    16-bit operands without scales of blocks only."""
     return _MANY_ROWS if m > _SWAPPED and in_bytes <= 2 and not blocks else _RATES
 
 
-def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
-    """An estimate of the time of a product, in cycles of an SM. crooked: are rows of a, of b no
-    multiple of 128 bytes?"""
+def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False)):
+    """An estimate of the time of a product, in cycles of an SM. misaligned: of a and of b, whether
+    the row pitch is no multiple of 128 bytes."""
     if cfg.swapped:
-        m, n, crooked = n, m, crooked[::-1]
+        m, n, misaligned = n, m, misaligned[::-1]
     p = Plan(m, n, k, 2, cfg, sms, in_bytes)
     waves = math.ceil(p.total / clusters_at_once(sms, p.cluster))
     active = p.total * p.cluster / waves
@@ -495,8 +495,8 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / l2
     l2 = max(l2, fetched * active / rates.fetch)
     # lines of the L2: a part of a row that begins anywhere has two; here sharing does help
-    lines = fetched + crooked[0] * p.rows / cfg.cluster_n * line
-    lines += crooked[1] * p.cols / cfg.cluster * line
+    lines = fetched + misaligned[0] * p.rows / cfg.cluster_n * line
+    lines += misaligned[1] * p.cols / cfg.cluster * line
     l2 = max(l2, lines / rates.lines)
     if in_bytes == 1 or cfg.swapped:
         l2 = max(l2, slot / rates.intake)
@@ -559,15 +559,15 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, crooked=(False, False)):
     return total
 
 
-def crooked_rows(rows, in_bytes):
-    """Are rows of so many elements, filled up to 16 bytes, no multiple of 128 bytes?"""
+def misaligned_rows(rows, in_bytes):
+    """Whether the pitch of rows of so many elements, padded to 16 bytes, is no multiple of 128."""
     return [pl.cdiv(row * in_bytes, 16) % 8 != 0 for row in rows]
 
 
-def _least(m, n, k, cfg, sms, in_bytes, rates, crooked):
+def _least(m, n, k, cfg, sms, in_bytes, rates, misaligned):
     """Two numbers of cycles by the estimate: the configuration does not take less than the first,
     and those that divide K further not less than the second."""
-    rows, cols, crooked = (n, m, crooked[::-1]) if cfg.swapped else (m, n, crooked)
+    rows, cols, misaligned = (n, m, misaligned[::-1]) if cfg.swapped else (m, n, misaligned)
     height, width = cfg.consumer_rows * cfg.consumers, cfg.tile_n
     tiles = -(-rows // (height * cfg.cluster)) * -(-cols // (width * cfg.cluster_n))
     blocks, row = tiles * cfg.cluster * cfg.cluster_n, k * in_bytes
@@ -575,7 +575,7 @@ def _least(m, n, k, cfg, sms, in_bytes, rates, crooked):
     smem = height // 64 * (64 + width) + height + width
     tall = cfg.consumer_rows > 64
     step = max(height * width / rates.tensor, smem / rates.smem) * (rates.loop if tall else 1)
-    lines = height / cfg.cluster_n * (1 + crooked[0]) + width / cfg.cluster * (1 + crooked[1])
+    lines = height / cfg.cluster_n * (1 + misaligned[0]) + width / cfg.cluster * (1 + misaligned[1])
     step = max(step, rates.way[cfg.consumers > 1] / 128, lines / rates.lines)
     if in_bytes == 1 or cfg.swapped:
         step = max(step, (height + width) / rates.intake)
@@ -604,13 +604,13 @@ def _least(m, n, k, cfg, sms, in_bytes, rates, crooked):
     return total(math.ceil(waves), 0), total(waves, min(slices, shares))
 
 
-def _fastest(families, m, n, k, sms, in_bytes, rates, crooked):
+def _fastest(families, m, n, k, sms, in_bytes, rates, misaligned):
     """The configuration that takes the least time. If there is so much work that power is the
     limit, the first one that takes hardly more: in front are large tiles, which save power."""
     share = 1.015 if m * n * k > _LONG else 1.003
     order = []
     for i, (cfg, members) in enumerate(families):
-        least = _least(m, n, k, cfg, sms, in_bytes, rates, crooked)
+        least = _least(m, n, k, cfg, sms, in_bytes, rates, misaligned)
         order.append((min(least), i, least, members))
     best, times = math.inf, []
     for family, i, least, members in sorted(order, key=lambda found: found[:2]):
@@ -620,9 +620,9 @@ def _fastest(families, m, n, k, sms, in_bytes, rates, crooked):
             if cfg.slices > 1 or cfg.shares > 1:
                 if least[1] > best * share:
                     break
-                if _least(m, n, k, cfg, sms, in_bytes, rates, crooked)[0] > best * share:
+                if _least(m, n, k, cfg, sms, in_bytes, rates, misaligned)[0] > best * share:
                     continue
-            time = cycles(m, n, k, cfg, sms, in_bytes, rates, crooked)
+            time = cycles(m, n, k, cfg, sms, in_bytes, rates, misaligned)
             times.append((i, j, time, cfg))
             best = min(best, time)
     return min(found for found in times if found[2] <= best * share)[-1]
@@ -638,19 +638,19 @@ def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False, is_open=False
     if swaps and not is_open and m <= 64 and _are_gathered(n, k, sms):
         return _gathered(m, n, k, sms)
     found = _families(m, n, k, sms, 2, False, transpose_b, swaps, 8)
-    crooked = crooked_rows((m if transpose_a else k, k if transpose_b else n), 2)
-    return _fastest(found, m, n, k, sms, 2, rates_of(m), crooked)
+    misaligned = misaligned_rows((m if transpose_a else k, k if transpose_b else n), 2)
+    return _fastest(found, m, n, k, sms, 2, rates_of(m), misaligned)
 
 
 @cached
 def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1, grain=8, is_open=False):
     """The same for operands with K contiguous: 8-bit ones, float32 as tf32. blocks: with scales of
     blocks; in_bytes: of an element; grain: as for `candidates`; is_open: as for `choose`."""
-    crooked = crooked_rows((k, k), in_bytes)
+    misaligned = misaligned_rows((k, k), in_bytes)
     # tf32 in several tiles was not timed
     swaps = m if in_bytes == 1 and not is_open else _SWAPPED
     found = _families(m, n, k, sms, in_bytes, blocks, True, swaps, grain)
-    return _fastest(found, m, n, k, sms, in_bytes, rates_of(m, in_bytes, blocks), crooked)
+    return _fastest(found, m, n, k, sms, in_bytes, rates_of(m, in_bytes, blocks), misaligned)
 
 
 def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):

@@ -23,10 +23,9 @@ registers have no room for may come through shared memory (`stream`): the writer
 them while it works on the one before, in two slots by turns."""
 
 import functools
-import math
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes, lax, pl
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -39,7 +38,6 @@ from ._common import (
     unaligned,
     warp_specialized,
 )
-from ._open_rows import in_shapes
 
 SLOTS = 32  # barriers of an array
 # Registers of a lane, at least, where writers keep weights. Writers that move them on need more of
@@ -62,7 +60,7 @@ class Plan:
         self.whole, self.tail = divmod(n, chunk)
         self.chunks = self.whole + (self.tail > 0)
         self.stages = min(room // (chunk * itemsize), SLOTS) // pairs  # of a pair
-        self.clusters = _sizes.minimum(programs, rows)
+        self.clusters = min(programs, rows)
         launched = 512 // (self.consumers + 1) // 8 * 8
         of_pair = ((self.consumers + 1) * launched - PRODUCER_REGISTERS) // pairs
         gatherer = FEW_REGISTERS if unroll else GATHERER_REGISTERS
@@ -441,19 +439,6 @@ class _Block(WarpSpecialized):
         return value
 
 
-def choose(rows, n, itemsize, pairs, programs):
-    """The length of a chunk: pairs have about the same, in few chunks."""
-
-    def cost(chunk):
-        p = Plan(rows, n, itemsize, chunk, pairs, programs)
-        if p.why_not():
-            return math.inf
-        return max(p.sizes) + p.chunks * p.grain // 4
-
-    grain = 2048 // itemsize
-    return min(range(8 * grain, grain, -grain), key=cost)
-
-
 @cached
 def kernel(x, ring, interpret):
     """x: a Problem of norms.py; ring: chunk, pairs, programs, unroll, stream."""
@@ -461,14 +446,11 @@ def kernel(x, ring, interpret):
 
     def body(source, *refs, **scratch):
         overlap_launches()
-        ends, flat = (source, refs[-1]), (plan.rows, plan.n)
-        if not _sizes.is_open(x.shape):
-            ends = [ref.reshape(flat) for ref in ends]
+        ends = [ref.reshape((plan.rows, plan.n)) for ref in (source, refs[-1])]
         given = dict(x=ends[0], o=ends[1], vectors=x.given(refs))
         _Block(plan, given | scratch).run()
 
     out_type = plgpu.ShapeDtypeStruct(x.shape, x.dtype)
     approx = plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2)
     options = {"compiler_params": approx, "interpret": interpret}
-    options |= in_shapes(x.shape, *(None for v in x.vectors if v is not None))
     return warp_specialized(body, plan, out_type, kernel_name=x.name, **options)

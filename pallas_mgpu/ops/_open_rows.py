@@ -218,9 +218,9 @@ def rowwise(make):
         finally:
             _questions.shared = False
         if isinstance(kernel, _core.Reshaped) and _is_flat(kernel.kernel):
-            views = (rows * x.shape[-1],), *(None for y in operands[1:] if y is not None)
+            flat_x = (rows * x.shape[-1],), *(None for y in operands[1:] if y is not None)
             alone = functools.partial(make, *operands, **options)
-            return _core.Reshaped(kernel.kernel, alone, views, (x.shape,))
+            return _core.Reshaped(kernel.kernel, alone, flat_x, (x.shape,))
         outs = [o.shape for o in getattr(getattr(kernel, "definition", None), "outs", ())]
         if not any(map(_sizes.is_open, outs)):
             return make(*operands, **options)

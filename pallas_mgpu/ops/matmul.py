@@ -58,8 +58,8 @@ from ._matmul_choice import (
     choose,
     choose_invariant,
     choose_k_major,
-    crooked_rows,
     cycles,
+    misaligned_rows,
     rates_of,
 )
 from ._open_rows import may_settle, own_program, rows_of, settle
@@ -1261,10 +1261,10 @@ def _own_program(a, b, **options):
 def _time_of(x, m, sms, is_open=False):
     """The estimate with the configuration that is best for m rows. is_open: as for `choose`."""
     config = choose(m, x.n, x.k, sms, x.ta, x.tb, is_open)
-    crooked = crooked_rows((x.k, x.k if x.tb else x.n), 2)
+    misaligned = misaligned_rows((x.k, x.k if x.tb else x.n), 2)
     if isinstance(config, FewRowsConfig):
         return 0  # no estimate; these are never left open
-    return cycles(x.m, x.n, x.k, config, sms, rates=rates_of(x.m), crooked=crooked)
+    return cycles(x.m, x.n, x.k, config, sms, rates=rates_of(x.m), misaligned=misaligned)
 
 
 def _compile(product, operands):

@@ -606,8 +606,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
         return _choose_columns(n, inner, itemsize, staged)
     weighted = name != "softmax"
     long = n > _HELD and n * itemsize >= _BLOCK_BYTES + (not weighted)
-    crooked = n > _norms_spans.SHORT and n * itemsize % _WARPS
-    if by_spans and (long or crooked or not staged):
+    uneven = n > _norms_spans.SHORT and n * itemsize % _WARPS
+    if by_spans and (long or uneven or not staged):
         return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
@@ -634,8 +634,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
     if width * itemsize > _STAGED_BYTES:
         return NormConfig(1, cluster, _PART, False)
     # elements of a row that the warps do not share evenly take masks, and too many registers
-    crooked = n > 4096 and n * itemsize % _WARPS
-    whole = (held or cluster == 1 and not crooked) and width <= 2 * _HELD
+    uneven = n > 4096 and n * itemsize % _WARPS
+    whole = (held or cluster == 1 and not uneven) and width <= 2 * _HELD
     return NormConfig(height, cluster, 0 if whole else _PART)
 
 
@@ -667,8 +667,8 @@ def _threads(elements):
 
 
 def _choose_columns(n, inner, itemsize, staged):
-    crooked = inner * itemsize % 64 != 0
-    rows = _WIDE_ROW_BYTES if crooked else _ROW_BYTES
+    misaligned = inner * itemsize % 64 != 0
+    rows = _WIDE_ROW_BYTES if misaligned else _ROW_BYTES
     rows = [row for row in rows if row < 2 * inner * itemsize] or rows[-1:]
     for row in rows if staged else ():
         height = row // itemsize
@@ -676,7 +676,7 @@ def _choose_columns(n, inner, itemsize, staged):
         elements = pl.cdiv(n, cluster) * height
         most = _STAGED_BYTES if row > 32 else _COLUMN_STAGED_BYTES
         if row > 64:
-            most = 65536 if crooked else _COLUMN_BYTES // cluster
+            most = 65536 if misaligned else _COLUMN_BYTES // cluster
         if elements * itemsize > most:
             continue
         # a mask for the last part takes longer than registers for all

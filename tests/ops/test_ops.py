@@ -20,8 +20,8 @@ from pallas_mgpu.ops._matmul_choice import (
     candidates,
     choose,
     choose_k_major,
-    crooked_rows,
     cycles,
+    misaligned_rows,
     rates_of,
     wide_candidates,
 )
@@ -325,7 +325,10 @@ def test_the_choice_is_the_fastest_of_all_candidates(rng):
     for _ in range(12):
         m, n, k = (int(2 ** rng.uniform(4, most)) for most in (13, 14, 14))
         for in_bytes, tb in ((1, True), (2, False), (2, True)):
-            how = {"in_bytes": in_bytes, "crooked": crooked_rows((k, k if tb else n), in_bytes)}
+            how = {
+                "in_bytes": in_bytes,
+                "misaligned": misaligned_rows((k, k if tb else n), in_bytes),
+            }
             how["rates"] = rates_of(m, in_bytes)
             found = candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=m)
             least = min(cycles(m, n, k, cfg, SMS, **how) for cfg in found)
@@ -436,9 +439,11 @@ MEASURED = {
 def test_estimate_against_measurements(shape):
     """What the estimate puts first takes at most 5 % longer than the fastest one; times are within
     a third (at 1.755 GHz)."""
-    *extents, in_bytes, crooked = shape
+    *extents, in_bytes, misaligned = shape
     measured = MEASURED[shape]
-    found = {c: cycles(*extents, c, 132, in_bytes, crooked=(crooked, crooked)) for c in measured}
+    found = {
+        c: cycles(*extents, c, 132, in_bytes, misaligned=(misaligned, misaligned)) for c in measured
+    }
     for config, us in measured.items():
         assert 0.75 < found[config] / 1755 / us < 1.33, (config, found[config] / 1755, us)
     assert measured[min(found, key=found.get)] <= 1.05 * min(measured.values())
