@@ -1,24 +1,26 @@
-"""Rows for norms.py that pass through SMEM as spans of a flat array, and so may begin anywhere.
+"""Rows for norms.py that may begin at any address: a bulk copy brings them to SMEM.
 
-A span, a row or a segment of one, or several short rows, has first and last bytes that may lie
-inside a piece of 16 bytes that it shares with its neighbours. The bulk engine brings all pieces
-that the span touches to SMEM. Results take the place of what was read. The pieces that lie in the
-span as a whole leave by the bulk engine, and lanes store what is left at both ends.
+The array is seen as flat. A *span* is what one warpgroup works on: a contiguous range of it, which
+is a row, a segment of a row, or several short rows. A *piece* is 16 aligned bytes, the grain of
+bulk copies. The first and the last piece of a span may also hold elements of its neighbours. The
+copy brings all pieces that the span touches to SMEM, and results take the place of what was read.
+Pieces that belong to the span alone are stored by a bulk copy, and lanes store the elements at both
+ends.
 
-The engine copies a number of bytes that is known when the kernel is compiled: near the end of the
-array a span begins earlier than it has to, and elements behind the last whole piece of the array
-are loaded by lanes. A tile of fewer rows, the last one, is stored by lanes.
+A bulk copy has a static number of bytes: near the end of the array it begins earlier than it has
+to, and lanes load the elements after the array's last whole piece. If the last tile has fewer rows,
+lanes store it.
 
-Short rows are one tile (height, n), read at whatever start they have: 4 bytes of a lane beside
-those of the next, so that no banks conflict. Long rows, or their segments, go by in parts, of which
-the last one alone has a mask. With softmax, parts begin with the piece in which the row begins, 16
-bytes for each lane, and the first one has a mask, too. Weights and biases that lie as the row does
-come through SMEM where there is room, else a part would wait for them.
+Several short rows are one tile (height, n). Consecutive lanes read consecutive words of 4 bytes, at
+whatever element the row starts, so that there are no bank conflicts. Long rows, or their segments,
+are processed in parts, of which only the last has a mask. With softmax, parts begin with the piece
+in which the row begins, 16 bytes for each lane, and the first one has a mask, too. Weights and
+biases with the alignment of the row come through SMEM where there is room; otherwise each part
+would wait for them.
 
-A row is divided among the warpgroups of a block and the blocks of a cluster, which send each other
-the statistics of their segments by asynchronous stores: nobody waits but the receiver. No lane
-reads what another lane has written but behind commit_smem, so there are no other barriers between
-lanes."""
+The warpgroups of a block and the blocks of a cluster divide a row, and send each other the
+statistics of their segments by asynchronous stores, so only the receiver waits. No lane reads what
+another lane has written before a commit_smem, so no other barriers between lanes are needed."""
 
 import math
 
@@ -32,7 +34,7 @@ from ._open_rows import in_shapes
 
 SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
-_CACHED = 8192  # elements of a weight or bias, up to which lanes load it: from the L1 cache
+_CACHED = 8192  # elements of a weight or bias up to which lanes load it, from the L1 cache
 STREAMED_BYTES = 73728  # of a block in SMEM, longer vectors among them: three blocks on an SM
 
 
@@ -48,7 +50,7 @@ class Span:
         self.room = min(pl.cdiv(most, self.piece), whole) * self.piece
         self.buffer = max(pl.cdiv(count, self.piece) * self.piece, self.room) + self.piece
         self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
-        # elements behind that, which the engine does not reach
+        # elements after that, which bulk copies do not reach
         self.rest = total - self.top - self.room
 
     def base(self, start):
@@ -61,7 +63,7 @@ class Span:
         return (count if self.exact else max(count - self.piece + 1, 0)) // self.piece * self.piece
 
     def load(self, source, base, buffer, full):
-        """Starts the copy of a span to the buffer, by the engine."""
+        """Starts the bulk copy of a span to the buffer."""
         here = pl.ds(base, self.room)
         plgpu.copy_gmem_to_smem(
             source.at[here],
@@ -73,8 +75,8 @@ class Span:
 
             @pl.when(base == self.top)
             def _():
-                keep, behind = jnp.arange(_LANES) < self.rest, self.top + self.room
-                value = pl.load(source, pl.ds(behind, _LANES), mask=keep, other=0.0)
+                keep, after = jnp.arange(_LANES) < self.rest, self.top + self.room
+                value = pl.load(source, pl.ds(after, _LANES), mask=keep, other=0.0)
                 pl.store(buffer, pl.ds(self.room, _LANES), value, mask=keep)
                 plgpu.commit_smem()
 
@@ -175,7 +177,8 @@ class Plan:
 
 
 def fewest(n, cfg, itemsize):
-    """So many rows have fewer bytes than the engine copies at a time, if their number is open."""
+    """The largest number of rows that is too small for a program that takes the rows at run time: a
+    bulk copy of it would reach beyond the array."""
     more = 0 if n * itemsize % 16 == 0 else pl.cdiv(16 // itemsize - 1, n)
     return cfg.height - 1 + more
 
@@ -211,8 +214,8 @@ def send(numbers, here, arrived, **to):
 
 
 class Block:
-    """The work of a warpgroup, while the kernel is traced: a span, that is a row, a segment of one
-    or several rows, as the functions of norms.py want a tile. x, o: flat."""
+    """The work of a warpgroup, while the kernel is traced: a span, with the interface that the
+    functions of norms.py need of a tile. x, o: flat."""
 
     def __init__(self, plan, refs):
         self.plan = p = plan
@@ -412,14 +415,16 @@ class Block:
         """A span of so many elements, a static number."""
         span, begin = self.plan.o, self.start
         inner = span.inner(count)
+        if not inner:  # all of it may lie inside one piece
+            self.store_elements(self.start, count)
+            return
         if not span.exact:
             begin = (self.start + (span.piece - 1)) // span.piece * span.piece
-        if inner:
-            begin = jnp.clip(begin, 0, span.total - inner)  # known to lie inside
-            begin = pl.multiple_of(begin, span.piece)
-            here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
-            source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
-            plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, inner)])
+        begin = jnp.clip(begin, 0, span.total - inner)  # known to lie inside
+        begin = pl.multiple_of(begin, span.piece)
+        here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
+        source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
+        plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, inner)])
         if inner < count:
             if not span.exact:
                 self.store_elements(self.start, begin - self.start)

@@ -68,9 +68,10 @@ class NormConfig(NamedTuple):
     number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
     keeps weights in registers; fewer compile faster; 0: all. ``stream``: a weight or bias that
     registers have no room for comes through SMEM, too.
-    ``spans``: rows of the last axis pass through SMEM wherever they begin, by the bulk copy engine;
-    clusters may then have tiles of several rows. ``threads``: warpgroups of a block, 1 to 8, that
-    share its part of a row, with ``spans``, or of columns.
+    ``spans``: bulk copies bring rows of the last axis to SMEM at whatever address they begin; a
+    tile may have several rows of up to 2048 elements if neither blocks nor warpgroups share them.
+    ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
+    columns.
     """
 
     height: int = 1
@@ -827,7 +828,9 @@ def _by_spans(problem, config, kind, interpret):
     outer, n, _ = problem.extents
     why_not = _norms_spans.Plan(problem, outer * n, config).why_not()
     if why_not:
-        raise ValueError(f"{problem.name}: no spans for {problem.shape}: {why_not}; got {config}")
+        raise ValueError(
+            f"{problem.name}: spans=True does not fit {problem.shape}: {why_not}; got {config}"
+        )
 
     def alone():
         return _norms_spans.kernel(problem, outer * n, config, interpret)
@@ -872,8 +875,8 @@ def _check(name, config, inner, by_tma):
         raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
     if spans and (ring or inner > 1 or not staged):
         raise ValueError(
-            f"{name}: spans are of the last axis, without a ring, and the bulk engine copies them:"
-            f" staged must be True, got {config}"
+            f"{name}: spans=True is for the last axis, without a ring; staged must be True, got"
+            f" {config}"
         )
     if (
         threads not in range(1, 9)

@@ -32,6 +32,8 @@ CASES = [
     ((2, 3001), F32, spans(1, 2, 512)),
     ((1, 5001), F16, spans(1, 2, 1024)),  # no room for a piece behind the row
     ((1, 9), BF16, spans()),
+    ((5, 3), F16, spans()),  # rows that lie inside one piece
+    ((7, 17), F32, spans(threads=3)),  # and segments
     ((4, 6008), F32, spans(1, 1, 512, threads=2)),
     ((3, 12808), BF16, spans(1, 2, 1024, threads=2)),
     ((2, 12801), BF16, spans(1, 1, 1024, threads=3)),

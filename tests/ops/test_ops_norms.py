@@ -417,7 +417,7 @@ def test_chosen_configurations():
         (lambda x: softmax(x, config=C(ring=512, staged=False)), ValueError, "must be True"),
         (lambda x: softmax(x, config=C(ring=512, consumers=5)), ValueError, "1 to 3 consumers"),
         (lambda x: softmax(x, config=C(2, ring=512)), ValueError, "for single rows"),
-        (lambda x: softmax(x, axis=0, config=C(spans=True)), ValueError, "spans are of the last"),
+        (lambda x: softmax(x, axis=0, config=C(spans=True)), ValueError, "is for the last axis"),
         (lambda x: softmax(x, config=C(staged=False, spans=True)), ValueError, "must be True"),
         (lambda x: softmax(x, config=C(1, 8, spans=True)), ValueError, "would be empty"),
         (lambda x: softmax(x, config=C(threads=2)), ValueError, "threads are 1 to 8"),
