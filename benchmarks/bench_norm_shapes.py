@@ -4,7 +4,7 @@
         [--json FILE]
 
 Rows of 64 to 131072 elements, odd ones among them, reductions along other axes, arrays that begin
-behind a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32 read, 32 written), or
+after a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32 read, 32 written), or
 256; calls go round over five pairs of arrays, 320 MiB (two of 512). Medians of bursts in CUDA
 graphs, contestants in turns (plgpu.testing.do_bench), beside torch and three copies of as many
 bytes. Kernels are compiled in several processes first, and checked there against float32 on a

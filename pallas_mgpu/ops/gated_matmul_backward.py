@@ -1,4 +1,4 @@
-"""The gradients of the products and of x behind `gated_matmul`, in one kernel.
+"""The gradients of the products and of x of `gated_matmul`, in one kernel.
 
 The gradient of the unit, element by element, moves several times as many bytes as it takes for the
 product that follows to read it, while that product leaves memory nearly idle. So a warpgroup of
@@ -326,5 +326,5 @@ def gated_matmul_backward(
             return apart
         config = GatedBackwardConfig()
     elif why:
-        raise NotImplementedError(f"{_NAME}: config= {why}; leave it out")
+        raise NotImplementedError(f"{_NAME}: no single kernel {why}; leave out config=")
     return _Together(_kernel(x, _check_config(config), sms, activation, interpret), apart)

@@ -244,7 +244,7 @@ class _Tile:
         return self.loop(step, jnp.full(self.shape, start, jnp.float32))
 
     def loop(self, step, carry):
-        first = self.whole if self.rolled else 0  # behind a loop
+        first = self.whole if self.rolled else 0  # after a loop
         if first:
             carry = lax.fori_loop(0, first, step, carry)
         for k in range(first, self.parts):
@@ -351,7 +351,7 @@ class _Plan:
         if not (self.layout or aligned or columns):  # a lane's elements beside those of the next
             self.layout = _norms_spans.row_layout(128, 1)
         self.padded = self.width * self.segments != n
-        self.whole = self.parts  # in a loop: those of columns that end there have masks behind it
+        self.whole = self.parts  # in a loop: those of columns that end there have masks after it
         if columns and cfg.staged and self.padded and self.parts > 1:
             self.whole = max(n - (self.segments - 1) * self.width, 0) // part
         over = across % self.height

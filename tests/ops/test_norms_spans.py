@@ -30,7 +30,7 @@ CASES = [
     ((3, 5000), BF16, spans(part=1024)),  # every row begins at a multiple of 16 bytes
     ((3, 12801), BF16, spans(1, 4, 1024)),
     ((2, 3001), F32, spans(1, 2, 512)),
-    ((1, 5001), F16, spans(1, 2, 1024)),  # no room for a piece behind the row
+    ((1, 5001), F16, spans(1, 2, 1024)),  # no room for a piece after the row
     ((1, 9), BF16, spans()),
     ((5, 3), F16, spans()),  # rows that lie inside one piece
     ((7, 17), F32, spans(threads=3)),  # and segments
