@@ -889,8 +889,10 @@ def _with_arguments(found, returned, given):
 
 def _without_arguments(fn, signature, mutates, returned):
     """fn, which may return arguments that it writes to: an operator cannot, so it gets empty
-    tensors instead. returned: which, by the number of the result; filled by calls."""
+    tensors instead. returned: which, by the number of the result; filled by calls, which all must
+    return the same ones (TypeError)."""
     names = [*signature.parameters]
+    first = []  # what the first call returned
 
     @functools.wraps(fn, updated=())
     def call(*args, **kwargs):
@@ -898,10 +900,19 @@ def _without_arguments(fn, signature, mutates, returned):
         given = dict(zip(names, args)) | kwargs
         written = {id(given[m]): m for m in mutates if given.get(m) is not None}
         results = list(result) if isinstance(result, (tuple, list)) else [result]
-        for i, x in enumerate(results):
-            if id(x) in written:
-                returned[i] = written[id(x)]
-                results[i] = x.new_empty((0,))
+        found = {i: written[id(x)] for i, x in enumerate(results) if id(x) in written}
+        if not first:
+            first.append(found)
+        if found.keys() != first[0].keys() or any(
+            given.get(m) is not results[i] for i, m in first[0].items()
+        ):
+            raise TypeError(
+                f"{fn.__name__}: the arguments that it returned, {[*found.values()]}, are not those"
+                f" of an earlier call, {[*first[0].values()]}; return the same ones in all calls"
+            )
+        returned.update(first[0])
+        for i in found:
+            results[i] = results[i].new_empty((0,))
         return results[0] if not isinstance(result, (tuple, list)) else tuple(results)
 
     return call

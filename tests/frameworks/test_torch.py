@@ -330,6 +330,20 @@ def test_arguments_that_are_returned(backward):
         assert (x.grad == 2).all()
 
 
+def test_arguments_that_are_returned_in_some_calls_only():
+    def sometimes(x: torch.Tensor, again: bool) -> torch.Tensor:
+        x.add_(1)
+        return x if again else x + 1
+
+    sometimes.__annotations__ = {"x": torch.Tensor, "again": bool, "return": torch.Tensor}
+    op = plgpu.torch_op(sometimes, name="test_torch::sometimes", mutates="x")
+    x = torch.zeros(4)
+    with torch.autocast("cpu"):
+        assert op(x, True) is x
+        with pytest.raises(TypeError, match="not those of an earlier call"):
+            op(x, False)
+
+
 SHAPES = {
     "max": lambda n: (max(n, 4),),
     "min": lambda n: (n, min(n, 8)),
