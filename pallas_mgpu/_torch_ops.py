@@ -1267,14 +1267,14 @@ class _Launches:
         for number, params in enumerate(groups):
             for p in params:
                 _check_parameter(p)
-                shape = _local(p).shape
-                if shape.numel():
-                    key = p.device, number, shape, p.dtype, p.grad.dtype
-                    alike.setdefault(key, []).append(p)
+                key = p.device, number, _local(p).shape, p.dtype, p.grad.dtype
+                alike.setdefault(key, []).append(p)
         devices = [key[0] for key, params in alike.items() for _ in params]
         self.tables = {d: torch.zeros(devices.count(d), 6, device=d) for d in {*devices}}
         rows = dict.fromkeys(self.tables, 0)
-        self.launches = []  # kernel, (param, first, second) of each, settings, number of the group
+        # kernel (None: this process has no elements), (param, first, second) of each, settings,
+        # number of the group
+        self.launches = []
         for (device, number, shape, *dtypes), params in alike.items():
             kinds = tuple(map(_dtype, (*dtypes, torch.float32, torch.float32)))
             for start in range(0, len(params), _TENSORS_OF_A_LAUNCH):
@@ -1284,7 +1284,8 @@ class _Launches:
                 arrays = [(p, *self._moments(state[p], p, row)) for p, row in zip(part, settings)]
                 problem = _AdamWProblem(tuple(shape), kinds, len(part))
                 settings = settings if len(part) > 1 else settings[0]
-                self.launches.append((_adamw_kernel(problem, None), arrays, settings, number))
+                kernel = _adamw_kernel(problem, None) if shape.numel() else None
+                self.launches.append((kernel, arrays, settings, number))
 
     @staticmethod
     def _moments(state, p, row):
@@ -1310,6 +1311,8 @@ class _Launches:
         for table in self.tables.values():
             table[:, 5] += 1
         for kernel, arrays, settings, _ in self.launches:
+            if kernel is None:
+                continue
             grads = [_local(p.grad).contiguous() for p, _, _ in arrays]
             arrays = [(_local(p), m, v) for p, m, v in arrays]
             operands = [x for (p, m, v), g in zip(arrays, grads) for x in (p, g, m, v)]

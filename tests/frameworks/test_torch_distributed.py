@@ -214,6 +214,9 @@ def test_adamw_of_distributed_parameters():
                     p.grad = make(torch.arange(p.shape[0] * 5.0).reshape(p.shape))
                 optimizer.step()
             found.append([p.detach() if whole else p.to_local() for p in params])
+            for p in () if whole else params:  # a checkpoint has the state of all of them
+                assert optimizer.state[p]["first"].shape == p.shape
+                assert optimizer.state[p]["settings"][5] == 2
         for a, b in zip(*found):
             torch.testing.assert_close(a, b)
         params[0] = torch.nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]))
