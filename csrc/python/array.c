@@ -471,10 +471,11 @@ static PyObject *iota(PyObject *module, PyObject *args, PyObject *kw) {
   pm_type type = pm_scalar_type(PM_BOOL);
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOO|O:iota", names, &dtype, &shape, &along,
                                    &layout) ||
-      pmpy_dtype_from(dtype, &d) || pmpy_ints(along, "iota: dimension", &dim, 1) != 1) {
-    if (PyErr_Occurred()) return NULL;
-    return pmpy_fail(PM_E_TYPE, "iota: dimension must be an int");
+      pmpy_dtype_from(dtype, &d)) {
+    return NULL;
   }
+  if (!PyIndex_Check(along)) return pmpy_fail(PM_E_TYPE, "iota: dimension must be an int");
+  if (pmpy_ints(along, "iota: dimension", &dim, 1) != 1) return NULL;
   pmpy_trace *t = pmpy_begin("iota", NULL);
   if (!t || pmpy_shape(shape, "iota", &type)) return NULL;
   type.dtype = (uint8_t)d;

@@ -488,6 +488,11 @@ ARRAYS = {
         "is out of bounds",
         value(lambda v: lax.broadcasted_iota("int32", (4,), 2**40)),
     ),
+    "iota of a tuple": (
+        TE,
+        "dimension must be an int",
+        value(lambda v: lax.broadcasted_iota("int32", (4,), (0,))),
+    ),
     "loop 2**40": (
         OverflowError,
         "fori_loop: upper: .*int32",
