@@ -93,12 +93,14 @@ static bool is_in_use(const pm_device *d, late *l, bool ask, bool older_is) {
   return false;
 }
 
-/* In the context of the device. idle: all its work is over. */
-static void free_late(const pm_device *d, int device, cu_stream s, bool idle) {
+/* In the context of the device. wait: until all its work is over. */
+static void free_late(const pm_device *d, int device, cu_stream s, bool wait) {
   int status = 0;
   size_t waiting = 0;
   if (!late_list || pm_cu.cuStreamIsCapturing(s, &status) || status) return;
   late *l = take_late(device); /* the oldest first */
+  /* After the list was taken: other threads go on, and add what their work still uses. */
+  const bool idle = l && wait && pm_cu.cuCtxSynchronize() == CU_OK;
   for (const late *x = l; x; x = x->next)
     if (x->unordered && !x->all_work) waiting += x->bytes;
   bool in_use = false;
@@ -134,13 +136,18 @@ void pm_device_free_unordered(int device, uint64_t ptr, size_t bytes) {
   if (ptr) free_later(device, ptr, bytes, true);
 }
 
+static cu_result allocate(const pm_device *d, size_t bytes, cu_stream s, cu_ptr *ptr) {
+  return d->pool ? pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s)
+                 : pm_cu.cuMemAlloc(ptr, bytes);
+}
+
 static cu_result take(const pm_device *d, int device, size_t bytes, cu_stream s, cu_ptr *ptr) {
-  if (!d->pool) return pm_cu.cuMemAlloc(ptr, bytes);
-  cu_result r = pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
+  const cu_result r = allocate(d, bytes, s, ptr);
   if (r != CU_OUT_OF_MEMORY) return r;
-  free_late(d, device, s, pm_cu.cuCtxSynchronize() == CU_OK);
-  pm_cu.cuMemPoolTrimTo(d->pool, 0);
-  return pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
+  free_late(d, device, s, true);
+  pm_cu.cuCtxSynchronize(); /* what was freed in the order of streams is free then */
+  if (d->pool) pm_cu.cuMemPoolTrimTo(d->pool, 0);
+  return allocate(d, bytes, s, ptr);
 }
 
 pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, pm_err *err) {

@@ -141,6 +141,7 @@ static R cuDeviceGetAttribute(int *v, int a, int d) {
   (void)d;
   int arch = (int)number("FAKE_CUDA_ARCH", 90);
   *v = a == 75 ? arch / 10 : a == 76 ? arch % 10 : a == 16 ? 132 : a == 97 ? 232448 : 1;
+  if (a == 115) *v = (int)number("FAKE_CUDA_POOLS", 1);
   return 0;
 }
 static R cuDeviceTotalMem(size_t *n, int d) {

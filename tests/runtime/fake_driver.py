@@ -421,7 +421,20 @@ def case_captures_of_other_threads():
     fake.fake_fail(b"cuMemAllocFromPoolAsync", 2, 0)
     e = plgpu.device_put(x)
     assert fake.fake_live_bytes() == live + d.nbytes + e.nbytes - (24 << 20)
-    assert fake.fake_synchronized() == synchronized + 1
+    assert fake.fake_synchronized() == synchronized + 2  # before these are freed, and after it
+
+
+def case_no_pools():
+    """Memory that is short is asked for again after what waits to be freed."""
+    os.environ["FAKE_CUDA_POOLS"] = "0"
+    arrays = [given(8) for _ in range(3)]
+    live = fake.fake_live_bytes()
+    arrays.clear()
+    plgpu.synchronize()
+    assert fake.fake_live_bytes() == live
+    fake.fake_fail(b"cuMemAlloc", 2, 0)
+    d = plgpu.device_put(x)
+    assert fake.fake_live_bytes() == live + d.nbytes - (24 << 20)
 
 
 def case_older_driver():
