@@ -178,6 +178,8 @@ def test_calls_outside_of_jit_that_xla_runs(x, monkeypatch):
         _jax.call_eager(add, (x, np.ones(8, F32)), {})
     with pytest.raises(TypeError, match="axis must be an array or hashable"):
         _jax.call_eager(ops.softmax, (x,), {"axis": [0]})
+    with pytest.raises(TypeError, match="argument 1 .*complex64"):
+        _jax.call_eager(add, (x, jnp.ones(8, jnp.complex64)), {})
     traced = plgpu.kernel(lambda x, o: o.__setitem__(..., x[...]), out_type=spec(8), interpret=True)
     same(_jax.call_eager(traced, (x,), {}), x)
     assert len(made) == 2
