@@ -592,7 +592,7 @@ CONTROL = {
     ),
     "while int": (
         TE,
-        "must return a bool scalar",
+        "must be a bool scalar",
         run(lambda x, o: lax.while_loop(lambda c: c, lambda c: c, 1)),
     ),
     "while None": (

@@ -1114,7 +1114,7 @@ def case_mesh_watch():
     line = wait_for_the_other.__code__.co_firstlineno + 2
     first = (
         r"lasted longer than the timeout of the mesh\. Make a new DeviceMesh.*\n  rank 0, kernel"
-        r" wait_for_the_other_kernel: semaphore_wait of element 0 of the semaphores, which is 0,"
+        r" wait_for_the_other_kernel: semaphore_wait of element 0 of 'arrived', which is 0,"
         rf" for 1 or more \(block 7, thread 1, warp 0\) at .*fake_driver.py:{line}\n  rank 1, "
     )
     refused(plgpu.DeadlockError, first, y[0].numpy)  # once, where results are looked at
