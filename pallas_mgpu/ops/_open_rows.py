@@ -15,6 +15,7 @@ import threading
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, _sizes
+from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
 from ._common import SeveralKernels
@@ -174,17 +175,29 @@ def better(make):
 # ---- arrays of more dimensions -------------------------------------------------------------------
 
 
-def views(kernel, operands, results):
+def _view(x, shape):
+    if shape is None:
+        return x
+    if isinstance(x, Batched):  # results are stacked along axis 0
+        return Batched(_view(x.value, (x.value.shape[0], *shape)), 0, x.level)
+    return x.reshape(shape)
+
+
+def views(kernel, operands, results, alone=None):
     """The kernel as a function of arrays with other shapes: operands, which it gets, and results,
-    which the caller gets; None: as they are. Arrays without memory are reshaped by a method."""
+    which the caller gets; None: as they are. Arrays without memory are reshaped by a method.
+    alone(): the kernel of these shapes, for elements of a batch, which may be anywhere in memory;
+    None: only results have other shapes."""
     operands, results = tuple(operands), tuple(results)
     if not any((*operands, *results)):
         return kernel
 
     def reshaped(arrays, shapes):
-        return [x if s is None else x.reshape(s) for x, s in zip(arrays, shapes)]
+        return [_view(x, s) for x, s in zip(arrays, shapes)]
 
     def by_hand(*arrays, **how):
+        if alone and any(isinstance(x, Batched) for x in arrays):
+            return alone()(*arrays, **how)
         found = kernel(*reshaped(arrays, operands), **how)
         if not isinstance(found, tuple):
             return reshaped([found], results)[0]

@@ -4,6 +4,8 @@ With l the logarithm of a part, a result is the mean of the parts' results with 
 block takes a few rows (queries of one head) and goes through the parts once, as attention goes
 through blocks of keys: the largest logarithm so far, the sum of weights, the weighted results."""
 
+import functools
+
 import numpy as np
 
 import pallas_mgpu as plgpu
@@ -94,7 +96,8 @@ def _of_any_tokens(shape, dtype, device, *how):
     count = parts * batch * queries
     results = (batch, queries, heads, dim), (batch, heads, queries)
     operands = (count, heads, dim), (count * heads,)
-    return views(kernel, operands, results[: 1 + how[0]])
+    alone = functools.partial(_kernel, shape, dtype, *how)
+    return views(kernel, operands, results[: 1 + how[0]], alone)
 
 
 @plgpu.specialize(in_place=False)

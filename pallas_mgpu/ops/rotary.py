@@ -235,7 +235,7 @@ def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None)
         length, rows = (plgpu.dim(n, max=ANY_ROWS[1]) for n in ("N", "R"))
         kernel = kernel_of((rows // length, length, *shape[2:]), *how, rows=rows)
         operands = (1, shape[0] * shape[1], *shape[2:]), *(None,) * (2 + (weight is not None))
-        return views(kernel, operands, (shape,))
+        return views(kernel, operands, (shape,), lambda: kernel_of(shape, *how))
     return kernel_of(shape, *how)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -871,3 +872,29 @@ def test_attention_with_logarithms(batch, monkeypatch):
         np.testing.assert_allclose(out[1], np.log(total), atol=5e-3)
         used.add(ops.attention.kernel(q, k, v, return_lse=True, interpret=True).kernel)
     assert len(used) == 1
+
+
+def test_views_under_vmap(monkeypatch):
+    """Elements of a batch are not reshaped: they may be anywhere in memory."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 132)
+    vmap, rng = plgpu.vmap, np.random.default_rng(4)
+    x, angles, o, lse, q, k = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in (
+            (3, 9, 2, 4, 64), (9, 32), (2, 3, 2, 5, 4, 64), (2, 3, 2, 4, 5), (2, 1, 8, 1, 64),
+            (2, 1, 700, 1, 64),
+        )
+    )  # fmt: skip
+    q, k = q.astype(np.float16), k.astype(np.float16)
+    merge = partial(ops.merge_attention, return_lse=True, interpret=True)
+    attention = partial(ops.attention, return_lse=True, interpret=True)
+    found = []
+    for static in (0, 99):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        rotated = vmap(lambda x: ops.rotary(x, angles, angles, interpret=True), in_axes=2)(x)
+        divided = vmap(lambda q, k: attention(q, k, k))(q, k)
+        found.append((rotated, *vmap(merge)(o, lse), *divided))
+    for a, b in zip(*found):
+        np.testing.assert_array_equal(a, b)
+    assert attention.func.kernel(q[0], k[0], k[0], return_lse=True).merge  # of divided keys
