@@ -144,6 +144,8 @@ class Family:
         self,
         name: str,
         make: Callable[[tuple[Any, ...], dict[str, Any], dict[str, Any]], Any],
+        parameters: tuple[str, ...],
+        n_required: int,
         in_place: bool = True,
         improve: Callable[[tuple[Any, ...], dict[str, Any], dict[str, Any]], bool | None] = ...,
     ) -> None: ...

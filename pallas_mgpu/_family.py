@@ -38,6 +38,10 @@ class _Maker:
     def __init__(self, make, name):
         self.make, self.name = make, name
         self.signature = inspect.signature(make)
+        given = self.signature.parameters.values()
+        by_position = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.parameters = tuple(p.name for p in by_position)
+        self.n_required = sum(p.default is p.empty for p in by_position)
         self.made = {}
         self.better, self.threads = getattr(make, "better", None), {}
 
@@ -51,7 +55,8 @@ class _Maker:
         except TypeError as e:
             if not any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values()):
                 check_keywords(self.name, [*self.signature.parameters], options | by_name)
-            raise TypeError(f"{self.name}: {e}") from None
+            words = str(e).removeprefix("inspect.Signature.bind() ")
+            raise TypeError(f"{self.name}: {words}") from None
         bound.apply_defaults()
         values = []
         for name, p in self.signature.parameters.items():
@@ -171,9 +176,9 @@ def specialize(make=None, *, in_place=True):
     if make is None:
         return functools.partial(specialize, in_place=in_place)
     maker = _Maker(make, make.__name__)
-    family = functools.update_wrapper(
-        _core.Family(make.__name__, maker, in_place, maker.improve), make
-    )
+    named = maker.parameters, maker.n_required
+    made = _core.Family(make.__name__, maker, *named, in_place, maker.improve)
+    family = functools.update_wrapper(made, make)
     family.maker = maker
     add_family(family)
     return family

@@ -1,11 +1,12 @@
 /* Family: a function of arrays and options that finds its kernel by their types and values.
  *
  * Arrays in a call, by position or by name, are operands; everything else passed by name is an
- * option. The signature of a call (signatures.h) consists of the device of the arrays, their
- * dtypes, shapes and alignment, and hashes of the names and values of the options in the order
- * given. A hit is one pass over the arguments, one hash, and from there the kernel's own call
- * (call.h); no Python code runs. A miss calls `make`, which binds the arguments to the signature
- * and knows the kernels made for other spellings of the same call.
+ * option. None by position, for an operand that may be omitted, is one, too. The signature of a
+ * call (signatures.h) consists of the device of the arrays, their dtypes, shapes and alignment, and
+ * hashes of the names and values of the options in the order given. A hit is one pass over the
+ * arguments, one hash, and from there the kernel's own call (call.h); no Python code runs. A miss
+ * calls `make`, which binds the arguments to the signature and knows the kernels made for other
+ * spellings of the same call.
  *
  * Calls that come often may deserve a better kernel. Every OFTEN calls `improve` is asked, with the
  * arguments of `make`: None means later, False never, and True that `make` now makes another one.
@@ -35,6 +36,8 @@ typedef struct family {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *dict, *weakrefs;
   PyObject *name, *make, *improve; /* the last one may be NULL */
+  PyObject *parameters;            /* a tuple of names: what may be passed by position */
+  Py_ssize_t n_required;           /* so many of them have no default */
   pmpy_table table;                /* of entries */
   uint64_t now;                    /* ticks with each miss */
   bool in_place;                   /* out= may be an operand */
@@ -419,14 +422,36 @@ static PyObject *run_direct(request *r, const entry *e) {
   return pmpy_call_run(&r->c, kernel);
 }
 
+/* The number of arguments before the first one that is None and may be. */
+static Py_ssize_t until_none(const family *f, PyObject *const *args, Py_ssize_t n) {
+  Py_ssize_t i = f->n_required;
+  while (i < n && args[i] != Py_None) i++;
+  return n <= PyTuple_GET_SIZE(f->parameters) ? i : n;
+}
+
+/* New: called(...) with the arguments from number `first` by name. */
+static PyObject *call_by_name(const family *f, PyObject *called, PyObject *const *args,
+                              Py_ssize_t n, PyObject *names, Py_ssize_t first) {
+  PyObject *given = PyTuple_GetSlice(f->parameters, first, n), *all = given;
+  if (given && names) {
+    all = PySequence_Concat(given, names);
+    Py_DECREF(given);
+  }
+  PyObject *result = all ? PyObject_Vectorcall(called, args, (size_t)first, all) : NULL;
+  Py_XDECREF(all);
+  return result;
+}
+
 static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargsf,
                              PyObject *names) {
   family *f = (family *)self;
   request r;
   PyObject *result = NULL;
-  int code = begin(f, &r, args, PyVectorcall_NARGS(nargsf), names, false);
+  const Py_ssize_t n = PyVectorcall_NARGS(nargsf), first = until_none(f, args, n);
+  if (first < n) return call_by_name(f, self, args, n, names, first);
+  int code = begin(f, &r, args, n, names, false);
   if (!code || (code > 0 && r.c.recorded)) {
-    result = pmpy_torch_call(self, args, PyVectorcall_NARGS(nargsf), names, code > 0);
+    result = pmpy_torch_call(self, args, n, names, code > 0);
     if (result != Py_NotImplemented) {
       end(&r);
       return result;
@@ -448,6 +473,13 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
                                PyObject *names) {
   family *f = (family *)self;
   request r;
+  const Py_ssize_t first = until_none(f, args, n);
+  if (first < n) {
+    PyObject *kernel = PyObject_GetAttrString(self, "kernel"), *found = NULL;
+    if (kernel) found = call_by_name(f, kernel, args, n, names, first);
+    Py_XDECREF(kernel);
+    return found;
+  }
   int code = begin(f, &r, args, n, names, true);
   entry *e = code > 0 ? look(f, &r) : NULL;
   if (!code) refuse(f, &r);
@@ -460,11 +492,12 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
 /* ---- the type ----------------------------------------------------------------------------- */
 
 static PyObject *family_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name", "make", "in_place", "improve", NULL};
-  PyObject *name, *make, *improve = NULL;
+  static char *names[] = {"name", "make", "parameters", "n_required", "in_place", "improve", NULL};
+  PyObject *name, *make, *parameters, *improve = NULL;
+  Py_ssize_t n_required;
   int in_place = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO|pO:Family", names, &name, &make, &in_place,
-                                   &improve))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "UOO!n|pO:Family", names, &name, &make, &PyTuple_Type,
+                                   &parameters, &n_required, &in_place, &improve))
     return NULL;
   family *f = (family *)type->tp_alloc(type, 0);
   if (!f) return NULL;
@@ -472,6 +505,8 @@ static PyObject *family_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   f->name = Py_NewRef(name);
   f->make = Py_NewRef(make);
   f->improve = Py_XNewRef(improve);
+  f->parameters = Py_NewRef(parameters);
+  f->n_required = n_required;
   f->in_place = in_place;
   return (PyObject *)f;
 }
@@ -523,6 +558,7 @@ static void family_dealloc(PyObject *self) {
   if (f->weakrefs) PyObject_ClearWeakRefs(self);
   family_clear(self);
   Py_XDECREF(f->name);
+  Py_XDECREF(f->parameters);
   type->tp_free(self);
   Py_DECREF(type);
 }

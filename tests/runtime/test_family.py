@@ -64,6 +64,37 @@ def test_calls():
     assert len(made) == 7
 
 
+def test_none_by_position():
+    """An operand that is not there may be None by position, too, before others."""
+
+    @plgpu.specialize
+    def affine(x, weight=None, bias=None, *, scale=1.0):
+        def body(x_ref, *refs):
+            *given, o_ref = refs
+            value = x_ref[...] * scale
+            if weight is not None:
+                value = value * given.pop(0)[...]
+            o_ref[...] = value + given[0][...] if given else value
+
+        return plgpu.kernel(body, out_type=x, interpret=True)
+
+    np.testing.assert_array_equal(affine(x, None), x)
+    np.testing.assert_array_equal(affine(x, None, None, scale=2.0), 2 * x)
+    np.testing.assert_array_equal(affine(x, None, y), x + y)
+    np.testing.assert_array_equal(affine(x, None, bias=y), x + y)
+    np.testing.assert_array_equal(affine(x, y, None), x * y)
+    out = np.empty_like(x)
+    assert affine(x, None, y, out=out) is out
+    assert affine.kernel(x, None, y) is affine.kernel(x, bias=y)
+    for call, words in (
+        (lambda: affine(None, y), "argument 0 is a NoneType"),
+        (lambda: affine(x, None, None, None), "argument 1 is a NoneType"),
+        (lambda: affine(x, None, weight=y), "affine: .*multiple values .*'weight'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
 def test_equal_options_are_one(monkeypatch):
     f, made = make_family()
 
@@ -231,7 +262,7 @@ def test_entries_longest_unused_are_dropped():
         made.append(options["n"])
         return (lambda x, n=options["n"]: n), (0,)
 
-    family = plgpu._core.Family("family", make, True)
+    family = plgpu._core.Family("family", make, (), 0, True)
     x = np.zeros(4, np.float32)
     assert [family(x, n=n) for n in (1, True, 1.0)] == [1, True, 1.0]
     assert [type(family(x, n=n)) for n in (1.0, True, 1)] == [float, bool, int]
@@ -264,7 +295,7 @@ def test_calls_that_come_often_may_get_another_kernel(monkeypatch):
         asked.append(options["n"])
         return answers.pop(0) if options["n"] == 1 else 1 / 0
 
-    family = plgpu._core.Family("family", make, True, improve)
+    family = plgpu._core.Family("family", make, (), 0, True, improve)
     x = np.zeros(4, np.float32)
     found = [family(x, n=1) for _ in range(1000)]
     assert found == [1] * 256 + [2] * 744 and made == [1, 1] and asked == [1] * 3
