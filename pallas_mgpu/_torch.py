@@ -444,16 +444,21 @@ def _schema(signature, mutates):
         raise ValueError(f"torch_op: {e}") from None
 
 
+def derive(fn, *args, **kwargs):
+    """What fn returns for tensors without memory: kernels are not called."""
+    before, _state.deriving = _state.deriving, True
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        _state.deriving = before
+
+
 def _with_state(fn, qualname, signature):
     """fn, with kernels that return empty tensors."""
 
     @functools.wraps(fn, updated=())
     def derived(*args, **kwargs):
-        before, _state.deriving = _state.deriving, True
-        try:
-            result = fn(*args, **kwargs)
-        finally:
-            _state.deriving = before
+        result = derive(fn, *args, **kwargs)
         _check_count(qualname, signature, result)
         return result
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _core
 from . import ops as _ops
-from ._torch import OPERATORS, in_torch_func, library_of, make_operator
+from ._torch import OPERATORS, derive, in_torch_func, library_of, make_operator
 from .ops._scale import scale_in_place
 from .ops.adamw import MOST as _TENSORS_OF_A_LAUNCH
 from .ops.adamw import Problem as _AdamWProblem
@@ -63,6 +63,7 @@ def _of_any_size(fn, fake, sums):
             every = (*args, *options.values())
             if all(x.numel() for x in every if isinstance(x, Tensor)):
                 raise
+            _check_sizes(fn, args, options)
             found = fake(*args, **options)
             results = found if isinstance(found, tuple) else (found,)
             if any(y.numel() for y in results):
@@ -73,6 +74,30 @@ def _of_any_size(fn, fake, sums):
             return found
 
     return call
+
+
+def _check_sizes(fn, args, options):
+    """Raises what fn raises for tensors without elements for another reason than that. It is asked
+    about tensors without memory that have another size in place of 0: with 1, blocks of 0 elements
+    are as many as those of 1; other sizes have to be multiples of something."""
+    refused = []
+    for size in (1, 128):
+
+        def like(x, size=size):
+            if not isinstance(x, Tensor):
+                return x
+            return torch.empty([d or size for d in x.shape], dtype=x.dtype, device="meta")
+
+        try:
+            derive(fn, *map(like, args), **{name: like(x) for name, x in options.items()})
+        except NotImplementedError:
+            return
+        except (TypeError, ValueError) as e:
+            refused.append(e)
+        else:
+            return
+    first = refused[0]
+    raise type(first)(f"{first} (with sizes of 1 in place of 0)") from None
 
 
 def _no_gradients(ctx, *outputs):

@@ -1174,6 +1174,22 @@ def test_tensors_without_elements(name):
     compare(*empty_cases()[name])
 
 
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: pt.matmul(half(0, 16), half(15, 8)), "inner dims differ, 16 and 15"),
+        (lambda: pt.matmul(half(0, 16), half(16, 8), half(7)), "bias must be .*8,.*got.*7,"),
+        (lambda: pt.rms_norm(half(0, 64), half(63)), "weight must have the shape"),
+        (lambda: pt.add_rms_norm(half(0, 64), half(5, 64)), "residual must be"),
+        (lambda: pt.attention(half(1, 0, 2, 64), *[half(1, 5, 2, 32)] * 2), "head_dim"),
+        (lambda: pt.softmax(half(0, 5), axis=3), "axis must be"),
+    ],
+)
+def test_tensors_without_elements_of_wrong_shapes(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
 def test_gradients_that_were_not_asked_for():
     x, w = half(8, 16).requires_grad_(), half(20, 16).requires_grad_()
     f = torch.ops.pallas_mgpu.linear_cross_entropy_gradients
