@@ -16,10 +16,9 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._common import SeveralKernels
+from ._common import FLOATS, SeveralKernels
 from .rotary import kernel_of
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _PART = 8  # columns that are rotated at a time: more would need more registers
 _MOST = 128  # head_dim: with longer rows, a block has no registers left for the rotation
 _ROWS = 64  # of a warpgroup's array
@@ -40,7 +39,7 @@ def check(name, q, k, cos, sin, bottom_right, packed):
         )
     length = max(first + queries, keys)
     for what, x in (("cos", cos), ("sin", sin)):
-        if x.dtype.name not in _FLOATS:
+        if x.dtype.name not in FLOATS:
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {x.dtype}")
         if x.ndim != 2 or x.shape[0] < length or x.shape[1] * 2 != dim or x.shape != cos.shape:
             raise ValueError(

@@ -19,6 +19,7 @@ from pallas_mgpu import numpy as jnp
 _HOPPER = _core.target("sm_90a")  # these kernels use wgmma
 SMEM_BYTES = _HOPPER["smem"] - 1024  # that buffers of a block may take
 SMS = _HOPPER["sms"]
+FLOATS = ("float16", "bfloat16", "float32")
 
 # Registers of a lane of the producer and of a consumer, by the number of consumers, where an even
 # share has no room for the accumulators.
@@ -45,6 +46,30 @@ def overlap_launches(prefetch=lambda: None):
     plgpu.griddepcontrol_launch_dependents()
     prefetch()
     plgpu.griddepcontrol_wait()
+
+
+def dtype_of(op, given, default=None, accepted=FLOATS, what="out_dtype", note=""):
+    """The dtype that an option names; TypeError unless it is one of ``accepted``."""
+    try:
+        found = default if given is None else jnp.dtype(given)
+    except TypeError:
+        found = None
+    if found is None or found.name not in accepted:
+        names = f"{', '.join(accepted[:-1])} or {accepted[-1]}"
+        got = repr(given) if found is None else found
+        raise TypeError(f"{op}: {what} must be {names}, got {got}{note}")
+    return found
+
+
+def applied(activation, value):
+    """activation(value), of the same shape."""
+    found = activation(value)
+    if getattr(found, "shape", None) != value.shape:
+        raise ValueError(
+            "activation must return an array of the shape that it gets,"
+            f" {value.shape}; got {getattr(found, 'shape', type(found).__name__)}"
+        )
+    return found
 
 
 def check_fields(op, config):

@@ -14,7 +14,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import applied, overlap_launches
 
 
 class FewRowsConfig(NamedTuple):
@@ -157,7 +157,7 @@ class _Block:
             bias = self.bias_smem[...].astype(jnp.float32)
             value = value + lax.broadcast_in_dim(bias, value.shape, [1])
         if x.activation is not None:
-            value = x.activation(value)
+            value = applied(x.activation, value)
         self.o_smem[...] = value.astype(x.out_dtype)
         plgpu.commit_smem()
         where = self.o.at[:, pl.ds(self.col, p.width)]

@@ -13,7 +13,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SeveralKernels, overlap_launches
+from ._common import SeveralKernels, applied, overlap_launches
 from ._scaled import UNSCALED
 
 _WIDTH = 512  # elements of the result that a block adds up
@@ -63,7 +63,7 @@ class _Sum:
         if x.bias_dtype is not None:
             value = value + self.along("bias", cols, 1)
         if x.activation is not None:
-            value = x.activation(value)
+            value = applied(x.activation, value)
         self.refs["o"][rows, cols] = value.astype(x.out_dtype)
 
 

@@ -33,7 +33,15 @@ from pallas_mgpu._caches import cached
 from pallas_mgpu._types import itemsize_bits
 
 from ._block_scaled import ROWS
-from ._common import Ring, StaticTiles, WarpSpecialized, overlap_launches, store, warp_specialized
+from ._common import (
+    Ring,
+    StaticTiles,
+    WarpSpecialized,
+    applied,
+    overlap_launches,
+    store,
+    warp_specialized,
+)
 from ._scaled import BLOCK, UNSCALED, Scales
 
 _BLACKWELL = _core.target("sm_100a")
@@ -381,7 +389,7 @@ class _Block(WarpSpecialized):
             bias = self.bias_smem[pl.ds(at * p.chunk, p.chunk)].astype(jnp.float32)
             part = part + lax.broadcast_in_dim(bias, part.shape, [1])
         if x.activation is not None:
-            part = x.activation(part)
+            part = applied(x.activation, part)
         plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
         where = (pl.ds(row, _ROWS), pl.ds(col + at * p.chunk, p.chunk))
         engine = None if p.by_tma else "plain"
@@ -477,7 +485,7 @@ class _StepBlock(_Block):
                     bias = self.bias_smem[me, pl.ds(at, _PART)].astype(jnp.float32)
                     part = part + lax.broadcast_in_dim(bias, part.shape, [1])
                 if x.activation is not None:
-                    part = x.activation(part)
+                    part = applied(x.activation, part)
                 buffer[:, pl.ds(at - c, _PART)] = part.astype(x.out_dtype)
             plgpu.commit_smem()
             where = (pl.ds(row, _ROWS), pl.ds(col + mine + c, p.chunk))

@@ -25,7 +25,7 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import swizzled
+from ._common import applied, swizzled
 from ._scaled import BLOCK, UNSCALED, BlockScales, Scales, added
 
 BLOCKS_PER_SM = 2
@@ -233,7 +233,7 @@ class _Block:
             if self.bias is not None:
                 value = value + self.load_columns(self.bias, cols)[None, :]
             if x.activation is not None:
-                value = x.activation(value)
+                value = applied(x.activation, value)
             self.o_smem[...] = value.astype(x.out_dtype)
             value = plgpu.load(self.o_smem, layout=stored)
             self.put(rows, cols, value)

@@ -14,12 +14,11 @@ from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, dtype_of, overlap_launches
 from ._open_rows import in_shapes, rowwise, with_open_rows
 from .gated import SLOPES
 from .norms_backward import WithSums, sums_of_rows
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _HEIGHT = 16
 _RESIDENT = 4  # blocks of an SM that registers have room for
@@ -130,7 +129,7 @@ def activation_backward(
     """
     name = "activation_backward"
     for what, v in (("grad", grad), ("x", x)):
-        if v.dtype.name not in _FLOATS:
+        if v.dtype.name not in FLOATS:
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
     if grad.shape != x.shape or x.ndim == 0 or 0 in x.shape:
         raise ValueError(
@@ -142,9 +141,7 @@ def activation_backward(
         raise ValueError(
             f"{name}: activation{which} must be one of {', '.join(known)}, got {activation!r}"
         )
-    to = np.dtype(grad.dtype if out_dtype is None else jnp.dtype(out_dtype))
-    if to.name not in _FLOATS:
-        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {to}")
+    to = dtype_of(name, out_dtype, grad.dtype)
     rows, n, sms = math.prod(x.shape[:-1]), x.shape[-1], plgpu.sm_count(x.device)
     dtypes = grad.dtype, x.dtype
     problem = Problem(rows, n, activation, bool(of_result), bool(bias), dtypes, x.shape)

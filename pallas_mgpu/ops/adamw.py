@@ -15,9 +15,8 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _TILE = 512
 MOST = 8  # tensors of a launch: code of its own for each, and 7 of the 128 arrays of a kernel
 
@@ -118,7 +117,7 @@ def adamw(param, grad, first, second, settings, *, interpret=None):
     """
     arrays = {"param": param, "grad": grad, "first": first, "second": second}
     for name, x in arrays.items():
-        if x.dtype.name not in _FLOATS:
+        if x.dtype.name not in FLOATS:
             raise TypeError(f"adamw: {name} must be float16, bfloat16 or float32, got {x.dtype}")
         if x.shape != param.shape or 0 in x.shape:
             raise ValueError(

@@ -15,10 +15,9 @@ from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 from ._open_rows import in_shapes, rowwise, with_open_rows
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _TILE = 2048  # elements of short rows
 _HELD = 8192  # elements of a row that registers hold
@@ -160,7 +159,7 @@ def _kernel(x, interpret):
 def _make(name, x, residual, vectors, eps, interpret):
     what = f"add_{name}"
     for argument, v in (("x", x), ("residual", residual), *vectors.items()):
-        if v is not None and v.dtype.name not in _FLOATS:
+        if v is not None and v.dtype.name not in FLOATS:
             raise TypeError(
                 f"{what}: {argument} must be float16, bfloat16 or float32, got {v.dtype}"
             )

@@ -10,11 +10,10 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 from ._open_rows import ANY_ROWS, in_shapes, rows_of
 
 _F32 = np.float32
-_FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
@@ -129,7 +128,7 @@ def _check(k_pages, v_pages, k, v):
                 f"append_pages: {what}_pages must be [pages, page_size, kv_heads, dim] and {what}"
                 f" [batch, rows, kv_heads, dim]; got {pages.shape} and {x.shape}"
             )
-        small = k.dtype.name in _FLOATS and pages.dtype.name in _LARGEST
+        small = k.dtype.name in FLOATS and pages.dtype.name in _LARGEST
         if (
             x.dtype != k.dtype
             or pages.dtype != k_pages.dtype
@@ -158,7 +157,7 @@ def _check_angles(k, cos, sin):
             f" {k.shape[3]}, the dim of k; got {shapes[0]} and {shapes[1]}"
         )
     for name, a in (("cos", cos), ("sin", sin), ("k", k)):
-        if a.dtype.name not in _FLOATS:
+        if a.dtype.name not in FLOATS:
             raise TypeError(
                 f"append_pages: {name} must be float16, bfloat16 or float32 where keys are rotated,"
                 f" got {a.dtype}"

@@ -16,11 +16,10 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _cross_entropy_ring
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 from ._cross_entropy_ring import LOW as _LOW
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _PART = 2048
 
@@ -143,7 +142,7 @@ def _with_open_rows(x, logits, *kind):
 
 
 def _check(name, logits, targets):
-    if logits.dtype.name not in _FLOATS:
+    if logits.dtype.name not in FLOATS:
         raise TypeError(f"{name}: logits must be float16, bfloat16 or float32, got {logits.dtype}")
     if logits.ndim != 2 or 0 in logits.shape:
         raise ValueError(f"{name}: logits must be (rows, classes), got shape {logits.shape}")

@@ -27,12 +27,12 @@ from pallas_mgpu._spmd import is_symmetric
 from . import _distributed_engine as engine
 from . import _distributed_products as products
 from . import _float32, _tensor_memory, distributed
+from ._common import FLOATS, dtype_of
 from ._padding import cropping, padding
 from .distributed import Collective
 from .matmul import MatmulConfig, Product, matmul
 
 TRANSFERS = "push", "pull", "engine"  # None: chosen
-_DTYPES = "float16", "bfloat16", "float32"
 
 
 class Call(NamedTuple):
@@ -145,9 +145,9 @@ def _operands(a, b, mesh, what):
         raise ValueError(
             f"{what}: a must be (m, k) and b (k, n), got {tuple(x.shape)} and {tuple(y.shape)}"
         )
-    if distributed._dtype(y, what, "b") != dtype or dtype.name not in _DTYPES:
+    if distributed._dtype(y, what, "b") != dtype or dtype.name not in FLOATS:
         raise NotImplementedError(
-            f"{what}: a and b of the same dtype, one of {', '.join(_DTYPES)}; got {x.dtype} and"
+            f"{what}: a and b of the same dtype, one of {', '.join(FLOATS)}; got {x.dtype} and"
             f" {y.dtype}"
         )
     return (*map(int, x.shape), int(y.shape[1])), dtype
@@ -200,9 +200,7 @@ def _prepare(
         if m % size:
             raise ValueError(f"{what}: {m} rows have no {size} equal parts")
         m //= size
-    out_dtype = dtype if out_dtype is None else plgpu.ShapeDtypeStruct((), out_dtype).dtype
-    if out_dtype.name not in _DTYPES:
-        raise TypeError(f"{what}: out_dtype must be one of {', '.join(_DTYPES)}, got {out_dtype}")
+    out_dtype = dtype_of(what, out_dtype, dtype)
     tmem = _has_tensor_memory(mesh)
     blocks = plgpu.sm_count() if blocks is None else distributed._blocks(blocks, what)
     if transfer not in (None, *TRANSFERS):

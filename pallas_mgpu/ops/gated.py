@@ -14,10 +14,9 @@ from pallas_mgpu import _sizes, lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, dtype_of, overlap_launches
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 
-FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _TILE = 2048  # elements
 _A, _B = _F32(math.sqrt(2 / math.pi)), _F32(0.044715)
@@ -156,9 +155,7 @@ def problem_of(name, gate, up, activation, out_dtype):
     if up is None and n % 2:
         raise ValueError(f"{name}: without up, rows of gate are two halves; got {n} elements")
     n = n if up is not None else n // 2
-    out_dtype = gate.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if out_dtype.name not in FLOATS:
-        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}")
+    out_dtype = dtype_of(name, out_dtype, gate.dtype)
     shape = *gate.shape[:-1], n
     rows = math.prod(shape[:-1])
     return Problem(rows, n, up is None, activation, shape, gate.dtype, out_dtype)

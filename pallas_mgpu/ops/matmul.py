@@ -41,10 +41,13 @@ from pallas_mgpu._names import show
 from . import _batches, _block_scaled, _few_rows, _float32, _slices, _tensor_memory, _warp_mma
 from ._block_scaled import BlockScaling
 from ._common import (
+    FLOATS,
     REGISTERS,
     Ring,
     StaticTiles,
     WarpSpecialized,
+    applied,
+    dtype_of,
     overlap_launches,
     store,
     swizzled,
@@ -72,7 +75,6 @@ from ._warp_mma import MmaConfig
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FP4 = jnp.dtype(_block_scaled.FP4)
-_FLOATS = ("float16", "bfloat16", "float32")
 _PRECISIONS = ("bf16x3", "tf32")  # of float32
 
 
@@ -599,7 +601,7 @@ class _Block(WarpSpecialized):
             if x.keep:
                 number = self.store_part(me, number, part, *where, [self.before])
             if x.activation is not None:
-                part = x.activation(part)
+                part = applied(x.activation, part)
             if x.accumulate:
                 part = part + self.load_there(me, it + c, part.shape[0])
             number = self.store_part(me, number, part, *where, results)
@@ -747,9 +749,9 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb, scaled=False):
     """The Product of such operands."""
     fp8 = a.dtype.name in FP8 and b.dtype.name in FP8 or a.dtype == b.dtype == _FP4
     int8 = a.dtype.name == b.dtype.name == "int8"
-    if not (fp8 or int8) and (a.dtype.name not in _FLOATS or b.dtype != a.dtype):
+    if not (fp8 or int8) and (a.dtype.name not in FLOATS or b.dtype != a.dtype):
         raise TypeError(
-            f"matmul: a and b must both be {', '.join(_FLOATS)}, int8 or {_FP4}, or"
+            f"matmul: a and b must both be {', '.join(FLOATS)}, int8 or {_FP4}, or"
             f" {' or '.join(FP8)} each; got {a.dtype} and {b.dtype}"
         )
     if a.ndim != 2 or b.ndim != 2 or 0 in a.shape or 0 in b.shape:
@@ -761,7 +763,7 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb, scaled=False):
     if k != k2:
         shapes = f"a is {a.shape}, b {b.shape}"
         raise ValueError(f"matmul: the inner dims differ, {k} and {k2}: {shapes}")
-    bias_dtypes = _FLOATS if fp8 or int8 else (a.dtype.name,)
+    bias_dtypes = FLOATS if fp8 or int8 else (a.dtype.name,)
     if bias is not None and (bias.shape != (n,) or bias.dtype.name not in bias_dtypes):
         raise ValueError(
             f"matmul: bias must be {' or '.join(bias_dtypes)} of shape ({n},), got {bias.dtype}"
@@ -773,15 +775,16 @@ def _checked(a, b, bias, activation, out_dtype, ta, tb, scaled=False):
                 f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
             )
         activation = _ACTIVATIONS[activation]
-    sums_alone = int8 and bias is None and activation is None and not scaled
-    if out_dtype is None:
-        out_dtype = jnp.int32 if sums_alone else jnp.bfloat16 if fp8 or int8 else a.dtype
-    out_dtype = jnp.dtype(out_dtype)
-    if out_dtype.name not in (*_FLOATS, *(("int32",) if sums_alone else ())):
+    elif activation is not None and not callable(activation):
         raise TypeError(
-            f"matmul: out_dtype must be a float dtype, got {out_dtype}; int32 is for int8 operands"
-            " without scales, bias and activation"
+            f"matmul: activation must be a function, one of {sorted(_ACTIVATIONS)} or None, got"
+            f" {activation!r}"
         )
+    sums_alone = int8 and bias is None and activation is None and not scaled
+    default = jnp.int32 if sums_alone else jnp.bfloat16 if fp8 or int8 else a.dtype
+    accepted = (*FLOATS, "int32") if sums_alone else FLOATS
+    note = "; int32 is for int8 operands without scales, bias and activation"
+    out_dtype = dtype_of("matmul", out_dtype, jnp.dtype(default), accepted, note=note)
     dtypes, bias_dtype = (a.dtype, b.dtype), bias and bias.dtype
     return Product(m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation)
 

@@ -13,11 +13,10 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
 
 _F32 = np.float32
-_FLOATS = ("float16", "bfloat16", "float32")
 _TILE = 1024  # elements of a block
 
 
@@ -113,7 +112,7 @@ def merge_attention(o, lse, *, return_lse=False, interpret=None):
     Returns [batch, queries, heads, head_dim] of o's dtype, computed in float32, or (that, lse); 0
     and -inf where no part has keys. TypeError, ValueError for other dtypes and shapes.
     """
-    if o.dtype.name not in _FLOATS or lse.dtype != _F32:
+    if o.dtype.name not in FLOATS or lse.dtype != _F32:
         raise TypeError(
             "merge_attention: o must be float16, bfloat16 or float32, and lse float32; got"
             f" {o.dtype} and {lse.dtype}"

@@ -40,6 +40,7 @@ from ._common import (
     Ring,
     StaticTiles,
     WarpSpecialized,
+    dtype_of,
     store,
     swizzled,
 )
@@ -661,9 +662,7 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
             raise ValueError(
                 f"{name}: the K={k} elements of a row must be {groups} groups of a multiple of 64"
             )
-    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if out_dtype.name not in ("float16", "bfloat16", "float32"):
-        raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
+    out_dtype = dtype_of(name, out_dtype, x.dtype)
     if config is None:
         _warp_mma.refuse(name, x.device, "use ops.matmul of converted weights")
     sms = plgpu.sm_count(x.device)

@@ -35,12 +35,11 @@ from pallas_mgpu._caches import cached
 
 from .._names import show
 from . import _norms_ring, _norms_spans
-from ._common import SMS, overlap_launches, unaligned
+from ._common import FLOATS, SMS, dtype_of, overlap_launches, unaligned
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
@@ -734,13 +733,14 @@ def _blocks(n, most):
 def _axes_of(name, x, axis, at_end):
     """The first axis that is reduced, and how many are. at_end: the last one has to be."""
     given = axis if isinstance(axis, (tuple, list)) else (axis,)
-    if any(not isinstance(a, int) or not -x.ndim <= a < x.ndim for a in given):
+    known = all(isinstance(a, int) and -x.ndim <= a < x.ndim for a in given)
+    found = sorted({a % x.ndim for a in given}) if known else []
+    if not found or len(found) < len(given):
         raise ValueError(
-            f"{name}: axis must be an int from {-x.ndim} to {x.ndim - 1}, or a tuple of them, got"
-            f" {axis!r}"
+            f"{name}: axis must be an int from {-x.ndim} to {x.ndim - 1}, or a tuple of different"
+            f" ones, got {axis!r}"
         )
-    found = sorted(a % x.ndim for a in given)
-    if not found or found != list(range(found[0], found[0] + len(found))):
+    if found != list(range(found[0], found[0] + len(found))):
         raise NotImplementedError(
             f"{name}: axes that are reduced follow each other, got {axis!r} of {x.shape}; transpose"
             " the array first"
@@ -757,7 +757,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     """The kernel of a call, after checks. vectors: by name, None for one that is not there.
     invariant: of the batch."""
     for what, v in (("x", x), *vectors.items()):
-        if v is not None and v.dtype.name not in _FLOATS:
+        if v is not None and v.dtype.name not in FLOATS:
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{name}: x must have a dim and elements, got shape {x.shape}")
@@ -765,9 +765,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     for what, v in vectors.items():
         if v is not None and v.shape != x.shape[axis:]:
             raise ValueError(f"{name}: {what} must have the shape {x.shape[axis:]}, got {v.shape}")
-    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if out_dtype.name not in _FLOATS:
-        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}")
+    out_dtype = dtype_of(name, out_dtype, x.dtype)
     given = list(vectors.values())
     aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
     dtypes = tuple(None if v is None else v.dtype for v in given)

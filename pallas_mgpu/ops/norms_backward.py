@@ -29,11 +29,10 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_backward_ring, _norms_backward_roles
-from ._common import SeveralKernels, overlap_launches
+from ._common import FLOATS, SeveralKernels, dtype_of, overlap_launches
 from ._norms_backward_ring import NormBackwardConfig, divides, matrices
 from ._open_rows import better, in_shapes, rows_of, rowwise
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _OPERANDS = ("grad", "x", "weight", "add")
 _SHORT = 512  # elements of a row that do not pass through shared memory
@@ -545,7 +544,7 @@ class WithSums(SeveralKernels):
 
 def _check(name, grad, x, weight, add, other):
     for what, v in (("grad", grad), (other, x), ("weight", weight), ("add", add)):
-        if v is not None and v.dtype.name not in _FLOATS:
+        if v is not None and v.dtype.name not in FLOATS:
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{name}: {other} must have a dim and elements, got shape {x.shape}")
@@ -755,10 +754,9 @@ def column_sums(x, *, out_dtype=None, interpret=None):
     ``x`` by default. Returns (N,). TypeError, ValueError for other dtypes and shapes.
     """
     name = "column_sums"
-    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    for what, dtype in (("x", x.dtype), ("out_dtype", out_dtype)):
-        if dtype.name not in _FLOATS:
-            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {dtype}")
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"{name}: x must be float16, bfloat16 or float32, got {x.dtype}")
+    out_dtype = dtype_of(name, out_dtype, x.dtype)
     if x.ndim < 2 or 0 in x.shape:
         raise ValueError(f"{name}: x must have two dims and elements, got shape {x.shape}")
     n, rows, sms = x.shape[-1], math.prod(x.shape[:-1]), plgpu.sm_count(x.device)

@@ -24,10 +24,9 @@ from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, dtype_of, overlap_launches
 from ._open_rows import in_shapes, rowwise, with_open_rows
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
 _PART = 2048
@@ -518,11 +517,9 @@ class _WithLargest:
 
 def check_options(name, x, dtype, block, mx):
     """The dtype of the elements."""
-    to = jnp.dtype(dtype)
-    if x.dtype.name not in _FLOATS:
+    to = dtype_of(name, dtype, accepted=(*_LARGEST,), what="dtype")
+    if x.dtype.name not in FLOATS:
         raise TypeError(f"{name}: x must be float16, bfloat16 or float32, got {x.dtype}")
-    if to.name not in _LARGEST:
-        raise TypeError(f"{name}: dtype must be one of {', '.join(_LARGEST)}, got {to}")
     _check(name, x, block, mx)
     return to
 
@@ -569,11 +566,10 @@ def dequantize(q, scales, *, block=None, out_dtype="bfloat16", interpret=None):
     q, scales, block: as quantize returns and takes them. out_dtype: float16, bfloat16 or float32.
     Returns an array of the shape of ``q``. TypeError, ValueError for other dtypes and shapes.
     """
-    name, to = "dequantize", jnp.dtype(out_dtype)
+    name = "dequantize"
     if q.dtype.name not in _LARGEST:
         raise TypeError(f"{name}: q must be one of {', '.join(_LARGEST)}, got {q.dtype}")
-    if to.name not in _FLOATS:
-        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {to}")
+    to = dtype_of(name, out_dtype)
     if scales.dtype.name not in ("float32", "float8_e8m0fnu"):
         raise TypeError(f"{name}: scales must be float32 or float8_e8m0fnu, got {scales.dtype}")
     _check(name, q, block, False)

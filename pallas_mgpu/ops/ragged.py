@@ -40,6 +40,7 @@ from ._common import (
     CountedTiles,
     Ring,
     StaticTiles,
+    dtype_of,
     overlap_launches,
     store,
     swizzled,
@@ -638,11 +639,8 @@ def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config, takes=("float16",
         raise ValueError(f"{name}: group_sizes must have one dim, got shape {sizes.shape}")
     if 0 in (*lhs.shape, *rhs.shape, *sizes.shape):
         raise ValueError(f"{name}: empty operands, {lhs.shape}, {rhs.shape} and {sizes.shape}")
-    if out_dtype is None:
-        out_dtype = jnp.bfloat16 if dtype.itemsize == 1 else dtype
-    out_dtype = jnp.dtype(out_dtype)
-    if out_dtype.name not in ("float16", "bfloat16", "float32"):
-        raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
+    default = jnp.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
+    out_dtype = dtype_of(name, out_dtype, default)
     if config is not None:
         check = _check_config
         if isinstance(config, _tensor_memory.TensorMemoryConfig):

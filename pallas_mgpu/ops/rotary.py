@@ -18,12 +18,11 @@ from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 from ._open_rows import ANY_ROWS, better, in_shapes, is_static, rows_of, views
 from .norms_backward import WithSums, sums_of_rows
 from .quantize import layout_of
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _TILE = 2048  # elements of half a tile
 _TILE_BACKWARD = 1024  # of the gradient with a weight, whose sums take registers, too
@@ -193,7 +192,7 @@ def _backward(shape, dtype, eps, programs, interpret):
 
 def _check(name, x, cos, sin, weight, grad=None):
     for what, a in (("x", x), ("cos", cos), ("sin", sin), ("weight", weight), ("grad", grad)):
-        if a is not None and a.dtype.name not in _FLOATS:
+        if a is not None and a.dtype.name not in FLOATS:
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {a.dtype}")
     if x.ndim != 4 or x.shape[3] % 2 or 0 in x.shape:
         raise ValueError(

@@ -27,11 +27,10 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import FLOATS, overlap_launches
 from ._open_rows import in_shapes, rows_of
 from ._random import mixed
 
-_FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
 _LOW = _F32(-np.inf)
 _THREADS = 4
@@ -392,7 +391,7 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, config=None
     Returns int32 [rows]. TypeError, ValueError for other dtypes, shapes and numbers. Any GPU from
     sm_80 on.
     """
-    if logits.dtype.name not in _FLOATS:
+    if logits.dtype.name not in FLOATS:
         raise TypeError(f"sample: logits must be float16, bfloat16 or float32, got {logits.dtype}")
     if logits.ndim != 2 or 0 in logits.shape:
         raise ValueError(f"sample: logits must be [rows, vocabulary], got shape {logits.shape}")

@@ -347,7 +347,11 @@ def zeros(*shape):
         ),
         (dict(bias=np.zeros(8, np.int32)), ValueError, "float16 or bfloat16 or float32 of shape"),
         (dict(bias=np.zeros(9, F16)), ValueError, r"of shape \(8,\), got float16 \(9,\)"),
-        (dict(out_dtype=E4M3), TypeError, "out_dtype must be a float dtype, got float8_e4m3fn"),
+        (
+            dict(out_dtype=E4M3),
+            TypeError,
+            "out_dtype must be float16, bfloat16 or float32, got float8_e4m3fn",
+        ),
         (dict(config=F()), ValueError, "must be a MatmulConfig for 8-bit operands, got FewRows"),
         (dict(config=C(2, 64, 1, step=128)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=C(step=32)), ValueError, r"step of 8-bit operands is one of \[64, 128, 256\]"),

@@ -151,7 +151,7 @@ def test_chosen_configurations(m):
         (dict(scales=np.zeros((2, 8), np.int32)), TypeError, "scales must be of a float dtype"),
         (dict(scales=np.zeros((2, 9), F16)), ValueError, r"must have the shape \(G, 8\)"),
         (dict(scales=np.zeros((4, 8), F16)), ValueError, "4 groups of a multiple of 64"),
-        (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
+        (dict(out_dtype="int32"), TypeError, "out_dtype must be float16, bfloat16 or float32"),
         (dict(config=2), TypeError, "must be a MixedConfig"),
         (dict(config=C(4)), ValueError, "has 1 to 3 consumers"),
         (dict(config=C(step=128)), ValueError, "multiple of the step"),

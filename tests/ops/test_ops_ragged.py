@@ -328,7 +328,7 @@ def test_chosen_configurations():
         (dict(group_sizes=np.zeros((2, 1), np.int32)), ValueError, "must have one dim"),
         (dict(group_sizes=np.zeros(3, np.int32)), ValueError, r"must have the shape \(2,\)"),
         (dict(lhs=np.zeros((0, 8), F16)), ValueError, "empty operands"),
-        (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
+        (dict(out_dtype="int32"), TypeError, "out_dtype must be float16, bfloat16 or float32"),
         (dict(config=3), TypeError, "must be a RaggedConfig"),
         (dict(config=C(3)), ValueError, "has 1 or 2 consumers"),
         (dict(config=C(stages=1)), ValueError, "needs two slots, which RaggedConfig.*asks? for"),
