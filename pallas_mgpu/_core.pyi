@@ -15,6 +15,8 @@ from ._typing import Operand as _Operand
 
 _Shape = int | Sequence[int]
 
+MAX_DEVICES: int  # of a mesh
+
 # ---- exceptions ----------------------------------------------------------------------------------
 
 class CompileError(RuntimeError): ...

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from . import _core, _flags, tree
 from ._batch import _PerLeaf
+from ._caches import cached
 from ._family import chosen
 from ._frameworks import is_jax_on_gpu
 from ._names import show
@@ -139,7 +140,7 @@ def _has_form_for_xla(target, options):
     return plain and bool(d.outs) and all(_has_whole_bytes(o.dtype) for o in d.outs)
 
 
-@functools.lru_cache(512)
+@cached
 def _compiled(target, structure, names, options, flags):
     """The call, compiled by JAX for each combination of shapes; None where XLA cannot run it.
     flags: the state of those that decide how kernels are traced."""

@@ -104,6 +104,8 @@ class DeviceMesh(_Frozen):
                 + ("" if group is not None else " without group")
             )
         n = math.prod(shape)
+        if n > _core.MAX_DEVICES:
+            raise ValueError(f"{what}: at most {_core.MAX_DEVICES} devices, got {n} of {shape}")
         if group is not None:
             group, memory = _group(group, n), memory or MEMORIES[0]
         if devices is not None:

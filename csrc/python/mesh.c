@@ -396,4 +396,7 @@ static PyMethodDef functions[] = {
      "mesh_drain(devices): wait for everything that runs on these GPUs."},
     {NULL, NULL, 0, NULL}};
 
-int pmpy_init_mesh(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int pmpy_init_mesh(PyObject *module) {
+  if (PyModule_AddIntConstant(module, "MAX_DEVICES", PM_MAX_DEVICES) < 0) return -1;
+  return PyModule_AddFunctions(module, functions);
+}

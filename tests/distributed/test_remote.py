@@ -501,6 +501,8 @@ def test_wrong_meshes():
     )
     with pytest.raises(ValueError, match="one name for each axis"):
         plgpu.DeviceMesh((2, 2), ("x",))
+    with pytest.raises(ValueError, match="at most 1024 devices, got 1180591620717411303424 of"):
+        plgpu.DeviceMesh((2**70,), "x")
     with pytest.raises(ValueError, match="different strings"):
         plgpu.DeviceMesh((2, 2), ("x", "x"))
     with pytest.raises(ValueError, match="2 devices are needed"):
