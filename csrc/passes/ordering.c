@@ -49,13 +49,18 @@ static void walk(checker *c, pm_blk block, state *s);
 
 /* ---- do two accesses meet? ----------------------------------------------------------------- */
 
-/* Views of GMEM may be larger than what they are a part of. */
-static bool overhangs(const pm_graph *g, pm_opid op) {
-  uint32_t n;
+/* Views of GMEM may be larger than what they are a part of, and lie beyond its end. */
+static bool may_overhang(const pm_graph *g, pm_opid op) {
+  uint32_t n, next = 1;
+  const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
   const int64_t *sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
   const pm_type *of = pm_typeof(g, pm_in(g, op, 0));
-  for (uint32_t d = 0; d < n; d++)
-    if (sizes[d] > of->dim[d]) return true;
+  if (of->space != PM_GMEM) return false;
+  for (uint32_t d = 0; d < n; d++) {
+    pm_scalar start = {.i = 0};
+    const bool known = starts[d] != PM_DYNAMIC || pm_constant(g, pm_in(g, op, next++), &start);
+    if (sizes[d] > of->dim[d] || (sizes[d] == of->dim[d] && (!known || start.i))) return true;
+  }
   return false;
 }
 
@@ -64,7 +69,7 @@ static bool is_whole(const pm_graph *g, pm_val view) {
   if (pm_type_size(pm_typeof(g, view)) != pm_type_size(pm_typeof(g, base))) return false;
   for (; view != base; view = pm_in(g, pm_value_of(g, view)->def, 0)) {
     const pm_opid op = pm_value_of(g, view)->def;
-    if (pm_get(g, op)->code == PM_OP_INDEX && overhangs(g, op)) return false;
+    if (pm_get(g, op)->code == PM_OP_INDEX && may_overhang(g, op)) return false;
   }
   return true;
 }

@@ -106,7 +106,8 @@ class Plan:
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols if cfg.swapped else self.cols // cfg.split
         # rows of sums that are sent, if there are no more
-        self.sent = min(64, _cdiv(_sizes.most(m), 8) * 8) if cfg.consumers == 1 else 64
+        few = cfg.consumers == 1 and not cfg.swapped
+        self.sent = min(64, _cdiv(_sizes.most(m), 8) * 8) if few else 64
         sums = 0  # that travel, otherwise where the ring was
         if cfg.split > 1 and cfg.swapped:
             sums = cfg.consumers * 64 * self.cols * cfg.split * 4

@@ -308,6 +308,21 @@ def test_parts_as_large_as_the_array():
     assert not found(body, x, outs=out(32, 2, 64), **options)
 
 
+def test_parts_beyond_the_end():
+    """Tiles as large as the array, of which some are outside."""
+
+    def body(x, o, tile):
+        tile[...] = x[...]
+        commit()
+        i = lax.axis_index("i")
+        for k in range(2):
+            s2g(tile, o.at[pl.ds(i * 2 * N + k * N, N)])
+        stored(0)
+
+    options = {"scratch_types": [TILE], "grid": (2,), "grid_names": ("i",)}
+    assert not found(body, X, **options)
+
+
 def test_another_thread_may_fence():
     options = dict(scratch_types=[TILE, BAR, BAR], num_threads=2, thread_name="t")
     assert not found(by_another_thread, X, **options)

@@ -196,6 +196,13 @@ CASES = {  # shape, ta, tb, configuration, options
         swapped(1, 104),
         {"out_dtype": bf16},
     ),
+    "swapped, K in two, few columns": (
+        (20, 24, 300),
+        False,
+        True,
+        swapped(1, 24, split=2),
+        {"bias": True},
+    ),
     "swapped, K in four": (
         (20, 130, 520),
         False,
