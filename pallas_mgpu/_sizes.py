@@ -78,6 +78,9 @@ class Dim:
     def __setattr__(self, name, value):
         raise AttributeError("a size cannot be changed")
 
+    def __reduce__(self):
+        return Dim, tuple(getattr(self, name) for name in self.__slots__)
+
     @property
     def _key(self):
         return self.how, self.a, self.b, self.name, self.least, self.most, self.multiple

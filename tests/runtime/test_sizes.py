@@ -1,5 +1,7 @@
 """plgpu.dim: one program for all sizes of an array, on the interpreter and the emulated machine."""
 
+import copy
+import pickle
 import re
 
 import numpy as np
@@ -312,6 +314,9 @@ def test_arithmetic_and_what_bounds_decide():
         plgpu.dim("S", min=0)
     with pytest.raises(TypeError, match="name must be an identifier"):
         plgpu.dim("2")
+    for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        size = (plgpu.dim("M", multiple_of=8) + 3) // 4
+        assert again(size) == size and hash(again(size)) == hash(size)
 
 
 def test_what_is_missing_says_so():
