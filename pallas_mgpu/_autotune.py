@@ -22,12 +22,15 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
+import numbers
 import operator
 import os
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -93,12 +96,18 @@ def _load(module, qualname, script, package):
         return e.args[0]
 
 
+def _seconds(x):
+    if not isinstance(x, numbers.Real) or not 0 <= x < math.inf:
+        raise ValueError(f"the timer must return seconds, got {show(x)}")
+    return float(x)
+
+
 def _answer(tuned, command, configs, on_gpu, leaves, structure):
     leaves = [_core.device_put(x) if put else x for x, put in zip(leaves, on_gpu)]
     args, kwargs = tree.unflatten(structure, leaves)
     if command == "time":
         call = functools.partial(tuned.function, *args, **kwargs)
-        return [tuned.timer(functools.partial(call, config=c)) for c in configs]
+        return [_seconds(tuned.timer(functools.partial(call, config=c))) for c in configs]
     result = tuned.function(*args, **kwargs, config=configs[0])
     _core.synchronize()
     why = tuned.check(result, *args, **kwargs) if tuned.check else None
@@ -161,6 +170,8 @@ class _Child:
                 self.stop()
             return status, answer
         except (EOFError, BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)  # for the code with which it ends by itself
             return "failed", f"the process ended with code {self.stop()}"
 
     def _start(self):
@@ -210,7 +221,7 @@ class _Record:
         if self.path is not None:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 found = json.loads(self.path.read_text())
-                if found["what"] == what:
+                if found["what"] == what and _is_whole(found):
                     self.data = found
 
     def save(self):
@@ -218,9 +229,18 @@ class _Record:
             return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = self.path.with_suffix(f".{time.time_ns()}")
+            part = self.path.with_suffix(f".{os.getpid()}.{time.time_ns()}")
             part.write_text(json.dumps(self.data))
             part.replace(self.path)
+
+
+def _is_whole(data):
+    """Is it what :class:`_Record` writes? Files may have been damaged."""
+    candidates, best = data.get("candidates"), data.get("best", 0)
+    whole = isinstance(candidates, dict) and (best is None or isinstance(best, str))
+    return whole and all(
+        isinstance(c, dict) and c.keys() >= {"status", "why"} for c in candidates.values()
+    )
 
 
 def _shape_of(x):
@@ -408,13 +428,14 @@ def autotune(
     """Decorator: a function of arrays and ``config=`` as a function of the arrays, which runs with
     the fastest of ``configs``.
 
-    ``configs``: any objects whose repr tells them apart and that can be pickled. ``key(*args)``:
-    what the choice depends on; by default shapes, dtypes and other arguments. ``prune(config,
-    *args)``: is it worth a try? ``check(result, *args)``: None or True if the result is right, else
-    False or what is wrong; it runs in a child process. ``listener(event)``: gets a dict for every
-    candidate that ran and for the choice. ``timer(f)``: seconds of a call ``f()``, in a child.
-    ``timeout``: seconds after which a candidate hangs; imports do not count. ``workers``: processes
-    that compile. ``rounds``: how often candidates are timed at most.
+    ``configs``: any objects that can be pickled and whose repr tells them apart, in every process
+    in the same way. ``key(*args)``: what the choice depends on; by default shapes, dtypes and other
+    arguments. ``prune(config, *args)``: is it worth a try? ``check(result, *args)``: None or True
+    if the result is right, else False or what is wrong; it runs in a child process.
+    ``listener(event)``: gets a dict for every candidate that ran and for the choice. ``timer(f)``:
+    seconds of a call ``f()``, in a child. ``timeout``: seconds after which a candidate hangs;
+    imports do not count. ``workers``: processes that compile. ``rounds``: how often candidates are
+    timed at most.
 
     The function must be an attribute of a module, which child processes import, or of a script,
     which they execute as far as the first call of the function. The choice is kept in the compile
@@ -426,6 +447,12 @@ def autotune(
     configs = list(configs)
     if not configs or len({repr(c) for c in configs}) != len(configs):
         raise ValueError(f"autotune: configs must be different ones, at least one; got {configs}")
+    for c in configs:
+        if re.search(r" at 0x[0-9a-f]+>", repr(c)):
+            raise ValueError(
+                f"autotune: the repr of a config is its name on disk, and {c!r} has another one in"
+                " each process: pass tuples, dicts, named tuples or dataclasses"
+            )
     if not (timeout > 0 and workers >= 1 and rounds >= 1):
         raise ValueError(
             f"autotune: timeout, workers and rounds must be positive, got {timeout}, {workers},"

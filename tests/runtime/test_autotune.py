@@ -65,6 +65,11 @@ def test_other_shapes_are_tuned_anew_and_interrupted_tuning_resumes(tuned, monke
     tuned.EVENTS.clear()
     assert tuned.add_one.tune(x) == "fast"
     assert [e["event"] for e in tuned.EVENTS] == ["best"]
+    (record,) = (Path(os.environ["PALLAS_MGPU_CACHE_DIR"]) / "autotune").glob("*.json")
+    record.write_text(record.read_text().replace('"candidates"', '"damaged"'))
+    tuned.EVENTS.clear()
+    tuned.add_one.best.clear()
+    assert tuned.add_one.tune(x) == "fast" and len(tuned.EVENTS) == 8
 
 
 def test_what_hangs_ends_with_the_process_that_tunes(tuned, tmp_path):
@@ -158,6 +163,8 @@ def test_what_children_cannot_load(tuned, monkeypatch, tmp_path):
 def test_errors():
     with pytest.raises(ValueError, match="configs must be different ones"):
         plgpu.autotune([1, 1])
+    with pytest.raises(ValueError, match="<object object at .*> has another one in each process"):
+        plgpu.autotune([object(), 1])
     with pytest.raises(ValueError, match="timeout, workers and rounds must be positive"):
         plgpu.autotune([1], rounds=0)
     with pytest.raises(TypeError, match="expected a function, got 3"):
