@@ -699,7 +699,7 @@ class _Compiler:
 
     def do_semaphore_wait(self, op):
         self.work[2] += 700
-        self.assume(op, "a wait for another block takes the time of one access")
+        self.assume(op.place, "a wait for another block takes the time of one access")
 
     def do_semaphore_read(self, op):
         self.expr[op.outs[0]] = "UNKNOWN"
@@ -774,8 +774,13 @@ class _Compiler:
 
     # -- control
 
-    def assume(self, op, what):
-        text = f"{op.place}: {what}"
+    def end_of_loop(self, go, place):
+        """Called by the program."""
+        if go is UNKNOWN:
+            self.assume(place, "a loop that depends on data ends at once")
+
+    def assume(self, place, what):
+        text = f"{place}: {what}"
         if text not in self.assumed:
             self.assumed.append(text)
 
@@ -788,7 +793,7 @@ class _Compiler:
         predicate = self.value(op.ins[0])
         results = self.bind(op.outs)
         if predicate == "UNKNOWN":
-            self.assume(op, "a branch that depends on data is not taken")
+            self.assume(op.place, "a branch that depends on data is not taken")
         self.put(f"if {predicate}:")
         self.nest(op.regions[0], results)
         if len(op.regions) > 1 and (results or len(op.regions[1].ops) > 1):
@@ -828,7 +833,7 @@ class _Compiler:
         self.put("while True:")
         self.depth += 1
         self.block(condition, ["go"])
-        self.put("if not go: break")
+        self.put(f"if not go: end_of_loop(go, {op.place!r}); break")
         self.depth -= 1
         self.nest(body, names)
         results = self.bind(op.outs)
@@ -900,6 +905,7 @@ def compile_kernel(graph, products, least):
     scope = {
         "UNKNOWN": UNKNOWN, "_div": _div, "_rem": _rem, "_min": _min, "_max": _max,
         "_select": _select, "_not": _not, "_convert": _convert, "trips": _trips, "clip": _clip,
+        "end_of_loop": c.end_of_loop,
     }  # fmt: skip
     exec(compile(source, f"<estimate of {graph.name}>", "exec"), scope)  # noqa: S102
     return Program(graph, scope["body"], source, c.assumed, c.overlaps, c.dynamic)

@@ -1,8 +1,11 @@
 """`python -m pallas_mgpu explain`: what bounds a kernel of a file, by `plgpu.estimate`."""
 
 import argparse
+import inspect
+import os
 import re
 import runpy
+import sys
 
 import pallas_mgpu as plgpu
 
@@ -32,12 +35,18 @@ def _size(text):
     return name, int(value)
 
 
-def _find(text):
-    """What `file.py:name` names."""
-    path, colon, name = text.rpartition(":")
-    if not colon or not name:
+def _parted(text):
+    """The file and the name in `file.py:name`."""
+    path, _, name = text.rpartition(":")
+    if not path or not name:
         raise ValueError(f"expected file.py:kernel, got {text!r}")
-    names = runpy.run_path(path, run_name="explained")
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no file {path}")
+    return path, name
+
+
+def _find(path, name, names):
+    """What `file.py:name` names. names: all that the file defines."""
     first, *rest = name.split(".")
     if first not in names:
         raise ValueError(f"{path} has no {first}")
@@ -51,8 +60,14 @@ def _find(text):
 
 def _lowered(x, operands, what):
     if not hasattr(x, "lower") and not isinstance(x, _core.Lowered) and callable(x):
-        x = x()  # a function that makes it
+        try:
+            inspect.signature(x).bind()
+        except TypeError as e:
+            raise ValueError(f"{what}: a function that makes a kernel has no arguments: {e}") from e
+        x = x()
     if isinstance(x, _core.Lowered):
+        if operands:
+            raise ValueError(f"{what} is lowered already, and takes no operands")
         return x
     if not hasattr(x, "lower"):
         raise ValueError(
@@ -82,13 +97,20 @@ def run(argv):
     args = parser.parse_args(argv)
     try:
         operands = [_operand(x) for x in args.operands]
-        found = _find(args.kernel)
+        path, name = _parted(args.kernel)
+    except ValueError as e:
+        print(f"error: {e}")
+        return 2
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as of a script
+    names = runpy.run_path(path, run_name="explained")  # errors of the file have their traceback
+    try:
+        found = _find(path, name, names)
         shapes = getattr(getattr(found, "definition", None), "in_shapes", None) or ()
         known = Known(shapes, [x.shape for x in operands]).symbols
         sizes = {dim.name: n for dim, n in known.items()} | dict(_size(x) for x in args.size)
         lowered = _lowered(found, operands, args.kernel)
         print(estimate(lowered, gpu=args.gpu, sizes=sizes, cold=args.cold))
-    except (ValueError, OSError, NotImplementedError) as e:
+    except (ValueError, NotImplementedError) as e:
         print(f"error: {e}")
         return 2
     return 0

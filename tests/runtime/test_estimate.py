@@ -162,6 +162,17 @@ def test_branches_on_data_are_named():
     assert "assumed: " in str(e)
 
 
+def test_loops_that_depend_on_data_are_named():
+    @plgpu.kernel(out_type=SPEC((1,), jnp.int32))
+    def k(x, o):
+        o[0] = lax.while_loop(lambda i: i < x[0], lambda i: i + 1, jnp.int32(0))
+
+    lowered = k.lower(SPEC((1,), jnp.int32))
+    assert any("a loop that depends on data" in text for text in plgpu.estimate(lowered).assumed)
+    many = plgpu.estimate(lowered, values={0: np.array([10**5], np.int32)})
+    assert many.seconds > 1e-4 and not many.assumed
+
+
 def test_what_is_refused():
     lowered = copying(16)
     for wrong in (3, ops.matmul):
@@ -289,6 +300,17 @@ def test_explain(file, capsys):
         assert out.startswith("add_one on H200: about ") and "launch" in out
 
 
+def test_explain_runs_the_file_as_a_script(file, capsys, monkeypatch):
+    """Imports find what is beside it; its own errors have a traceback."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    other = file.with_name("other.py")
+    other.write_text("from some_kernels import add_one\nassert __name__ != '__main__'\n")
+    assert main(["explain", f"{other}:add_one", "float32[1000]"]) == 0
+    other.write_text("raise ValueError('of the file')\n")
+    with pytest.raises(ValueError, match="of the file"):
+        main(["explain", f"{other}:add_one"])
+
+
 def test_explain_takes_sizes_from_operands(file, capsys):
     blocks = []
     for rest in (["float32[5000,256]"], ["float32[5000,256]", "--size", "M=70"]):
@@ -306,7 +328,9 @@ def test_explain_takes_sizes_from_operands(file, capsys):
         (["{}:number"], "is neither a kernel"),
         (["{}"], "expected file.py:kernel"),
         (["{}:lowered", "--size", "M"], "a size is written as"),
-        (["/nowhere/x.py:k"], "No such file"),
+        (["/nowhere/x.py:k"], "there is no file /nowhere/x.py"),
+        (["{}:lowered", "float32[1000]"], "takes no operands"),
+        (["{}:plgpu.dim"], "a function that makes a kernel has no arguments"),
     ],
 )
 def test_explain_says_what_is_wrong(file, capsys, rest, message):
