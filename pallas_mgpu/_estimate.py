@@ -10,6 +10,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -84,6 +85,8 @@ def _facts(gpu):
 
 def _sizes(graph, sizes):
     """Values of the sizes that are known at run time, with number 0 in front."""
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"plgpu.estimate: sizes must be a dict of ints, got {show(sizes)}")
     found, known = [0], dict(sizes)
     forms = {
         "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
@@ -95,14 +98,20 @@ def _sizes(graph, sizes):
         raise ValueError(
             f"plgpu.estimate: the kernel has no size {sorted(unknown)}; it has {sorted(names)}"
         )
-    for name, how, a, b, _ in graph.sizes:
+    for name, how, a, b, least, most, multiple in graph.sizes:
         if how == "extent":
             if name not in known:
                 raise ValueError(
                     f"plgpu.estimate: pass the size {name} that the kernel takes at run time:"
                     f" sizes={{{name!r}: ...}}"
                 )
-            found.append(int(known[name]))
+            n = known[name]
+            if not hasattr(n, "__index__") or not least <= n <= most or n % multiple:
+                raise ValueError(
+                    f"plgpu.estimate: size {name} must be an int from {least} to {most}, a multiple"
+                    f" of {multiple}; got {show(n)}"
+                )
+            found.append(int(n))
         else:
             found.append(a if how == "number" else forms[how](found[a], found[b]))
     return found
@@ -117,15 +126,35 @@ def _registers(lowered):
         return None, 0
 
 
+def _values(graph, values, sizes):
+    """The arrays that are given by the numbers of arguments."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"plgpu.estimate: values must be a dict of arrays, got {show(values)}")
+    arguments, found = graph.body.args, {}
+    for k, x in values.items():
+        if k not in range(len(arguments)):
+            raise ValueError(
+                f"plgpu.estimate: values are of arguments 0 to {len(arguments) - 1}, got {show(k)}"
+            )
+        v, t = arguments[k]
+        found[v] = x = np.asarray(x)
+        extents = graph.extents.get(v, [0] * x.ndim)
+        want = tuple(sizes[e] if e else n for n, e in zip(t.shape, extents))
+        if x.shape != want:
+            raise ValueError(
+                f"plgpu.estimate: the value of argument {k} must have the shape {want}, got"
+                f" {x.shape}"
+            )
+    return found
+
+
 class _Launch:
     """A kernel on a GPU: which SM gets what."""
 
     def __init__(self, program, facts, sizes, values, registers):
         graph = program.graph
         self.program, self.facts, self.sizes = program, facts, sizes
-        self.values = {
-            v: np.asarray(values[k]) for k, (v, _) in enumerate(graph.body.args) if k in values
-        }
+        self.values = _values(graph, values, sizes)
         open_axes = graph.grid_sizes or [0] * len(graph.grid)
         self.grid = [sizes[k] if k else n for k, n in zip(open_axes, graph.grid)]
         self.clusters, self.cluster = math.prod(self.grid), math.prod(graph.cluster)
@@ -172,11 +201,8 @@ class _Launch:
 def _array_bytes(graph, sizes, k):
     """Of an argument; of one with an open extent, for the sizes of the call."""
     v, t = graph.body.args[k]
-    dims = list(t.shape)
-    for number, (_, how, a, d, _most) in enumerate(graph.sizes, 1):
-        if how == "extent" and a == k:
-            dims[d] = sizes[number]
-    return math.prod(dims) * bits_of(t.dtype) / 8
+    extents = graph.extents.get(v, [0] * len(t.shape))
+    return math.prod(sizes[k] if k else n for n, k in zip(t.shape, extents)) * bits_of(t.dtype) / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +271,7 @@ def _of_graph(graph, registers, facts, sizes, values, cold):
 
     program = compile_kernel(graph, products, facts.wgmma_least)
     sizes = _sizes(graph, sizes or {})
-    launch = _Launch(program, facts, sizes, dict(values or {}), registers)
+    launch = _Launch(program, facts, sizes, values or {}, registers)
     arguments = [v for v, _ in graph.body.args]
     held = {v: _array_bytes(graph, sizes, k) for k, v in enumerate(arguments)}
     kept = (facts.cold_bytes - sum(held.values())) / (facts.cold_bytes - facts.warm_bytes)

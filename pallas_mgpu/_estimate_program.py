@@ -88,11 +88,12 @@ class Graph:
     threads: int
     smem: int
     target: str
-    sizes: list[tuple]  # (name, how, a, b, most), from number 1 on
+    sizes: list[tuple]  # (name, how, a, b, least, most, multiple), from number 1 on
     grid_sizes: list[int]
     body: Block
     outputs: set[int]  # values that are outputs
     types: dict[int, Type]
+    extents: dict[int, list[int]]  # of arguments: the size of each dimension, or 0
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -130,16 +131,16 @@ def read(text):
     name = re.match(rf"kernel ({_STRING})", head)[1][1:-1]
     head = re.sub(rf"^kernel {_STRING}", "", head)
     sizes = [
-        (n[1:-1], how, int(a), int(b), int(most))
-        for n, how, a, b, most in re.findall(
-            rf" size ({_STRING}) (\w+) (-?\d+) (-?\d+) -?\d+ (-?\d+) -?\d+", head
+        (n[1:-1], how, *map(int, numbers))
+        for n, how, *numbers in re.findall(
+            rf" size ({_STRING}) (\w+) (-?\d+) (-?\d+) (-?\d+) (-?\d+) (-?\d+)", head
         )
     ]
     number = lambda word: int((re.search(rf" {word} (\d+)", head) or [0, 0])[1])  # noqa: E731
     graph = Graph(
         name, _ints(head, "grid"), _ints(head, "cluster"), number("threads") or 1, number("smem"),
         (re.search(r" target (\w+)", head) or [0, "sm_90a"])[1], sizes, _ints(head, "grid_sizes"),
-        Block(), set(), {},
+        Block(), set(), {}, {},
     )  # fmt: skip
     open_blocks, open_ops = [graph.body], []
     for line in lines[1:]:
@@ -159,6 +160,8 @@ def read(text):
         elif line.startswith("args "):
             open_blocks[-1].args = _args(line)
             graph.types.update(open_blocks[-1].args)
+            for n, numbers in re.findall(r"%(\d+): [^%]*? extents \[([\d, ]*)\]", line):
+                graph.extents[int(n)] = [int(x) for x in numbers.split(",")]
             graph.outputs.update(int(n) for n in re.findall(r"out(?:\(\d+\))? %(\d+)", line))
         else:
             _read_op(line, at, graph, open_blocks, open_ops)

@@ -162,6 +162,32 @@ def test_branches_on_data_are_named():
     assert "assumed: " in str(e)
 
 
+def test_sizes_at_run_time_are_those_of_the_call():
+    """Also of outputs and of arguments that do not define the size: what fits stays in the L2."""
+
+    def body(x, y, o):
+        i = lax.axis_index("i")
+        o[i] = x[i] + y[i]
+
+    def lowered(m, of_a_call=300):
+        spec = SPEC((m, 1024), jnp.float32)
+        k = plgpu.kernel(
+            body, in_shapes=(spec.shape, spec.shape), out_type=spec, grid=(m,), grid_names=("i",)
+        )
+        return k.lower(*[SPEC((of_a_call, 1024), jnp.float32)] * 2)
+
+    open_, closed = lowered(plgpu.dim("M")), plgpu.estimate(lowered(300))
+    found = plgpu.estimate(open_, sizes={"M": 300})
+    assert found.memory == closed.memory == 0 and found.read == closed.read
+    assert 0.8 < found.seconds / closed.seconds < 1.2
+    for wrong in ({"M": 0}, {"M": 2**31}, {"M": "300"}):
+        with pytest.raises(ValueError, match="size M must be an int from 1 to"):
+            plgpu.estimate(open_, sizes=wrong)
+    for wrong in ({5: np.zeros(3)}, {1: np.zeros(3)}):
+        with pytest.raises(ValueError, match="values are of arguments|must have the shape"):
+            plgpu.estimate(open_, sizes={"M": 300}, values=wrong)
+
+
 def test_loops_that_depend_on_data_are_named():
     @plgpu.kernel(out_type=SPEC((1,), jnp.int32))
     def k(x, o):
