@@ -106,7 +106,7 @@ def _find(path):
 def _read_record(path):
     try:
         record = json.loads(path.read_text())
-        good = isinstance(record, dict) and isinstance(record["results"], int)
+        good = isinstance(record, dict) and type(record["results"]) is int
         good = good and all(isinstance(record[k], str) for k in ("program", "graph", "cubin"))
     except FileNotFoundError:
         raise
@@ -146,6 +146,11 @@ class ExportedKernel:
             )
         self._graph, self._cubin = graph, cubin
         n = info["operands"]
+        if not 0 <= record["results"] <= len(info["params"]) - n:
+            raise ValueError(
+                f"load_exported: the JSON file of kernel {self.__name__} was changed: it has no"
+                f" {record['results']} results"
+            )
         self._scratch = len(info["params"]) - n - record["results"]
         self._operands = list(zip(info["params"][:n], info["extents"][:n], info["given"][:n]))
         options = {"outputs": "single" if record["results"] == 1 else "tuple"}

@@ -6,11 +6,18 @@ of the arrays, the grid, the attributes. All numbers of one kernel stand in its 
 import re
 import textwrap
 
+# of C, and of C++, from which the header may be included
 _KEYWORDS = frozenset(
-    "auto break case char const continue default do double else enum extern float for goto if"
-    " inline int long register restrict return short signed sizeof static struct switch typedef"
-    " union unsigned void volatile while k stream image".split()
+    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t"
+    " char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr"
+    " constinit continue decltype default delete do double dynamic_cast else enum explicit export"
+    " extern false float for friend goto if inline int long mutable namespace new noexcept not"
+    " not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires"
+    " restrict return short signed sizeof static static_assert static_cast struct switch template"
+    " this thread_local throw true try typedef typeid typename union unsigned using virtual void"
+    " volatile wchar_t while xor xor_eq".split()
 )
+_MOST = 2**31 - 2  # that a size may be, as of calls from Python
 _TYPES = {"U": "UINT", "I": "INT", "F": "FLOAT", "BF": "BFLOAT"}
 _PORTABLE_CLUSTER = 8
 _MOST_BLOCKS = 2**31 - 1, 65535, 65535
@@ -25,9 +32,9 @@ _COMBINED = {
 }
 
 
-def _names(wanted):
-    """An identifier of C for each, all different."""
-    taken, out = set(_KEYWORDS), []
+def _names(wanted, taken):
+    """An identifier of C for each, all different, and none that is taken."""
+    taken, out = {*_KEYWORDS, *taken}, []
     for k, name in enumerate(wanted):
         name = re.sub(r"\W", "_", name or "", flags=re.ASCII) or f"arg{k}"
         name = f"_{name}" if name[0].isdigit() else name
@@ -38,14 +45,21 @@ def _names(wanted):
     return out
 
 
+def _wanted(info):
+    """What arrays, and sizes that a caller gives, are called in Python."""
+    sizes = [rule[-1] or "size" for rule in info["size_rules"] if rule[0] == "extent"]
+    return [name for name, _ in info["given"]] + sizes
+
+
 class _Launcher:
-    def __init__(self, name, info, n_results):
+    """names: identifiers for `_wanted`."""
+
+    def __init__(self, name, info, n_results, names):
         self.name, self.info = name, info
         self.n_params, self.operands = len(info["params"]), info["operands"]
         self.n_results = n_results
         self.rules = info["size_rules"]
         given = [k for k, r in enumerate(self.rules) if r[0] == "extent"]
-        names = _names([n for n, _ in info["given"]] + [self.rules[k][-1] or "size" for k in given])
         self.arrays = names[: self.n_params]
         self.given = dict(zip(given, names[self.n_params :]))  # sizes that the caller gives
 
@@ -239,6 +253,19 @@ CUresult {name}_unload({name}_kernel *k);
             bad += [f"{n} % {multiple}"] if multiple > 1 else []
         return bad
 
+    def check_of_size(self, k):
+        """That a size computed from others is one that the package would accept."""
+        how, _, _, least, most, *_ = self.rules[k]
+        of_array = any(k + 1 in extents for extents in self.info["extents"])
+        bad = [f"size{k + 1} < {1 if of_array else -_MOST}"]
+        if least > (0 if of_array else -_MOST):
+            bad = []
+        if most >= _MOST:
+            bad.append(f"size{k + 1} > {_MOST}")
+        if not bad:
+            return []
+        return _statement(f"  if ({' || '.join(bad)})", "    return CUDA_ERROR_INVALID_VALUE;")
+
     def sizes(self):
         out = []
         for k, (how, a, b, *_) in enumerate(self.rules):
@@ -247,6 +274,7 @@ CUresult {name}_unload({name}_kernel *k);
             elif how != "extent":
                 value = _COMBINED[how].format(self.size(a), self.size(b))
                 out.append(f"  const int64_t size{k + 1} = {value};")
+                out += self.check_of_size(k)
         used = {p for kind, p, _ in self.info["args"] if kind == "size"}
         return out + [f"  int32_t value{p} = (int32_t){self.size(p)};" for p in sorted(used)]
 
@@ -412,5 +440,8 @@ def _comment(*paragraphs):
 
 def launcher(name, info, n_results):
     """(header, source) for a program that `Graph.cuda` describes as `info`."""
-    x = _Launcher(name, info, n_results)
+    wanted = _wanted(info)
+    no_words = _Launcher(name, info, n_results, [f"${k}" for k in range(len(wanted))])
+    taken = set(re.findall(r"\b[A-Za-z_]\w*", "\n".join(no_words.launch())))
+    x = _Launcher(name, info, n_results, _names(wanted, taken))
     return x.header(), x.source()

@@ -19,6 +19,7 @@ typedef struct word {
   uint32_t n, hash;
   bool issued, used;
   bool local;    /* an issued one: that of a value; another: only the catalogue has it */
+  bool reserved; /* a keyword, or a macro */
   bool longer;   /* it also occurs with a suffix */
   uint32_t stem; /* characters, of an issued one */
   /* of an issued one: where it is declared and mentioned last, and where its scope ends; NULL: it
@@ -243,20 +244,17 @@ static bool meet(const word *a, const word *b) {
 
 /* ---- what may lose its number --------------------------------------------------------------- */
 
-static const char *const keywords[] = {
-    "alignas",  "alignof",   "and",       "and_eq",   "asm",       "assert", "auto",     "bitand",
-    "bitor",    "bool",      "break",     "case",     "catch",     "char",   "class",    "compl",
-    "const",    "constexpr", "continue",  "decltype", "default",   "delete", "do",       "double",
-    "else",     "enum",      "errno",     "explicit", "export",    "extern", "false",    "float",
-    "for",      "friend",    "goto",      "if",       "inline",    "int",    "linux",    "long",
-    "main",     "mutable",   "namespace", "new",      "noexcept",  "not",    "not_eq",   "nullptr",
-    "operator", "or",        "or_eq",     "private",  "protected", "public", "register", "requires",
-    "return",   "short",     "signed",    "sizeof",   "static",    "struct", "switch",   "template",
-    "this",     "throw",     "true",      "try",      "typedef",   "typeid", "typename", "typeof",
-    "union",    "unix",      "unsigned",  "using",    "virtual",   "void",   "volatile", "wchar_t",
-    "while",    "xor",       "xor_eq",    "printf",   "memcpy",    "memset", "stdin",    "stdout",
-    "stderr",   "NULL",      "EOF",
-};
+/* each is followed by a space */
+static const char keywords[] =
+    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t "
+    "char32_t char8_t class co_await co_return co_yield compl concept const const_cast "
+    "consteval constexpr constinit continue decltype default delete do double dynamic_cast "
+    "else enum explicit export extern false float for friend goto if inline int long mutable "
+    "namespace new noexcept not not_eq nullptr operator or or_eq private protected public "
+    "register reinterpret_cast requires return short signed sizeof static static_assert "
+    "static_cast struct switch template this thread_local throw true try typedef typeid "
+    "typename typeof union unsigned using virtual void volatile wchar_t while xor xor_eq "
+    "assert errno linux main unix printf memcpy memset stdin stdout stderr NULL EOF ";
 
 static bool same_stem(const word *a, const word *b) {
   return a->issued && b->issued && a->stem == b->stem && !memcmp(a->at, b->at, a->stem);
@@ -302,7 +300,8 @@ static void drop_numbers(words *t) {
     const word *w = &t->all.at[k];
     if (!w->issued || !w->used) continue;
     const word *same = find_word(t, w->at, w->stem);
-    const bool taken = same && (same->issued || !(w->local && same->local && same->used));
+    const bool of_catalogue = same && w->local && same->local && same->used;
+    const bool taken = same && (same->issued || same->reserved || !of_catalogue);
     keeps[k] |= keeps_number(w) || taken || (w->longer && begins_other(t, w));
     for (uint32_t i = w->next; i && !keeps_number(w); i = t->all.at[i - 1].next) {
       if (!meet(w, &t->all.at[i - 1])) continue;
@@ -331,9 +330,8 @@ static void rename_words(const words *t, pm_text *text, const occurrences *issue
 void pm_print_names(pm_gen *e, const pm_text *catalogue, pm_text *ptx, pm_text *own) {
   words t = {.arena = e->arena};
   occurrences in_catalogue = {0}, in_ptx = {0}, in_own = {0};
-  for (size_t k = 0; k < PM_COUNT(keywords); k++) {
-    add_word(&t, keywords[k], (uint32_t)strlen(keywords[k]));
-  }
+  for (const char *s = keywords; *s; s += strcspn(s, " ") + 1)
+    add_word(&t, s, (uint32_t)strcspn(s, " "))->reserved = true;
   for (uint32_t k = 0; k < e->issued.n; k++) {
     word *w = add_word(&t, e->issued.at[k].text, (uint32_t)strlen(e->issued.at[k].text));
     w->issued = true;

@@ -297,9 +297,10 @@ def test_names_have_no_number_where_one_would_do():
     """Of two variables with one name each keeps the number it has in the graph's text; names that
     the program uses otherwise, keywords and what may be a macro keep theirs, too."""
 
-    def body(x_ref, o_ref, unix, smem, NAN, K):
+    def body(x_ref, o_ref, unix, smem, NAN, K, static_cast):
         i = lax.axis_index("i")
         first = x_ref[i]
+        static_cast[...] = first  # a word of the device functions, too
         acc = first * x_ref[i + 1]
         unix[...] = acc
         smem[...] = acc + 1
@@ -312,13 +313,14 @@ def test_names_have_no_number_where_one_would_do():
     x = np.zeros((8, 128), np.float32)
     smem = plgpu.SMEM((128,), np.float32)
     low = plgpu.kernel(
-        body, out_type=x, grid=(7,), grid_names=("i",), scratch_types=[smem] * 4
+        body, out_type=x, grid=(7,), grid_names=("i",), scratch_types=[smem] * 5
     ).lower(x)
     text, graph = low.as_text("cuda"), low.as_text("graph")
     assert re.search(r"const u32 K = smem \+", text)
     assert re.search(r"const u32 unix_\d+ = smem", text)
     assert re.search(r"const u32 smem_\d+ = smem", text)
     assert re.search(r"const u32 NAN_\d+ = smem", text)
+    assert re.search(r"const u32 static_cast_\d+ = smem", text)
     assert re.search(r"f32 first\[1\];", text)
     numbers = set(re.findall(r"f32 acc_(\d+)\[1\];", text))
     assert len(numbers) == 2 and numbers == set(re.findall(r"%acc_(\d+) =", graph))

@@ -302,6 +302,29 @@ def test_sizes_that_do_not_fit_are_refused_in_c(tmp_path):
     assert "launch" not in subprocess.run([program], check=True, stdout=-1, text=True).stdout
 
 
+@needs_cc
+def test_computed_sizes_are_checked_in_c(tmp_path):
+    """The arrays and the size have names that the launcher uses itself."""
+    size = plgpu.dim("int")
+
+    def body(grid, params):
+        params[0] = grid[0] + grid.shape[0] * 70000
+
+    out = spec(size - 5, dtype=np.int32)
+    kernel = plgpu.kernel(body, out_type=out, in_shapes=((size,),))
+    kernel.lower(spec(9, dtype=np.int32), target="sm_90a").export(tmp_path, name="k")
+    calls = "".join(
+        f'if (k_launch(&k, NULL, 65536, 131072, {n}) == CUDA_SUCCESS) puts("launched {n}");'
+        for n in (5, 6, 30000, 40000)
+    )
+    program = compiled(
+        tmp_path, "k", DRIVER, f'k_load(&k, ""); {calls} return 0;', 3, DRIVER / "driver.c"
+    )
+    text = subprocess.run([program], check=True, stdout=-1, text=True).stdout
+    launched = [line for line in text.splitlines() if line.startswith("launched")]
+    assert launched == ["launched 6", "launched 30000"]
+
+
 EXAMPLE = HERE.parents[1] / "examples" / "ahead_of_time"
 
 
