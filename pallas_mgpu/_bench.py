@@ -53,6 +53,8 @@ class Timing:
     def ratio(self, other, confidence=0.95):
         """``(median, low, high)`` of other's time / this one's, taken round by round: above 1, this
         one is faster."""
+        if not isinstance(other, Timing):
+            raise TypeError(f"ratio: other must be a Timing, got {show(other)}")
         if len(self.samples) != len(other.samples):
             raise ValueError(
                 f"ratio: the timings have {len(self.samples)} and {len(other.samples)} rounds; take"
@@ -64,6 +66,8 @@ class Timing:
 
 def median_interval(samples, confidence):
     """By order statistics: the number of samples below the median is binomial."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be above 0 and below 1, got {confidence!r}")
     s, n = sorted(samples), len(samples)
     below = 0.0
     for k in range(n // 2):
@@ -276,7 +280,7 @@ def do_bench(contestants, *, ways=("burst",), rounds=None, graphs=False, timer=N
     for way in ways or (None,):
         if way not in WAYS:
             raise ValueError(f"do_bench: ways are some of {tuple(WAYS)}, got {show(way)}")
-    if not (rounds is None or (isinstance(rounds, int) and rounds > 0)):
+    if not (rounds is None or (type(rounds) is int and rounds > 0)):
         raise ValueError(f"do_bench: rounds must be a positive int, got {show(rounds)}")
     calls = {n: _one_call(n, f) for n, f in named.items()}
     timer = CudaTimer() if timer is None else timer

@@ -159,6 +159,10 @@ def test_errors():
         testing.do_bench({}, timer=Timer())
     with pytest.raises(ValueError, match="1 and 2 rounds"):
         Timing((1.0,)).ratio(Timing((1.0, 2.0)))
+    with pytest.raises(TypeError, match="other must be a Timing, got 3"):
+        Timing((1.0,)).ratio(3)
+    with pytest.raises(ValueError, match="confidence must be above 0 and below 1, got 95"):
+        Timing((1.0,)).interval(95)
 
 
 @pytest.mark.gpu
