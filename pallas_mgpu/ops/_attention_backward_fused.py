@@ -27,6 +27,8 @@ dQ of step i - 4.
 Registers are what limits the tile: dK and dV take 128 of a lane's 240, S and dP 64. The statistics
 of the queries are columns here, 16 values each; delta is loaded when lse is no longer needed."""
 
+import functools
+
 import numpy as np
 
 import pallas_mgpu as plgpu
@@ -42,11 +44,15 @@ from ._attention_backward_seven import (
     ByKeys,
     Plan,
     _Block,
-    padded,
+    rows_at,
+    shape_of,
+    shapes_of_operands,
     statistics,
+    with_views,
 )
-from ._attention_scores import PLAIN
+from ._attention_scores import PLAIN, rows_in
 from ._common import CountedTiles, SeveralKernels, overlap_launches, store, warp_specialized
+from ._open_rows import in_shapes
 
 _F32 = np.float32
 _CONVERTED = 32  # rows of dQ that a warpgroup converts at a time
@@ -64,7 +70,7 @@ class FusedPlan(Plan):
         self.buffers = 4 if self.turns else 2
         self.products, self.chunks = self.clusters, pl.cdiv(x.queries, CONSUMERS * _CONVERTED)
         self.units = x.batch * x.heads * self.chunks
-        self.converters = min(sms, self.units)
+        self.converters = min(sms, self.units) if sms else 0
         self.clusters += self.converters
 
     def scratch(self):
@@ -277,7 +283,8 @@ class _Fused(ByKeys):
 
     def store_queries(self, me, dq, head, queries):
         """Adds dq to a block of dQ."""
-        there = self.dq.at[self.b, head, pl.ds(queries, self.plan.block), self.columns(me)]
+        n = self.plan.block
+        there = self.dq.at[(*rows_at(self.x, self.b, head, queries, n, n), self.columns(me))]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(self.dq_smem.at[me], dq, there, reduction_op="add")
 
@@ -305,6 +312,7 @@ def kernel(x, cfg, interpret, functional=False, sms=0):
         kernel_name="attention_backward_fused",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
+        **shapes_of_operands(x, *[sums_of(x).shape] * functional),
     )
     return add_to_operand(made, names) if functional else made
 
@@ -317,25 +325,26 @@ def add_to_operand(made, names):
 
 
 def _pair(x):
-    one = plgpu.ShapeDtypeStruct((x.batch, x.keys, x.kv_heads, x.dim), x.dtype)
+    one = plgpu.ShapeDtypeStruct(x.shapes[1], x.dtype)
     return one, one
 
 
 def _like_q(x):
-    return plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
+    return plgpu.ShapeDtypeStruct(x.shapes[0], x.dtype)
 
 
 def sums_of(x):
     """Type of the sums for dQ: rows of whole blocks of queries and of 16 elements."""
     width = pl.cdiv(x.dim, 16) * 16
-    return plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x), width), _F32)
+    return plgpu.ShapeDtypeStruct(shape_of(x, width), _F32)
 
 
 def _convert(x, sums, angles, dq, place, height):
     """Rows of dQ from their float32 sums. With angles it is that of queries before the rotation.
     place: (batch, head, first row)."""
     b, h, start = place
-    rows, half = pl.ds(start, height), x.dim // 2
+    there, of_q = rows_at(x, b, h, start, height, height), rows_in(x, b, start, height, x.queries)
+    half = x.dim // 2
     columns = (pl.ds(0, half), pl.ds(half, half)) if x.angles else (slice(0, x.dim),)
 
     def rotated(found, cos, sin):
@@ -347,15 +356,15 @@ def _convert(x, sums, angles, dq, place, height):
         left, right = found
         return [left * cos + right * sin, right * cos - left * sin]
 
-    found = [sums[b, h, rows, at] * _F32(x.scale) for at in columns]
+    found = [sums[(*there, at)] * _F32(x.scale) for at in columns]
     found = rotated(found, *angles) if angles else found
     for value, at in zip(found, columns):
         value = value.astype(x.dtype)
-        if x.queries % height:
+        if x.is_open or x.queries % height:
             keep = lax.broadcasted_iota(jnp.int32, value.shape, 0) < x.queries - start
-            pl.store(dq, (b, rows, h, at), value, mask=keep)
+            pl.store(dq, (*of_q, h, at), value, mask=keep)
         else:
-            dq[b, rows, h, at] = value
+            dq[(*of_q, h, at)] = value
 
 
 @cached
@@ -366,7 +375,7 @@ def _converted(x, interpret):
     def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        *angles, dq = refs
+        *angles, dq = refs[x.is_open :]  # q is there for its length
         _convert(x, sums, angles, dq, (b, h, lax.axis_index("tile") * height), height)
 
     return plgpu.kernel(
@@ -376,44 +385,57 @@ def _converted(x, interpret):
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="attention_backward_convert",
+        **(in_shapes(sums_of(x).shape, x.shapes[0]) if x.is_open else {}),
     )
 
 
 class FusedKernels(SeveralKernels):
     """(dQ, dK, dV) from the arguments of the kernels, and from o and lse. make: makes the kernel
     that gives dK and dV and adds to dQ; functional=True is an option of it. sms: the number of its
-    blocks that convert dQ (another option); 0: it has none."""
+    blocks that convert dQ (another option); 0: it has none. given: the problem of this call, where
+    that of the kernels is one of many lengths."""
 
-    def __init__(self, x, make, interpret, sms=0):
-        self.statistics = statistics(x, interpret, sums_of(x))
-        self.allocating = statistics(x, interpret, sums_of(x), *_pair(x))
-        self.make, self.fused, self.converting = make, make(), None
+    def __init__(self, x, make, interpret, sms=0, given=None):
+        self.make, self.is_open = make, x.is_open
+        seen, before = functools.partial(with_views, given, x), ("q", "q", "lse", "k")
+        self.statistics = seen(statistics(x, interpret, sums_of(x)), before, (None,) * 3)
+        allocating = statistics(x, interpret, sums_of(x), *_pair(x))
+        self.allocating = seen(allocating, before, (None, None, None, "k", "k"))
+        operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
+        results = "k", "k", None
+        self.fused, self.converting = seen(make(), operands, results), None
+        self.functional = functools.cache(
+            lambda: seen(make(functional=True), (*operands, None), results)
+        )
         if sms:
             self.converting = make(sms=sms)
             self.allocating_all = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
-        self.convert = _converted(x, interpret)
+        self.convert = seen(_converted(x, interpret), (None, "q"), ("q",))
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
+        before, last = (grad, o, lse), angles
+        if self.is_open:  # for lengths
+            before, last = (*before, k), (q,)
+        operands = *others, *angles
         if is_jax(q):  # its arrays are immutable
-            lse, delta, sums = self.statistics(grad, o, lse)
-            operands = grad, q, k, v, lse, delta, *others, *angles
-            dk, dv, sums = self.make(functional=True)(*operands, sums)
-            return self.convert(sums, *angles), dk, dv, lse, delta
+            lse, delta, sums = self.statistics(*before)
+            dk, dv, sums = self.functional()(grad, q, k, v, lse, delta, *operands, sums)
+            return self.convert(sums, *last), dk, dv, lse, delta
         converting = self.converting
-        if any(isinstance(x, Batched) for x in (grad, q, k, v, o, lse, *others, *angles)):
+        if any(isinstance(x, Batched) for x in (grad, q, k, v, o, lse, *operands)):
             converting = None  # elements would share the counter
         dq = None
         if out is not None:
-            lse, delta, sums = self.statistics(grad, o, lse, stream=stream)
+            lse, delta, sums = self.statistics(*before, stream=stream)
             dq, dk, dv = out
         elif converting:
-            lse, delta, sums, dk, dv, dq = self.allocating_all(grad, o, lse, stream=stream)
+            lse, delta, sums, dk, dv, dq = self.allocating_all(*before, stream=stream)
         else:
-            lse, delta, sums, dk, dv = self.allocating(grad, o, lse, stream=stream)
-        operands = grad, q, k, v, lse, delta, *others, *angles
+            lse, delta, sums, dk, dv = self.allocating(*before, stream=stream)
+        operands = grad, q, k, v, lse, delta, *operands
         if converting:
             converting(*operands, out=(dk, dv, sums, dq), stream=stream)
             return dq, dk, dv, lse, delta
         self.fused(*operands, out=(dk, dv, sums), stream=stream)
-        return self.convert(sums, *angles, out=dq, stream=stream), dk, dv, lse, delta
+        return self.convert(sums, *last, out=dq, stream=stream), dk, dv, lse, delta

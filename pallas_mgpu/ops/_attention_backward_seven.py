@@ -22,8 +22,16 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _attention_rotary
-from ._attention_scores import PLAIN, Ranges, Tile
-from ._common import Ring, WarpSpecialized, overlap_launches, store, warp_specialized
+from ._attention_scores import PLAIN, Ranges, Tile, rows_in, scalar
+from ._common import (
+    Ring,
+    WarpSpecialized,
+    overlap_launches,
+    store,
+    store_some,
+    warp_specialized,
+)
+from ._open_rows import in_shapes, views
 
 _F32 = np.float32
 _NEVER = _F32(3.0e38)  # lse of a query that is not there
@@ -37,6 +45,44 @@ def padded(x):
     return pl.cdiv(x.queries, _PAD) * _PAD
 
 
+def rows_at(x, b, h, start, n, multiple=1):
+    """The index of n rows of statistics, or of sums, of a head. Where lengths are known later these
+    arrays have one dim for all heads. multiple: what divides start."""
+    if not x.is_open:
+        return b, h, pl.ds(start, n)
+    first = (b * x.heads + h) * scalar(padded(x)) + start
+    return (pl.ds(pl.multiple_of(first, multiple), n),)
+
+
+def shape_of(x, *width):
+    """Of arrays with rows of statistics, of all heads."""
+    if x.is_open:
+        return x.batch * x.heads * padded(x), *width
+    return x.batch, x.heads, padded(x), *width
+
+
+def shapes_of_operands(x, *more):
+    """Options of plgpu.kernel: shapes of the operands of kernels that get statistics. more: of the
+    last ones."""
+    q, k, _ = x.shapes
+    ranges = ((x.padded_rows(),),) * 2 if x.scores.sequences else ()
+    return in_shapes(q, q, k, k, shape_of(x), shape_of(x), *ranges, *more)
+
+
+def with_views(given, x, kernel, operands, results):
+    """The kernel as a function of arrays of the problem `given`, of these lengths. operands,
+    results: "q" and "k", which have the shapes of these, "lse", and None."""
+    if not x.is_open:
+        return kernel
+    rows, keys = given.batch * given.queries, given.batch * given.keys
+    q, k = (given.queries, given.heads), (given.keys, given.kv_heads)
+    lse, ours, theirs = (rows * given.heads,), {}, {}
+    if x.whole:
+        ours = {"q": (1, rows, *q[1:], x.dim), "k": (1, keys, *k[1:], x.dim)}
+        theirs = {"q": (given.batch, *q, x.dim), "k": (given.batch, *k, x.dim)}
+    return views(kernel, map((ours | {"lse": lse}).get, operands), map(theirs.get, results))
+
+
 class Plan:
     """Of the second and the third kernel: `rows` are owned by the blocks, `columns` pass by."""
 
@@ -44,7 +90,7 @@ class Plan:
     axes: dict = {}
 
     def __init__(self, x, rows, heads, by_keys, sums):
-        self.x, self.by_keys, self.sums = x, by_keys, sums
+        self.x, self.by_keys, self.sums, self.length = x, by_keys, sums, rows
         self.tiles, self.heads = pl.cdiv(rows, ROWS), heads
         self.clusters = self.tiles * heads * x.batch
         self.block = 64 if by_keys or x.dim == 128 else 128
@@ -82,7 +128,8 @@ class _Block(WarpSpecialized):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.x, self.refs = plan.x, refs
-        self.plain = self.x.scores == PLAIN and self.x.dim < 256
+        # rows of the next batch entry are not zeros
+        self.plain = self.x.scores == PLAIN and self.x.dim < 256 and not self.x.whole
         ranges = refs.get("low"), refs.get("high")
         self.ranges = Ranges(plan.x, plan.by_keys, *ranges, exact=self.exact)
         self.ring = Ring(plan.stages, self.full, self.empty, self.first_smem, self.second_smem)
@@ -98,12 +145,14 @@ class _Block(WarpSpecialized):
         )
         if self.x.causal:  # the longest tiles first: early keys, late queries
             tile = tile if plan.by_keys else plan.tiles - 1 - tile
+            tile = jnp.maximum(tile, 0) if self.x.is_open else tile  # which TMA has to know
         self.row = tile * ROWS
 
     def fetch_own(self, *arrays):
         for k, source in enumerate(arrays):
             for w in range(CONSUMERS):
-                at = (self.b, pl.ds(self.row + w * 64, 64), self.head)
+                rows = rows_in(self.x, self.b, self.row + w * 64, 64, self.plan.length)
+                at = (*rows, self.head)
                 plgpu.copy_gmem_to_smem(source.at[at], self.own_smem.at[k, w], self.own_full)
 
     def fetch(self, source, slots, it, at):
@@ -162,8 +211,16 @@ class _Block(WarpSpecialized):
         return _attention_rotary.rotate(value, self.refs, self.x, position, inverse=True)
 
     def store(self, me, k, value, target):
-        at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
-        store(self.own_smem.at[k, me], value.astype(self.x.dtype), target.at[at])
+        x, row, length = self.x, self.row + me * 64, self.plan.length
+        buffer, value = self.own_smem.at[k, me], value.astype(x.dtype)
+
+        def there(start, count):
+            return target.at[(*rows_in(x, self.b, row + start, count, length), self.head)]
+
+        if x.whole:
+            store_some(buffer, value, jnp.clip(scalar(length) - row, 0, 64), there)
+        else:
+            store(buffer, value, there(0, 64))
 
 
 class ByKeys(_Block):
@@ -200,11 +257,13 @@ class ByKeys(_Block):
 
             def one(j, it):
                 self.ring.acquire(it)
-                rows = pl.ds(pl.multiple_of(self.block_at(j) * n, n), n)
-                self.fetch(self.q, self.first_smem, it, (self.b, rows, h))
-                self.fetch(self.grad, self.second_smem, it, (self.b, rows, h))
-                self.fetch(self.lse, self.lse_smem, it, (self.b, h, rows))
-                self.fetch(self.delta, self.delta_smem, it, (self.b, h, rows))
+                start = pl.multiple_of(self.block_at(j) * n, n)
+                at = (*rows_in(x, self.b, start, n, x.queries), h)
+                self.fetch(self.q, self.first_smem, it, at)
+                self.fetch(self.grad, self.second_smem, it, at)
+                there = rows_at(x, self.b, h, start, n, n)
+                self.fetch(self.lse, self.lse_smem, it, there)
+                self.fetch(self.delta, self.delta_smem, it, there)
                 return it + 1
 
             return lax.fori_loop(0, self.count, one, it)
@@ -293,7 +352,7 @@ class ByQueries(_Block):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         x, n = self.x, plan.block
-        self.first, self.steps = 0, jnp.int32(pl.cdiv(x.keys, n))
+        self.first, self.steps = 0, scalar(pl.cdiv(x.keys, n))
         if x.scores != PLAIN:
             self.first, self.steps = self.ranges.blocks(self.row, ROWS, n)
         elif x.causal:
@@ -305,7 +364,8 @@ class ByQueries(_Block):
 
         def one(it, carry):
             self.ring.acquire(it)
-            at = (self.b, pl.ds(pl.multiple_of((it + self.first) * n, n), n), kv)
+            start = pl.multiple_of((it + self.first) * n, n)
+            at = (*rows_in(self.x, self.b, start, n, self.x.keys), kv)
             self.fetch(self.k, self.first_smem, it, at)
             self.fetch(self.v, self.second_smem, it, at)
             return carry
@@ -354,7 +414,7 @@ class ByQueries(_Block):
         x, n = self.x, self.plan.block
         if x.causal:
             hide = keys + (n - 1) > queries
-        elif x.keys % n:
+        elif x.is_open or x.keys % n:
             hide = keys + n > x.keys
         else:
             return probabilities
@@ -368,7 +428,7 @@ class ByQueries(_Block):
     def statistics(self, queries):
         """lse and delta of the queries, which are rows."""
         shape, layout = (64, self.plan.block), plgpu.Layout.WGMMA.reduce(1)
-        at = (self.b, self.head, pl.ds(pl.multiple_of(queries, 64), 64))
+        at = rows_at(self.x, self.b, self.head, pl.multiple_of(queries, 64), 64, 64)
         return [
             lax.broadcast_in_dim(plgpu.load(ref.at[at], layout=layout), shape, [0])
             for ref in (self.lse, self.delta)
@@ -389,8 +449,10 @@ def statistics(x, interpret, *more):
     are only allocated, and one element makes them results."""
     height, dim = 64, x.dim
 
-    def body(grad, o, lse, lse_out, delta_out, sums=None, *allocated):
+    def body(grad, o, lse, *outs):
         overlap_launches()
+        given = [*outs[x.is_open :], None]  # None: no sums are wanted
+        lse_out, delta_out, sums, *allocated = given if not more else given[:-1]
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * height
         rows = pl.ds(start, height)
@@ -398,20 +460,28 @@ def statistics(x, interpret, *more):
         mask = lax.broadcast_in_dim(there, (height, dim), [0])
 
         def load(ref):
-            at = (b, rows, h, slice(None))
+            at = (*rows_in(x, b, start, height, x.queries), h, slice(None))
             return pl.load(ref, at, mask=mask, other=0.0).astype(jnp.float32)
 
-        delta_out[b, h, rows] = jnp.sum(load(grad) * load(o), axis=1)
-        value = pl.load(lse, (b, h, rows), mask=there, other=0.0) * _F32(math.log2(math.e))
+        out = rows_at(x, b, h, start, height, height)
+        delta_out[out] = jnp.sum(load(grad) * load(o), axis=1)
+        of_head = (b, h, rows)
+        if x.is_open:
+            of_head = pl.ds((b * x.heads + h) * scalar(x.queries) + start, height)
+        value = pl.load(lse, of_head, mask=there, other=0.0) * _F32(math.log2(math.e))
         if x.scores != PLAIN:
             there &= value > -_NEVER  # queries that see no key have no gradient
-        lse_out[b, h, rows] = jnp.where(there, value, _NEVER)
+        lse_out[out] = jnp.where(there, value, _NEVER)
         for ref in allocated:
             pl.when((b == 0) & (h == 0) & (start == 0))(functools.partial(_touch, ref))
         if sums is not None:
-            sums[b, h, rows] = jnp.zeros((height, sums.shape[3]), jnp.float32)
+            sums[out] = jnp.zeros((height, sums.shape[-1]), jnp.float32)
 
-    shape = plgpu.ShapeDtypeStruct((x.batch, x.heads, padded(x)), _F32)
+    shape = plgpu.ShapeDtypeStruct(shape_of(x), _F32)
+    options = {}
+    if x.is_open:  # k is there for its length
+        q, k, _ = x.shapes
+        options = in_shapes(q, q, (x.heads * q[0] * q[1],), k)
     return plgpu.kernel(
         body,
         out_type=(shape, shape, *more),
@@ -419,6 +489,7 @@ def statistics(x, interpret, *more):
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="attention_backward_statistics",
+        **options,
     )
 
 
@@ -434,10 +505,9 @@ def kernel(x, by_keys, interpret, sums=("dk", "dv")):
         overlap_launches()
         (ByKeys if by_keys else ByQueries)(plan, refs).run()
 
-    out = plgpu.ShapeDtypeStruct((x.batch, rows, heads, x.dim), x.dtype)
+    out = plgpu.ShapeDtypeStruct(x.shapes[by_keys], x.dtype)
     name = "attention_backward_keys" if by_keys else "attention_backward_queries"
     params = plgpu.CompilerParams(approx_math=True)
     outs = (out, out) if by_keys and len(sums) == 2 else out
-    return warp_specialized(
-        body, plan, outs, kernel_name=name, compiler_params=params, interpret=interpret
-    )
+    how = {"kernel_name": name, "compiler_params": params, "interpret": interpret}
+    return warp_specialized(body, plan, outs, **how, **shapes_of_operands(x))

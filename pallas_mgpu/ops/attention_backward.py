@@ -24,6 +24,7 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
+from pallas_mgpu._batch import Batched
 
 from . import (
     _attention_backward_bias,
@@ -36,11 +37,12 @@ from . import (
     _warp_mma,
 )
 from ._attention_backward_fused import FusedKernels
-from ._attention_backward_seven import kernel, statistics
+from ._attention_backward_seven import kernel, statistics, with_views
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
+from ._open_rows import sizes_of
 from ._padding import cropping, padding
-from .attention import _check
+from .attention import _ROWS, _check
 
 _F32 = np.float32
 _MOST = _attention_backward_tensor_memory_seven.MOST  # the largest head_dim
@@ -72,7 +74,12 @@ class _Keys(SeveralKernels):
 class Gradients(SeveralKernels):
     """All kernels. The result is (dq, dk, dv), and the gradient of the bias if it is wanted."""
 
-    def __init__(self, x, config, bias_dtype, interpret, deterministic, sms):
+    def __init__(self, x, config, bias_dtype, interpret, deterministic, sms, given=None):
+        """sms, given: as of `FusedKernels`."""
+        self.is_open = x.is_open
+        if x.is_open:
+            how = config, bias_dtype, interpret, deterministic, sms
+            self.alone = functools.cache(lambda: Gradients(given, *how))
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
         self.rotations = _attention_rotary.Gradients(x, self.on_blackwell, interpret)
         x = x._replace(angles=0) if self.on_blackwell else x
@@ -96,14 +103,17 @@ class Gradients(SeveralKernels):
         elif config.products == 5:
             of = _attention_backward_fused
             make = functools.partial(of.kernel, x, config, interpret)
-            self.fused = FusedKernels(x, make, interpret, sms)
+            self.fused = FusedKernels(x, make, interpret, 0 if x.is_open else sms, given)
         else:
-            self.statistics = statistics(x, interpret)
+            seen = functools.partial(with_views, given, x)
+            self.statistics = seen(statistics(x, interpret), ("q", "q", "lse", "k"), (None, None))
+            operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
             if x.dim == 256:
-                self.by_keys = _Keys(*(kernel(x, True, interpret, (n,)) for n in ("dk", "dv")))
+                pair = (kernel(x, True, interpret, (n,)) for n in ("dk", "dv"))
+                self.by_keys = _Keys(*(seen(one, operands, ("k",)) for one in pair))
             else:
-                self.by_keys = kernel(x, True, interpret)
-            self.by_queries = kernel(x, False, interpret)
+                self.by_keys = seen(kernel(x, True, interpret), operands, ("k", "k"))
+            self.by_queries = seen(kernel(x, False, interpret), operands, ("q",))
         self.names, self.bias, self.ranges = x.scores.operands, None, None
         if x.scores.sequences:
             self.ranges = [
@@ -115,6 +125,9 @@ class Gradients(SeveralKernels):
             )
 
     def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
+        arrays = grad, q, k, v, o, lse, *others
+        if self.is_open and any(isinstance(x, Batched) for x in arrays):  # they have no views
+            return self.alone()(*arrays, out=out, stream=stream)
         dq, dk, dv, *dbias = (None,) * 4 if out is None else out
         named = dict(zip(self.names, others))
         rest = [named[n] for n in ("bias", "seed") if n in named]
@@ -122,8 +135,9 @@ class Gradients(SeveralKernels):
         of_keys = of_queries = ()
         if self.ranges:
             cu_q, cu_k = named["cu_seqlens_q"], named["cu_seqlens_k"]
-            of_keys = self.ranges[0](cu_k, cu_q, stream=stream)
-            of_queries = self.ranges[1](cu_q, cu_k, stream=stream)
+            like = (q, k) if self.is_open else ()
+            of_keys = self.ranges[0](cu_k, cu_q, *like, stream=stream)
+            of_queries = self.ranges[1](cu_q, cu_k, *like, stream=stream)
         if self.fused:
             three = None if dq is None else (dq, dk, dv)
             ranges = (*of_keys, *of_queries) if self.on_blackwell else of_keys
@@ -132,7 +146,8 @@ class Gradients(SeveralKernels):
             )
             operands = grad, q, k, v, lse, delta
         else:
-            lse, delta = self.statistics(grad, o, lse, stream=stream)
+            like = [k] * self.is_open
+            lse, delta = self.statistics(grad, o, lse, *like, stream=stream)
             operands = grad, q, k, v, lse, delta
             pair = None if dk is None else (dk, dv)
             more = *rest, *of_keys, *angles
@@ -213,6 +228,43 @@ def _check_config(config, dim, scores, deterministic):
     return config
 
 
+def _check_results(name, grad, q, v, o, lse):
+    """Are grad, o and lse such as attention to q and v returns?"""
+    batch, queries, heads, _ = q.shape
+    shape = (*q.shape[:3], v.shape[3])
+    for what, x in (("grad", grad), ("o", o)):
+        if x.shape != shape or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: {what} must be {q.dtype} of shape {shape}, as the result of attention"
+                f" is; got {x.dtype} of shape {x.shape}"
+            )
+    if lse.shape != (batch, heads, queries) or lse.dtype != _F32:
+        raise ValueError(
+            f"{name}: lse must be float32 of shape {(batch, heads, queries)}, got"
+            f" {lse.dtype} of shape {lse.shape}"
+        )
+
+
+def _open(x, *how):
+    """The problem, maybe with lengths that are known when the kernels run. how: what else
+    distinguishes kernels."""
+    f = x.scores
+    least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
+    if f.bias or f.dropout or x.angles or x.keys < least:
+        return x
+    kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
+    sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
+    found = sizes_of(("attention_backward", kind), sizes, (0, 1 << 24), least)
+    if found is None:
+        return x
+    if x.batch > 1:
+        rows = [plgpu.dim(n, min=x.batch, max=_ROWS, multiple_of=x.batch) for n in ("N", "M")]
+        lengths = [n // x.batch for n in rows]
+        return x._replace(queries=lengths[0], keys=lengths[1], whole=tuple(rows))
+    x = x._replace(queries=found["N"], keys=found["M"])
+    return x._replace(scores=f._replace(sequences=found["S"] - 1)) if f.sequences else x
+
+
 @plgpu.specialize(in_place=False)
 def attention_backward(
     grad,
@@ -261,19 +313,8 @@ def attention_backward(
         config = TensorMemoryBackwardConfig()
     on_blackwell = isinstance(config, TensorMemoryBackwardConfig)
     _check(q, k, v, name, most=_MOST, own_value_dim=True)
-    batch, queries, heads, dim = q.shape
-    shape = (*q.shape[:3], v.shape[3])
-    for what, x in (("grad", grad), ("o", o)):
-        if x.shape != shape or x.dtype != q.dtype:
-            raise ValueError(
-                f"{name}: {what} must be {q.dtype} of shape {shape}, as the result of attention"
-                f" is; got {x.dtype} of shape {x.shape}"
-            )
-    if lse.shape != (batch, heads, queries) or lse.dtype != _F32:
-        raise ValueError(
-            f"{name}: lse must be float32 of shape {(batch, heads, queries)}, got"
-            f" {lse.dtype} of shape {lse.shape}"
-        )
+    _check_results(name, grad, q, v, o, lse)
+    dim = q.shape[3]
     _warp_mma.refuse(
         name, q.device, "differentiate products and softmax (ops.matmul, ops.softmax_backward)"
     )
@@ -302,11 +343,12 @@ def attention_backward(
     angles = _attention_rotary.check(name, q, k, cos, sin, bottom_right, scores.sequences)
     x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)
     x = x._replace(first=angles[0], angles=angles[1])
+    given = x
     if not on_blackwell:
         if config is None:
-            seven = AttentionBackwardConfig(7)
-            config = seven if deterministic else _chosen(dim, scores)
+            x = _open(x, q.device, interpret, bool(deterministic))
+            config = AttentionBackwardConfig(7) if deterministic else _chosen(dim, scores)
         config = _check_config(config, dim, scores, deterministic)
     bias_dtype = bias.dtype if bias_gradient else None
     sms = plgpu.sm_count(q.device)
-    return Gradients(x, config, bias_dtype, interpret, bool(deterministic), sms)
+    return Gradients(x, config, bias_dtype, interpret, bool(deterministic), sms, given)

@@ -898,3 +898,138 @@ def test_views_under_vmap(monkeypatch):
     for a, b in zip(*found):
         np.testing.assert_array_equal(a, b)
     assert attention.func.kernel(q[0], k[0], k[0], return_lse=True).merge  # of divided keys
+
+
+# ---- gradients of attention ----------------------------------------------------------------------
+
+
+def gradients_of_attention(q, k, v, g, seen):
+    """(o, lse, dq, dk, dv) in float64. seen: which queries see which keys."""
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    q, k, v, g = (x.astype(np.float64) for x in (q, k, v, g))
+    wide_k, wide_v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    s = np.einsum("bnhd,bmhd->bhnm", q, wide_k) * scale
+    e = np.where(seen, np.exp(s), 0)
+    total = e.sum(3, keepdims=True)
+    p = e / np.where(total == 0, 1, total)
+    o = np.einsum("bhnm,bmhd->bnhd", p, wide_v)
+    delta = np.einsum("bnhd,bnhd->bhn", g, o)
+    ds = p * (np.einsum("bnhd,bmhd->bhnm", g, wide_v) - delta[..., None]) * scale
+    dq = np.einsum("bhnm,bmhd->bnhd", ds, wide_k)
+    pair = np.einsum("bhnm,bnhd->bmhd", ds, q), np.einsum("bhnm,bnhd->bmhd", p, g)
+    dk, dv = (x.reshape(*k.shape[:3], group, -1).sum(3) for x in pair)
+    return o, np.log(total[..., 0], where=total[..., 0] > 0, out=total[..., 0] * 0), dq, dk, dv
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # copies by other means than TMA
+@pytest.mark.parametrize(
+    "dim, options",
+    [
+        (64, {}),
+        (64, {"causal": True}),
+        (128, {"causal": True, "bottom_right": True}),
+        (128, {"deterministic": True, "window": (20, 30)}),
+        pytest.param(256, {"causal": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=("interpret", "host"),
+)
+def test_gradients_of_attention(dim, options, packed, way, monkeypatch):
+    """One program of each kernel for all lengths and numbers of sequences."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 6)
+    rng, how, used = np.random.default_rng(dim), dict(options, interpret=way), set()
+    forward = {name: x for name, x in how.items() if name != "deterministic"}
+    left, right = how.get("window", (None, None))
+    right = 0 if "causal" in how else right
+    for n, m in ((150, 150), (129, 170), (200, 131)):
+        q, g = rng.standard_normal((2, 1, n, 4, dim)).astype(np.float16)
+        k, v = rng.standard_normal((2, 1, m, 2, dim)).astype(np.float16)
+        starts, cu = (np.array([0, n]), np.array([0, m])), {}
+        if packed:
+            starts = np.array([0, 7, 90, n], np.int32), np.array([0, 40, 41, m], np.int32)
+            starts = starts if n < 180 else tuple(x[[0, 2, 3]] for x in starts)
+            cu = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))
+        i, j = (np.searchsorted(x, np.arange(x[-1]), side="right") - 1 for x in starts)
+        distance = (np.arange(m) - starts[1][j]) - (np.arange(n) - starts[0][i])[:, None]
+        if "bottom_right" in how:
+            distance = distance - (np.diff(starts[1])[i] - np.diff(starts[0])[i])[:, None]
+        seen = i[:, None] == j
+        seen &= (distance <= (m if right is None else right)) & (distance >= -(left or n + m))
+        want = gradients_of_attention(q, k, v, g, seen)
+        o, lse = ops.attention(q, k, v, return_lse=True, **forward, **cu)
+        found = ops.attention_backward(g, q, k, v, o, lse, **how, **cu)
+        there = np.broadcast_to(seen.any(1), lse.shape)
+        np.testing.assert_allclose(lse[there], want[1][there], atol=5e-3)
+        for a, b in zip((o, *found), (want[0], *want[2:])):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, atol=2e-2 * max(1, np.abs(b).max()))
+        kernels = ops.attention_backward.kernel(g, q, k, v, o, lse, **how, **cu)
+        kernel = kernels.fused.fused if kernels.fused else kernels.by_queries
+        used.add(getattr(kernel, "kernel", kernel))
+    assert len(used) <= 1 + ("bottom_right" in how)  # which equal lengths do not need
+
+
+@pytest.mark.parametrize("dim, options", [(64, {}), (128, {}), (64, {"causal": True})], ids=str)
+def test_gradients_of_batches(dim, options, monkeypatch):
+    """Rows of a batch entry end at those of the next one."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
+    rng, used, how = np.random.default_rng(2), set(), dict(options, interpret=True)
+    for deterministic, n, m in ((False, 130, 149), (False, 257, 65), (True, 75, 131)):
+        q = rng.standard_normal((3, n, 4, dim)).astype(np.float16)
+        k, v = rng.standard_normal((2, 3, m, 2, dim)).astype(np.float16)
+        seen = np.ones((n, m), bool)
+        want = gradients_of_attention(q, k, v, q, np.tril(seen) if options else seen)
+        o, lse = (x.astype(t) for x, t in zip(want, (np.float16, np.float32)))
+        out = [np.full_like(x, np.nan) for x in (q, k, v)]
+        how["deterministic"] = deterministic
+        ops.attention_backward(q, q, k, v, o, lse, out=tuple(out), **how)
+        for found in (out, ops.attention_backward(q, q, k, v, o, lse, **how)):
+            for a, b in zip(found, want[2:]):
+                assert a.shape == b.shape
+                np.testing.assert_allclose(a, b, atol=1e-2 * max(1, np.abs(b).max()))
+        if not deterministic:
+            used.add(ops.attention_backward.kernel(q, q, k, v, o, lse, **how).fused.fused.kernel)
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("dim", [64, 96])
+def test_gradients_of_batches_under_vmap(dim, monkeypatch):
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
+    rng, found = np.random.default_rng(3), []
+    q = rng.standard_normal((2, 2, 70, 2, dim)).astype(np.float16)
+    k, lse = rng.standard_normal((2, 2, 33, 1, dim)).astype(np.float16), np.full((2, 2, 2, 70), 8.0)
+    arrays = q, q, k, k, q, lse.astype(np.float32)
+    for static in (0, 99):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        found.append(plgpu.vmap(partial(ops.attention_backward, interpret=True))(*arrays))
+    for a, b in zip(*found):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+def test_gradients_of_random_lengths_have_at_most_twelve_programs(batch, options):
+    programs = set()
+    for n, m in np.random.default_rng(batch).integers(1, 20000, (40, 2)).tolist():
+        q, k, lse = spec(batch, n, 8, 128), spec(batch, m, 2, 128), (batch, 8, n)
+        lse = plgpu.ShapeDtypeStruct(lse, np.float32)
+        g = ops.attention_backward.kernel(q, q, k, k, q, lse, **options)
+        if not g.fused:
+            used = g.statistics, g.by_keys, g.by_queries
+        elif g.fused.converting:
+            used = g.fused.allocating_all, g.fused.converting
+        else:
+            used = g.fused.allocating, g.fused.fused, g.fused.convert
+        programs |= {getattr(kernel, "kernel", kernel) for kernel in used}
+    assert 3 < len(programs) <= 12
