@@ -26,6 +26,7 @@ from ._attention_scores import PLAIN, Ranges, Tile, rows_in, scalar
 from ._common import (
     Ring,
     WarpSpecialized,
+    clear_rows,
     overlap_launches,
     store,
     store_some,
@@ -113,6 +114,8 @@ class Plan:
             "second_smem": smem(self.stages, self.block, x.dim),  # dO, or V
             "own_full": plgpu.Barrier(num_arrivals=2 * CONSUMERS),
         }
+        if x.whole:
+            found["landed"] = plgpu.Barrier(num_arrivals=2)
         if self.by_keys:
             found["lse_smem"] = plgpu.SMEM((self.stages, self.block), _F32)
             found["delta_smem"] = plgpu.SMEM((self.stages, self.block), _F32)
@@ -128,8 +131,7 @@ class _Block(WarpSpecialized):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.x, self.refs = plan.x, refs
-        # rows of the next batch entry are not zeros
-        self.plain = self.x.scores == PLAIN and self.x.dim < 256 and not self.x.whole
+        self.plain = self.x.scores == PLAIN and self.x.dim < 256
         ranges = refs.get("low"), refs.get("high")
         self.ranges = Ranges(plan.x, plan.by_keys, *ranges, exact=self.exact)
         self.ring = Ring(plan.stages, self.full, self.empty, self.first_smem, self.second_smem)
@@ -149,15 +151,44 @@ class _Block(WarpSpecialized):
         self.row = tile * ROWS
 
     def fetch_own(self, *arrays):
+        # rows beyond the last query only change results that are not stored
+        how = self.plan.length, self.head, self.own_full, self.plan.by_keys
         for k, source in enumerate(arrays):
-            for w in range(CONSUMERS):
-                rows = rows_in(self.x, self.b, self.row + w * 64, 64, self.plan.length)
-                at = (*rows, self.head)
-                plgpu.copy_gmem_to_smem(source.at[at], self.own_smem.at[k, w], self.own_full)
+            both = [(source, w * 64, self.own_smem.at[k, w]) for w in range(CONSUMERS)]
+            self.fetch_rows(both, self.row, *how)
 
-    def fetch(self, source, slots, it, at):
+    def fetch_passing(self, arrays, start, length, head, it):
+        """The blocks of both arrays that begin at row `start`, for step `it`."""
         slot = self.ring.slot(it)
-        plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], self.full.at[slot])
+        slots = [buffer.at[slot] for buffer in (self.first_smem, self.second_smem)]
+        copies = [(source, 0, to) for source, to in zip(arrays, slots, strict=True)]
+        self.fetch_rows(copies, start, length, head, self.full.at[slot])
+
+    def fetch_rows(self, copies, start, length, head, barrier, clean=True):
+        """Two copies, (source, first row from `start`, slot), of as many rows as a slot has. Where
+        the next batch entry follows, TMA reads its rows beyond the end, and they are made 0 before
+        the barrier learns of the copies. clean=False: they may have any values."""
+
+        def copy(barrier):
+            for source, row, slot in copies:
+                place = start + row if row else start, slot.shape[0], length
+                at = (*rows_in(self.x, self.b, *place), head)
+                plgpu.copy_gmem_to_smem(source.at[at], slot, barrier)
+
+        if not self.x.whole or not clean:
+            return copy(barrier)
+        left, (_, row, slot) = scalar(length) - start, copies[-1]
+        pl.when(left >= row + slot.shape[0])(lambda: copy(barrier))
+
+        @pl.when(left < row + slot.shape[0])
+        def _():
+            copy(self.landed)
+            plgpu.barrier_wait(self.landed)
+            for _, row, slot in copies:
+                clear_rows(slot, jnp.clip(left - row, 0, slot.shape[0]))
+            plgpu.commit_smem()
+            for _ in copies:
+                plgpu.barrier_arrive(barrier)
 
     def outside(self, keys, queries):
         """Which pairs are no pairs, from the first key and query of an array, and its dims: (key,
@@ -211,16 +242,17 @@ class _Block(WarpSpecialized):
         return _attention_rotary.rotate(value, self.refs, self.x, position, inverse=True)
 
     def store(self, me, k, value, target):
-        x, row, length = self.x, self.row + me * 64, self.plan.length
-        buffer, value = self.own_smem.at[k, me], value.astype(x.dtype)
+        x, length = self.x, self.plan.length
+        if not x.whole:
+            at = (self.b, pl.ds(self.row + me * 64, 64), self.head)
+            return store(self.own_smem.at[k, me], value.astype(x.dtype), target.at[at])
+        first = self.row + me * 64
 
         def there(start, count):
-            return target.at[(*rows_in(x, self.b, row + start, count, length), self.head)]
+            return target.at[(*rows_in(x, self.b, first + start, count, length), self.head)]
 
-        if x.whole:
-            store_some(buffer, value, jnp.clip(scalar(length) - row, 0, 64), there)
-        else:
-            store(buffer, value, there(0, 64))
+        left = jnp.clip(scalar(length) - first, 0, 64)
+        store_some(self.own_smem.at[k, me], value.astype(x.dtype), left, there)
 
 
 class ByKeys(_Block):
@@ -245,10 +277,10 @@ class ByKeys(_Block):
 
     def producer(self):
         self.fetch_own(self.k, self.v)
-        self.fetch_passing(jnp.int32(0))
+        self.fetch_queries(jnp.int32(0))
         self.ring.drain(self.steps)
 
-    def fetch_passing(self, it):
+    def fetch_queries(self, it):
         """The blocks of queries of a tile, from step `it` of all tiles on; the step after them."""
         x, n = self.x, self.plan.block
 
@@ -258,12 +290,10 @@ class ByKeys(_Block):
             def one(j, it):
                 self.ring.acquire(it)
                 start = pl.multiple_of(self.block_at(j) * n, n)
-                at = (*rows_in(x, self.b, start, n, x.queries), h)
-                self.fetch(self.q, self.first_smem, it, at)
-                self.fetch(self.grad, self.second_smem, it, at)
-                there = rows_at(x, self.b, h, start, n, n)
-                self.fetch(self.lse, self.lse_smem, it, there)
-                self.fetch(self.delta, self.delta_smem, it, there)
+                self.fetch_passing((self.q, self.grad), start, x.queries, h, it)
+                slot, there = self.ring.slot(it), rows_at(x, self.b, h, start, n, n)
+                for ref, smem in ((self.lse, self.lse_smem), (self.delta, self.delta_smem)):
+                    plgpu.copy_gmem_to_smem(ref.at[there], smem.at[slot], self.full.at[slot])
                 return it + 1
 
             return lax.fori_loop(0, self.count, one, it)
@@ -365,9 +395,7 @@ class ByQueries(_Block):
         def one(it, carry):
             self.ring.acquire(it)
             start = pl.multiple_of((it + self.first) * n, n)
-            at = (*rows_in(self.x, self.b, start, n, self.x.keys), kv)
-            self.fetch(self.k, self.first_smem, it, at)
-            self.fetch(self.v, self.second_smem, it, at)
+            self.fetch_passing((self.k, self.v), start, self.x.keys, kv, it)
             return carry
 
         lax.fori_loop(0, self.steps, one, jnp.int32(0))
@@ -449,10 +477,8 @@ def statistics(x, interpret, *more):
     are only allocated, and one element makes them results."""
     height, dim = 64, x.dim
 
-    def body(grad, o, lse, *outs):
+    def body(grad, o, lse, lse_out, delta_out, sums=None, *allocated):
         overlap_launches()
-        given = [*outs[x.is_open :], None]  # None: no sums are wanted
-        lse_out, delta_out, sums, *allocated = given if not more else given[:-1]
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * height
         rows = pl.ds(start, height)
@@ -477,13 +503,16 @@ def statistics(x, interpret, *more):
         if sums is not None:
             sums[out] = jnp.zeros((height, sums.shape[-1]), jnp.float32)
 
+    def with_keys(grad, o, lse, k, *outs):  # for their length
+        body(grad, o, lse, *outs)
+
     shape = plgpu.ShapeDtypeStruct(shape_of(x), _F32)
     options = {}
-    if x.is_open:  # k is there for its length
+    if x.is_open:
         q, k, _ = x.shapes
         options = in_shapes(q, q, (x.heads * q[0] * q[1],), k)
     return plgpu.kernel(
-        body,
+        with_keys if x.is_open else body,
         out_type=(shape, shape, *more),
         grid=(x.batch, x.heads, padded(x) // height),
         grid_names=("batch", "head", "tile"),

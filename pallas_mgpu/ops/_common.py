@@ -396,6 +396,18 @@ class CountedTiles:
         return lax.while_loop(lambda x: x[1] < self.total, step, start)[2]
 
 
+def clear_rows(ref, first):
+    """Makes the rows from the first one on 0, in shared memory."""
+    n = 8 if ref.shape[1] > 128 else 16
+
+    def part(i, _):
+        rows = ref.at[pl.ds(pl.multiple_of(i * n, n), n)]
+        there = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < first - i * n
+        rows[...] = jnp.where(there, rows[...], jnp.zeros((), rows.dtype))
+
+    lax.fori_loop(first // n, ref.shape[0] // n, part, None)
+
+
 def store(buffer, value, *targets, **how):
     """The value to global memory, through a buffer that no earlier store still reads."""
     buffer[...] = value
