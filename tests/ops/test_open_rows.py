@@ -1002,6 +1002,43 @@ def test_gradients_of_batches(dim, options, monkeypatch):
     assert len(used) == 1
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=("interpret", "host"),
+)
+@pytest.mark.parametrize(
+    "dim, options",
+    [
+        (64, {}),
+        (64, {"window": (20, 30)}),
+        (128, {"causal": True}),
+        (128, {"deterministic": True}),
+        (64, {"deterministic": True, "causal": True}),
+        pytest.param(256, {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_gradients_of_batches_beside_nan(dim, options, way, monkeypatch):
+    """Rows of the next batch entry, which blocks read, too, may have any values."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
+    rng, n, m = np.random.default_rng(dim), 75, 140
+    q, o = rng.standard_normal((2, 3, n, 4, dim)).astype(np.float16)
+    k, v = rng.standard_normal((2, 3, m, 2, dim)).astype(np.float16)
+    arrays = q, q, k, v, o, np.full((3, 4, n), 9, np.float32)
+    gradients = partial(ops.attention_backward, interpret=way, **options)
+    clean = gradients(*arrays)
+    for x in arrays:
+        x[1] = np.nan
+    for a, b in zip(gradients(*arrays), clean):
+        np.testing.assert_allclose(a[::2], b[::2], atol=1e-2 * np.abs(b).max())
+        assert np.isnan(a[1]).any() and np.isfinite(b).all()
+
+
 @pytest.mark.parametrize("dim", [64, 96])
 def test_gradients_of_batches_under_vmap(dim, monkeypatch):
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 5)
