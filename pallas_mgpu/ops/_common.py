@@ -397,15 +397,18 @@ class CountedTiles:
 
 
 def clear_rows(ref, first):
-    """Makes the rows from the first one on 0, in shared memory."""
-    n = 8 if ref.shape[1] > 128 else 16
+    """Makes the rows of shared memory from the first one on 0. Needs few registers."""
+    n = 8
+    whole = (first + (n - 1)) // n
 
-    def part(i, _):
-        rows = ref.at[pl.ds(pl.multiple_of(i * n, n), n)]
-        there = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < first - i * n
-        rows[...] = jnp.where(there, rows[...], jnp.zeros((), rows.dtype))
+    def row(i, _):
+        ref[i] = jnp.zeros(ref.shape[1:], ref.dtype)
 
-    lax.fori_loop(first // n, ref.shape[0] // n, part, None)
+    def rows(i, _):
+        ref[pl.ds(pl.multiple_of(i * n, n), n)] = jnp.zeros((n, *ref.shape[1:]), ref.dtype)
+
+    lax.fori_loop(first, whole * n, row, None)
+    lax.fori_loop(whole, ref.shape[0] // n, rows, None)
 
 
 def store(buffer, value, *targets, **how):

@@ -57,7 +57,6 @@ from ._common import (
     WarpSpecialized,
     buffer,
     check_fields,
-    clear_rows,
     overlap_launches,
     padded,
     store,
@@ -650,10 +649,16 @@ class _Block(WarpSpecialized):
     def clean(self, me, values, now):
         """The first consumer makes values 0 that come after the last key, before the turn of the
         others."""
+        n = 8 if self.plan.value_dim > 128 else 16
+
+        def part(i, _):
+            rows = values.at[pl.ds(pl.multiple_of(i * n, n), n)]
+            there = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < now.tail - i * n
+            rows[...] = jnp.where(there, rows[...], np.zeros((), rows.dtype))
 
         @pl.when(me == 0)
         def _():
-            clear_rows(values, now.tail)
+            lax.fori_loop(now.tail // n, self.plan.block // n, part, None)
             plgpu.commit_smem()
 
     def last_of(self, t):
