@@ -15,6 +15,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches
+from ._open_rows import in_shapes
 
 _F32 = np.float32
 _PART = 2048
@@ -97,8 +98,8 @@ def forward(x, interpret):
         lse = top + jnp.log(jnp.sum(totals * jnp.exp2((tops - top) * LOG2E)))
         loss[i], lse_out[i] = x.loss(logits, i, targets[i], lse), lse
 
-    out = plgpu.ShapeDtypeStruct((x.rows,), _F32)
-    return _kernel(x, body, (out, out), interpret, "cross_entropy")
+    out, shapes = plgpu.ShapeDtypeStruct((x.rows,), _F32), ((x.rows, x.n), (x.rows,))
+    return _kernel(x, body, (out, out), shapes, interpret, "cross_entropy")
 
 
 @cached
@@ -124,10 +125,12 @@ def backward(x, interpret):
         parts.each(lambda k, _: part(k, False), lambda k, _: part(k, True), None)
 
     out = plgpu.ShapeDtypeStruct((x.rows, x.n), x.dtype)
-    return _kernel(x, body, out, interpret, "cross_entropy_backward")
+    shapes = (x.rows,), (x.rows, x.n), (x.rows,), (x.rows,)
+    return _kernel(x, body, out, shapes, interpret, "cross_entropy_backward")
 
 
-def _kernel(x, body, out_type, interpret, name):
+def _kernel(x, body, out_type, shapes, interpret, name):
+    """shapes: of the operands."""
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -140,4 +143,5 @@ def _kernel(x, body, out_type, interpret, name):
         interpret=interpret,
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        **in_shapes(*shapes),
     )

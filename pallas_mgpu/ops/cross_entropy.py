@@ -137,7 +137,8 @@ def _by_ring(x, logits):
 
 
 def _with_open_rows(x, logits, *kind):
-    rows, _ = rows_of((x._replace(rows=0), logits.device, kind), x.rows, ANY_ROWS)
+    kind = x._replace(rows=0), logits.aligned, logits.device, kind
+    rows, _ = rows_of(kind, x.rows, ANY_ROWS)
     return x._replace(rows=rows)
 
 
@@ -166,10 +167,9 @@ def cross_entropy(logits, targets, *, ignore_index=-100, interpret=None):
     """
     _check("cross_entropy", logits, targets)
     rows, n = logits.shape
-    x = Problem(rows, n, logits.dtype, int(ignore_index))
-    if _by_ring(x, logits):
-        return _cross_entropy_ring.forward(x, interpret)
-    return _forward(_with_open_rows(x, logits, interpret), interpret)
+    x = _with_open_rows(Problem(rows, n, logits.dtype, int(ignore_index)), logits, interpret)
+    by_ring = _by_ring(x, logits)
+    return (_cross_entropy_ring.forward if by_ring else _forward)(x, interpret)
 
 
 @plgpu.specialize
@@ -192,6 +192,6 @@ def cross_entropy_backward(grad, logits, targets, lse, *, ignore_index=-100, int
                 f" {v.shape}"
             )
     x = Problem(rows, n, logits.dtype, int(ignore_index), grad.dtype)
-    if _by_ring(x, logits):
-        return _cross_entropy_ring.backward(x, interpret)
-    return _backward(_with_open_rows(x, logits, interpret, True), interpret)
+    x = _with_open_rows(x, logits, interpret, True)
+    by_ring = _by_ring(x, logits)
+    return (_cross_entropy_ring.backward if by_ring else _backward)(x, interpret)
