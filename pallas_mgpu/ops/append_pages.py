@@ -1,6 +1,7 @@
 """Appends keys and values to caches in pages, in place. A block has one position: it rotates the
 keys by the angles of the position and divides by the scales of 8-bit caches, in float32."""
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +11,9 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_scores import scalar
 from ._common import FLOATS, overlap_launches
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, in_shapes, is_static, views
 
 _F32 = np.float32
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -20,13 +22,16 @@ _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 class _Problem(NamedTuple):
     k_pages: tuple  # shapes
     v_pages: tuple
-    batch: int  # maybe a plgpu.dim, as rows
+    batch: int  # these three may be sizes (plgpu.dim)
     rows: int
     entries: int
     to: np.dtype
     angles: tuple | None = None  # shape of cos
     k_scale: int = 0  # dims of its array; 0: none
     v_scale: int = 0
+    # Where sizes are known only when the kernel runs: the new rows of all sequences, which are one
+    # dim of k and v, and the elements of the page table, which has one dim.
+    whole: tuple = ()
 
     @property
     def options(self):
@@ -75,7 +80,10 @@ def _kernel(x, interpret):
         b, i = lax.axis_index("batch"), lax.axis_index("row")
         at = lengths[b] + i
         inside = (at >= 0) & (at < x.entries * size)
-        page = page_table[b, jnp.clip(at // size, 0, x.entries - 1)]
+        entry, new = (b, jnp.clip(at // size, 0, x.entries - 1)), (b, i)
+        if x.whole:
+            entry, new = (b * scalar(x.entries) + entry[1],), (b * scalar(x.rows) + i,)
+        page = page_table[entry]
 
         def scale(name):
             dims, ref = getattr(x, name), named.get(name)
@@ -85,23 +93,25 @@ def _kernel(x, interpret):
 
         @pl.when(inside & (page >= 0) & (page < pages))
         def _():
-            keys, values = [(0, k[b, i])], v[b, i]
+            keys, values = [(0, k[new])], v[new]
             if x.angles:
                 there = jnp.minimum(at, x.angles[0] - 1)
                 angles = (named[n][there].astype(_F32) for n in ("cos", "sin"))
-                keys = _rotated(k.at[b, i], *angles)
+                keys = _rotated(k.at[new], *angles)
             for first, part in keys:
                 here = k_cache.at[page, at % size, :, pl.ds(first, part.shape[1])]
                 here[...] = _to(part, x.to, scale("k_scale"))
             v_cache[page, at % size] = _to(values, x.to, scale("v_scale"))
 
-    new = x.batch, x.rows
-    shapes = [(*new, *pages[2:]) for pages in (x.k_pages, x.v_pages)]
-    shapes += [(x.batch, x.entries), (x.batch,), *x.options.values()]
+    shapes = ()
+    if x.whole:
+        rows, entries = x.whole
+        shapes = [(rows, *pages[2:]) for pages in (x.k_pages, x.v_pages)]
+        shapes += [(entries,), (x.batch,), *x.options.values()]
     return plgpu.kernel(
         body,
         out_type=tuple(plgpu.ShapeDtypeStruct(s, x.to) for s in (x.k_pages, x.v_pages)),
-        grid=new,
+        grid=(x.batch, x.rows),
         grid_names=("batch", "row"),
         interpret=interpret,
         kernel_name="append_pages",
@@ -211,8 +221,8 @@ def append_pages(
     :func:`rotary`: the pairs are (i, i + n), and elements from 2 * n on are unchanged. Positions
     beyond the last one have its angles. k_scale, v_scale: float32 [kv_heads] or [batch, kv_heads];
     8-bit caches get ``k / k_scale`` and ``v / v_scale``, rounded to nearest and saturated (127 for
-    int8). Everything is computed in float32. One program serves all batches of one row each, and
-    one all numbers of rows of a single sequence.
+    int8). Everything is computed in float32. One program serves all numbers of sequences, rows,
+    pages of a sequence and positions, once it has met some.
 
     Returns (k_pages, v_pages). TypeError, ValueError for other dtypes and shapes, and for ``out=``.
     """
@@ -231,14 +241,28 @@ def append_pages(
     scales = _check_scales(k_pages, k, scales)
     shapes = k_pages.shape, v_pages.shape
     x = _Problem(*shapes, batch, rows, page_table.shape[1], k_pages.dtype, angles, *scales)
-    kind = "append_pages", x._replace(batch=0, rows=0), k.dtype, k.device, interpret
-    if rows == 1:
-        x = x._replace(batch=rows_of((*kind, "batch"), batch, ANY_ROWS)[0])
-    elif batch == 1:
-        x = x._replace(rows=rows_of((*kind, "rows"), rows, ANY_ROWS)[0])
-    return _append(x, interpret)
+    return _append(x, (k.dtype, k.device), interpret)
 
 
-@cached
-def _append(x, interpret):
-    return _Append(_kernel(x, interpret))
+def _append(x, kind, interpret):
+    """The kernel of these sizes, or of any number of sequences, rows, pages of a sequence and
+    positions. kind: what else distinguishes programs."""
+    alone = functools.partial(_kernel, x, interpret)
+    angles = x.angles and (0, *x.angles[1:])
+    kind = "append_pages", x._replace(batch=0, rows=0, entries=0, angles=angles), kind, interpret
+    sizes = x.batch, x.rows, x.entries, *(x.angles or ())[:1]
+    counts = x.batch * x.rows, x.batch * x.entries
+    if max(*sizes, *counts) > ANY_ROWS[1] or is_static(kind, sizes):
+        return _Append(alone())
+    batch, rows, entries, positions = (plgpu.dim(n, max=ANY_ROWS[1]) for n in "BREP")
+    shared = x._replace(
+        batch=batch,
+        rows=rows // batch,
+        entries=entries // batch,
+        angles=x.angles and (positions, *x.angles[1:]),
+        whole=(rows, entries),
+    )
+    operands = [(counts[0], *pages[2:]) for pages in (x.k_pages, x.v_pages)]
+    operands += [(counts[1],), None, *[None] * len(x.options)]
+    kernel = views(_kernel(shared, interpret), operands, (None, None), alone)
+    return _Append(kernel)
