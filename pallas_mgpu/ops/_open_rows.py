@@ -81,9 +81,13 @@ def rows_of(kind, m, edges=_EDGES):
     program is tuned for. kind: all else that distinguishes programs. edges: of the buckets."""
     if m <= edges[0] or m > edges[-1] or is_static(kind, m):
         return m, m
+    return bucket_of("M", m, edges)
+
+
+def bucket_of(name, m, edges, **how):
+    """The size that stands for m's bucket, and the int that its program is tuned for."""
     k = next(k for k, edge in enumerate(edges) if m <= edge)
-    rows = plgpu.dim("M", min=edges[k - 1] + 1, max=edges[k])
-    return rows, min(edges[k], TYPICAL)
+    return plgpu.dim(name, min=edges[k - 1] + 1, max=edges[k], **how), min(edges[k], TYPICAL)
 
 
 def with_open_rows(problem, *kind):
@@ -114,9 +118,8 @@ def sizes_of(kind, sizes, edges, least=1):
         return None
     if is_static(kind, tuple(sizes.values())):
         return None
-    k = next(k for k, edge in enumerate(edges) if n <= edge)
     found = {name: plgpu.dim(name, min=least, max=edges[-1]) for name in sizes}
-    return found | {first: plgpu.dim(first, min=edges[k - 1] + 1, max=edges[k])}
+    return found | {first: bucket_of(first, n, edges)[0]}
 
 
 def in_shapes(*shapes):

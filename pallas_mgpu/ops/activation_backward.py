@@ -4,6 +4,7 @@ A block takes 16 rows of a strip of columns at a time, of its share of the rows.
 16 bytes of a row, always of the same columns, so that its sums stay in registers until its last
 row. A further kernel adds up the sums of the blocks, always in the same order."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, dtype_of, overlap_launches
-from ._open_rows import in_shapes, rowwise, with_open_rows
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise, views, with_open_rows
 from .gated import SLOPES
 from .norms_backward import WithSums, sums_of_rows
 
 _F32 = np.float32
 _HEIGHT = 16
+_EDGES = 0, 512, ANY_ROWS[1]  # of numbers of rows that share a program with sums
 _RESIDENT = 4  # blocks of an SM that registers have room for
 
 
@@ -46,24 +48,28 @@ class Problem(NamedTuple):
     n: int
     activation: str
     of_result: bool
-    bias: bool
+    chunks: int  # shares of the rows, each with sums for the gradient of the bias; 0: no sums
     dtypes: tuple  # of grad and x
     shape: tuple
 
 
+def _width(x):
+    """Columns of a strip."""
+    return 32 * (16 // max(d.itemsize for d in x.dtypes))
+
+
 @cached
-def _kernel(x, sms, interpret):
-    vec = 16 // max(d.itemsize for d in x.dtypes)
-    width = 32 * vec
+def _kernel(x, interpret):
+    width = _width(x)
+    vec = width // 32
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
     tiles, shape = pl.cdiv(x.n, width), (_HEIGHT, width)
     steps, is_open = 1, _sizes.is_open(x.shape)
-    if x.bias:
-        steps = pl.cdiv(x.rows, _HEIGHT)
-        steps = pl.cdiv(steps, max(1, min(steps, _RESIDENT * sms // tiles)))
-    chunks = pl.cdiv(x.rows, steps * _HEIGHT)
+    if x.chunks:
+        steps = pl.cdiv(pl.cdiv(x.rows, _HEIGHT), x.chunks)
+    chunks = x.chunks or pl.cdiv(x.rows, _HEIGHT)
     slope = (_OF_RESULT if x.of_result else _OF_ARGUMENT)[x.activation]
     ragged = is_open or x.rows % (_HEIGHT * steps) or x.n % width
 
@@ -87,10 +93,10 @@ def _kernel(x, sms, interpret):
                 out[at] = g.astype(out.dtype)
             else:
                 pl.store(out, at, g.astype(out.dtype), mask=keep)
-            return total + g if x.bias else total
+            return total + g if x.chunks else total
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        total = lax.fori_loop(0, steps, add, zero if x.bias else jnp.int32(0))
+        total = lax.fori_loop(0, steps, add, zero if x.chunks else jnp.int32(0))
         for ref in sums:
             total, at = jnp.sum(total, axis=0), (chunk, pl.ds(c, width))
             if x.n % width:
@@ -101,7 +107,7 @@ def _kernel(x, sms, interpret):
     out = plgpu.ShapeDtypeStruct(x.shape, x.dtypes[0])
     return plgpu.kernel(
         body,
-        out_type=(out, plgpu.ShapeDtypeStruct((chunks, x.n), _F32)) if x.bias else out,
+        out_type=(out, plgpu.ShapeDtypeStruct((chunks, x.n), _F32)) if x.chunks else out,
         grid=(chunks, tiles),
         grid_names=("chunk", "tile"),
         interpret=interpret,
@@ -109,6 +115,22 @@ def _kernel(x, sms, interpret):
         kernel_name="activation_backward",
         **in_shapes(x.shape, x.shape),
     )
+
+
+def _with_sums(x, device, sms, interpret):
+    """The kernel that also sums rows, perhaps of any number of them, and the number of sums."""
+    kind = "activation_backward", x._replace(rows=0, shape=()), x.shape[-1], device, interpret
+    rows, typical = rows_of(kind, x.rows, _EDGES)
+    steps = pl.cdiv(typical, _HEIGHT)
+    steps = pl.cdiv(steps, max(1, min(steps, _RESIDENT * sms // pl.cdiv(x.n, _width(x)))))
+    x = x._replace(chunks=pl.cdiv(typical, steps * _HEIGHT))
+    if rows is x.rows:
+        return _kernel(x, interpret), x.chunks
+    kernel, flat = _kernel(x._replace(rows=rows, shape=(rows, x.n)), interpret), (x.rows, x.n)
+    if x.shape == flat:
+        return kernel, x.chunks
+    alone = functools.partial(_kernel, x, interpret)
+    return views(kernel, (flat, flat), (x.shape, None), alone), x.chunks
 
 
 @plgpu.specialize
@@ -144,9 +166,8 @@ def activation_backward(
     to = dtype_of(name, out_dtype, grad.dtype)
     rows, n, sms = math.prod(x.shape[:-1]), x.shape[-1], plgpu.sm_count(x.device)
     dtypes = grad.dtype, x.dtype
-    problem = Problem(rows, n, activation, bool(of_result), bool(bias), dtypes, x.shape)
+    problem = Problem(rows, n, activation, bool(of_result), 0, dtypes, x.shape)
     if not bias:
-        return _kernel(with_open_rows(problem, x.device, interpret), sms, interpret)
-    kernel = _kernel(problem, sms, interpret)
-    chunks = kernel.definition.outs[1].shape[0]
+        return _kernel(with_open_rows(problem, x.device, interpret), interpret)
+    kernel, chunks = _with_sums(problem, x.device, sms, interpret)
     return WithSums(kernel, sums_of_rows(chunks, n, np.dtype(_F32), to, sms, interpret))

@@ -9,6 +9,7 @@ The gradient is the rotation by the opposite angles, and then, with a weight, th
 Blocks of that kernel take several tiles, and add up the gradient of the weight over them in
 registers; further kernels add up those sums, always in the same order."""
 
+import functools
 import math
 
 import numpy as np
@@ -19,7 +20,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, overlap_launches
-from ._open_rows import ANY_ROWS, better, in_shapes, is_static, rows_of, views
+from ._open_rows import ANY_ROWS, better, bucket_of, in_shapes, is_static, rows_of, views
 from .norms_backward import WithSums, sums_of_rows
 from .quantize import layout_of
 
@@ -28,6 +29,7 @@ _TILE = 2048  # elements of half a tile
 _TILE_BACKWARD = 1024  # of the gradient with a weight, whose sums take registers, too
 _HEADS = 4  # of a block with a norm
 _VECTOR = 8  # elements of a lane side by side, where a norm sums over the lanes of a head
+_EDGES = 0, 512, ANY_ROWS[1]  # of numbers of rows that share a program of that gradient
 _RESIDENT = 5  # blocks of an SM, of the gradient with a weight
 
 
@@ -156,9 +158,10 @@ def kernel_of(shape, dtype, inverse, eps, interpret, first=0, rows=None):
 
 
 @cached
-def _backward(shape, dtype, eps, programs, interpret):
-    tiles = _Tiles(shape, True, _TILE_BACKWARD)
-    programs, half = min(programs, tiles.count), tiles.half
+def _backward(shape, dtype, eps, programs, interpret, rows=None):
+    """rows: as of `kernel_of`."""
+    tiles = _Tiles(shape, True, _TILE_BACKWARD, whole=rows is not None)
+    of_arrays, half = shape if rows is None else (1, rows, *shape[2:]), tiles.half
 
     def body(grad, x, cos, sin, weight, out, sums):
         overlap_launches()
@@ -179,15 +182,39 @@ def _backward(shape, dtype, eps, programs, interpret):
         for k, total in enumerate(lax.fori_loop(0, mine, one, zero)):
             sums[me, pl.ds(k * half, half)] = jnp.sum(total, axis=0)
 
-    outs = plgpu.ShapeDtypeStruct(shape, dtype), plgpu.ShapeDtypeStruct((programs, 2 * half), _F32)
+    sums = plgpu.ShapeDtypeStruct((programs, 2 * half), _F32)
     return plgpu.kernel(
         body,
-        out_type=outs,
+        out_type=(plgpu.ShapeDtypeStruct(of_arrays, dtype), sums),
         grid=(programs,),
         grid_names=("program",),
         interpret=interpret,
         kernel_name="rotary_backward",
+        **in_shapes(of_arrays, of_arrays, *((shape[1], None),) * 2, None),
     )
+
+
+def _backward_of(shape, dtype, kind, eps, sms, interpret):
+    """The kernel of this shape, or of any batch and length, and its number of blocks. kind: what
+    else distinguishes programs."""
+    batch, length, *of_row = shape
+    total, kind = batch * length, ("rotary_backward", (*of_row, dtype), kind, eps, interpret)
+
+    def blocks(*sizes):
+        return min(_RESIDENT * sms, _Tiles((*sizes, *of_row), True, _TILE_BACKWARD).count)
+
+    if total > _EDGES[-1] or is_static(kind, shape[:2]):
+        programs = blocks(batch, length)
+        return _backward(shape, dtype, eps, programs, interpret), programs
+    rows, typical = bucket_of("M", total, _EDGES)
+    programs = blocks(1, typical)
+    if batch == 1:
+        return _backward((1, rows, *of_row), dtype, eps, programs, interpret), programs
+    length = plgpu.dim("N", max=_EDGES[-1])
+    kernel = _backward((rows // length, length, *of_row), dtype, eps, programs, interpret, rows)
+    operands = (1, total, *of_row), (1, total, *of_row), None, None, None
+    alone = functools.partial(_backward, shape, dtype, eps, programs, interpret)
+    return views(kernel, operands, (shape, None), alone), programs
 
 
 def _check(name, x, cos, sin, weight, grad=None):
@@ -252,8 +279,10 @@ def rotary_backward(grad, x, cos, sin, weight, *, eps=1e-6, interpret=None):
     """
     _check("rotary_backward", x, cos, sin, weight, grad)
     sms = plgpu.sm_count(x.device)
-    kernel = _backward(x.shape, np.dtype(x.dtype), float(eps), _RESIDENT * sms, interpret)
-    programs, n = kernel.definition.outs[1].shape
+    kind = *(a.dtype for a in (grad, cos, sin, weight)), x.device
+    how = x.shape, np.dtype(x.dtype), kind, float(eps)
+    kernel, programs = _backward_of(*how, sms, interpret)
+    n = x.shape[3]
     return WithSums(
         kernel, sums_of_rows(programs, n, np.dtype(_F32), np.dtype(weight.dtype), sms, interpret)
     )
