@@ -84,10 +84,12 @@ def rows_of(kind, m, edges=_EDGES):
     return bucket_of("M", m, edges)
 
 
-def bucket_of(name, m, edges, **how):
-    """The size that stands for m's bucket, and the int that its program is tuned for."""
+def bucket_of(name, m, edges, multiple=1):
+    """The size that stands for m's bucket, of multiples of a number, and the int that its program
+    is tuned for."""
     k = next(k for k, edge in enumerate(edges) if m <= edge)
-    return plgpu.dim(name, min=edges[k - 1] + 1, max=edges[k], **how), min(edges[k], TYPICAL)
+    least, most = edges[k - 1] + multiple, edges[k]
+    return plgpu.dim(name, min=least, max=most, multiple_of=multiple), min(most, TYPICAL)
 
 
 def with_open_rows(problem, *kind):

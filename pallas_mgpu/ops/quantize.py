@@ -25,7 +25,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, dtype_of, overlap_launches
-from ._open_rows import in_shapes, rowwise, with_open_rows
+from ._open_rows import bucket_of, in_shapes, is_static, rowwise, views, with_open_rows
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
@@ -35,6 +35,8 @@ _TILE = 4096  # elements of the groups that a thread block takes
 _WARP = 2048  # most elements of a row that a warp takes
 _STEP = 2048  # elements at a time, of kernels with a given scale
 _RESIDENT = 9  # blocks of an SM of those
+_ELEMENTS = 0, 1 << 20, (1 << 31) - 4096  # edges of numbers of elements that share a program
+_ALIGNMENT = 16  # elements that are enough for any vector
 SQUARE = 128, 128  # rows and columns of a square block
 _TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
 
@@ -440,9 +442,9 @@ def _square(shape, dtype, to, inverse, interpret):
 @cached
 def _by_scale(shape, dtype, to, programs, interpret):
     """Kernel: elements, and the largest magnitude that each block has seen."""
-    total = math.prod(shape)
+    is_open = _sizes.is_open(shape)  # it has one dim then
+    total = shape[0] if is_open else math.prod(shape)
     tiles = pl.cdiv(total, _STEP)
-    programs = min(programs, tiles)
     vec, most = 16 // max(dtype.itemsize, to.itemsize), _F32(_LARGEST[to.name])
     layout = plgpu.Layout.WG_STRIDED((_STEP,), vec)
     x = Problem(1, total, 0, dtype, to, np.dtype(_F32), shape)
@@ -450,12 +452,13 @@ def _by_scale(shape, dtype, to, programs, interpret):
     def body(source, scale, out, largest):
         overlap_launches()
         me, inverse = lax.axis_index("program"), 1 / scale.reshape((1,))[0]
-        source, out = (r.reshape((total,)) for r in (source, out))
+        if not is_open:
+            source, out = (r.reshape((total,)) for r in (source, out))
 
         def one(i, top):
             start = (me + i * programs) * _STEP
             at, keep = (pl.ds(start, _STEP),), None
-            if total % _STEP:
+            if is_open or total % _STEP:
                 index = plgpu.broadcasted_iota(jnp.int32, (_STEP,), 0, layout=layout)
                 keep = index < total - start
             value = load_as(layout, source, at, keep).astype(jnp.float32)
@@ -478,7 +481,23 @@ def _by_scale(shape, dtype, to, programs, interpret):
         grid_names=("program",),
         interpret=interpret,
         kernel_name="quantize_by_scale",
+        **in_shapes(shape, None),
     )
+
+
+def _by_scale_of(shape, kind, dtype, to, sms, interpret):
+    """The kernel of this shape, or of any number of elements with the same alignment. kind: what
+    else distinguishes programs."""
+    total, most = math.prod(shape), _RESIDENT * sms
+    multiple = math.gcd(total, _ALIGNMENT)
+    kind = "quantize_by_scale", kind, dtype, to, multiple, interpret
+    if total > _ELEMENTS[-1] or is_static(kind, shape):
+        return _by_scale(shape, dtype, to, min(most, pl.cdiv(total, _STEP)), interpret)
+    size, _ = bucket_of("M", total, _ELEMENTS, multiple)
+    programs = min(most, pl.cdiv(size.most, _STEP))
+    kernel = _by_scale((size,), dtype, to, programs, interpret)
+    alone = functools.partial(_by_scale, shape, dtype, to, programs, interpret)
+    return views(kernel, ((total,), None), (shape, None), alone)
 
 
 @cached
@@ -605,5 +624,7 @@ def quantize_by_scale(x, scale, *, dtype="float8_e4m3fn", interpret=None):
         raise ValueError(
             f"{name}: scale must be one float32 number, got {scale.dtype} {scale.shape}"
         )
-    kernel = _by_scale(x.shape, x.dtype, to, _RESIDENT * plgpu.sm_count(x.device), interpret)
-    return _WithLargest(kernel, _largest(*kernel.definition.outs[1].shape, interpret))
+    sms, kind = plgpu.sm_count(x.device), (x.device, scale.shape)
+    kernel = _by_scale_of(x.shape, kind, x.dtype, to, sms, interpret)
+    definition = getattr(kernel, "kernel", kernel).definition
+    return _WithLargest(kernel, _largest(*definition.outs[1].shape, interpret))
