@@ -11,9 +11,15 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import SeveralKernels, overlap_launches, unaligned
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
 
 _WIDTH = 4096  # elements that a block copies
+
+
+def _block(rows, cols):
+    """Rows and columns that a block copies; there are as many."""
+    width = min(cols, _WIDTH)
+    return min(_sizes.least(rows), max(_WIDTH // width, 1)), width
 
 
 @cached
@@ -24,11 +30,9 @@ def padding(shape, dtype, aligned, interpret, to=0):
     Blocks take a few rows, or a part of one. Where it does not come out even the last ones begin
     earlier, and copy once more what others copy too."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
-    is_open = _sizes.is_open(shape)
     whole = 16 // dtype.itemsize
     padded = to or pl.cdiv(cols, whole) * whole
-    width = min(cols, _WIDTH)
-    height = 1 if is_open else min(rows, max(_WIDTH // width, 1))
+    height, width = _block(rows, cols)
 
     def body(x, o):
         overlap_launches()
@@ -58,8 +62,7 @@ def padding(shape, dtype, aligned, interpret, to=0):
 def cropping(shape, cols, dtype, interpret):
     """Kernel: a copy of the first columns alone. Blocks overlap as those of `padding` do."""
     rows = math.prod(shape[:-1])
-    width = min(cols, _WIDTH)
-    height = min(rows, max(_WIDTH // width, 1))
+    height, width = _block(rows, cols)
 
     def body(x, o):
         overlap_launches()
@@ -76,7 +79,21 @@ def cropping(shape, cols, dtype, interpret):
         grid_names=("row", "col"),
         interpret=interpret,
         kernel_name="matmul_cropping",
+        **in_shapes(shape),
     )
+
+
+def of_any_rows(make, shape, cols, *kind):
+    """A kernel of `padding` or `cropping`, perhaps for any number of rows. make(shape): that of a
+    shape; cols: of its results; kind: what else distinguishes programs."""
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    height, _ = _block(ANY_ROWS[1], min(width, cols))
+    kind = "copies", width, cols, kind
+    found, _ = rows_of(kind, rows, (height - 1, ANY_ROWS[1]))
+    if found is rows:
+        return make(shape)
+    results = ((*shape[:-1], cols),)
+    return views(make((found, width)), ((rows, width),), results, lambda: make(shape))
 
 
 def needs_padding(x):

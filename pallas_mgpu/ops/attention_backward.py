@@ -41,7 +41,7 @@ from ._attention_backward_seven import kernel, statistics, with_views
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
 from ._open_rows import sizes_of
-from ._padding import cropping, padding
+from ._padding import cropping, of_any_rows, padding
 from .attention import _ROWS, _check
 
 _F32 = np.float32
@@ -185,6 +185,11 @@ def _width(dim, value_dim, on_blackwell):
     return next((width for width in (64, 128, 256) if most <= width), 0)
 
 
+def _copying(make, shape, cols, device, *how):
+    """Copies to rows of other widths."""
+    return of_any_rows(lambda shape: make(shape, *how), shape, cols, make.__name__, device, *how)
+
+
 def _padded(width, operands, gradients_of, interpret):
     """`_Padded` for head_dims of `width`. operands: grad, q, k, v, o; gradients_of(operands): the
     gradients of such arrays."""
@@ -192,11 +197,12 @@ def _padded(width, operands, gradients_of, interpret):
     for x in operands:
         shape = (*x.shape[:3], width)
         is_wide = x.shape[3] == width
-        pads.append(None if is_wide else padding(x.shape, x.dtype, x.aligned, interpret, width))
+        how = x.dtype, x.aligned, interpret, width
+        pads.append(None if is_wide else _copying(padding, x.shape, width, x.device, *how))
         wide.append(x if is_wide else plgpu.ArrayInfo(shape, x.dtype, x.device))
     crops = [
-        cropping(wide[i].shape, operands[i].shape[3], operands[i].dtype, interpret)
-        for i in (1, 2, 3)
+        _copying(cropping, wide[i].shape, x.shape[3], x.device, x.shape[3], x.dtype, interpret)
+        for i, x in enumerate(operands[1:4], 1)
     ]
     return _Padded(gradients_of(wide), pads, crops)
 
