@@ -5,17 +5,19 @@ Tensors of one shape share a launch, so that only the last of them ends with a G
 empty: a block takes a tile of one of them. Tiles are small, a few elements for each lane, since
 only many blocks fill the last wave of blocks evenly."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, overlap_launches
+from ._open_rows import elements_of, in_shapes, views
 
 _TILE = 512
 MOST = 8  # tensors of a launch: code of its own for each, and 7 of the 128 arrays of a kernel
@@ -24,32 +26,39 @@ MOST = 8  # tensors of a launch: code of its own for each, and 7 of the 128 arra
 class Problem(NamedTuple):
     """What a kernel computes."""
 
-    shape: tuple
+    shape: tuple  # of one dim, where it is known later (plgpu.dim)
     dtypes: tuple  # of param, grad, first, second
     tensors: int  # how many
+
+    @property
+    def elements(self):
+        return self.shape[0] if _sizes.is_open(self.shape) else math.prod(self.shape)
+
+    @property
+    def tile(self):
+        """Elements that a block takes."""
+        return _TILE if _sizes.is_open(self.shape) else min(self.elements, _TILE)
 
 
 class _Tile:
     """A tile of one tensor, while it is traced."""
 
     def __init__(self, x):
-        self.n, self.size = math.prod(x.shape), min(math.prod(x.shape), _TILE)
-        self.tiles = pl.cdiv(self.n, self.size)
+        self.n, self.size, self.is_open = x.elements, x.tile, _sizes.is_open(x.shape)
         self.start, self.keep = lax.axis_index("tile") * self.size, None
-        if self.n % self.size:
+        if self.is_open or self.n % self.size:
             self.keep = jnp.arange(self.size) < self.n - self.start
 
+    def _flat(self, ref):
+        return ref if self.is_open else ref.reshape((self.n,))
+
     def load(self, ref):
-        ref, at = ref.reshape((self.n,)), pl.ds(self.start, self.size)
+        ref, at = self._flat(ref), pl.ds(self.start, self.size)
         value = ref[at] if self.keep is None else pl.load(ref, (at,), mask=self.keep, other=0.0)
         return value.astype(jnp.float32)
 
     def store(self, ref, value):
-        ref, at, value = (
-            ref.reshape((self.n,)),
-            pl.ds(self.start, self.size),
-            value.astype(ref.dtype),
-        )
+        ref, at, value = self._flat(ref), pl.ds(self.start, self.size), value.astype(ref.dtype)
         if self.keep is None:
             ref[at] = value
         else:
@@ -92,14 +101,14 @@ def kernel(x, interpret):
             pl.when(which == k)(lambda k=k: one(k))
 
     of_one = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtypes[k]) for k in (0, 2, 3))
-    n = math.prod(x.shape)
     return plgpu.kernel(
         body,
         out_type=of_one * x.tensors,
-        grid=(x.tensors, pl.cdiv(n, min(n, _TILE))),
+        grid=(x.tensors, pl.cdiv(x.elements, x.tile)),
         grid_names=("tensor", "tile"),
         interpret=interpret,
         kernel_name="adamw",
+        **in_shapes(*(x.shape,) * 4, None),
     )
 
 
@@ -130,4 +139,9 @@ def adamw(param, grad, first, second, settings, *, interpret=None):
             f" {settings.shape}"
         )
     x = Problem(param.shape, tuple(x.dtype for x in arrays.values()), 1)
-    return kernel(x, interpret)
+    size = elements_of(("adamw", x.dtypes, param.device, interpret), x.shape)
+    if size is None:
+        return kernel(x, interpret)
+    flat = ((x.elements,),) * 4
+    alone = functools.partial(kernel, x, interpret)
+    return views(kernel(x._replace(shape=(size,)), interpret), (*flat, None), (x.shape,) * 3, alone)

@@ -25,7 +25,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, dtype_of, overlap_launches
-from ._open_rows import bucket_of, in_shapes, is_static, rowwise, views, with_open_rows
+from ._open_rows import elements_of, in_shapes, rowwise, views, with_open_rows
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
@@ -35,8 +35,6 @@ _TILE = 4096  # elements of the groups that a thread block takes
 _WARP = 2048  # most elements of a row that a warp takes
 _STEP = 2048  # elements at a time, of kernels with a given scale
 _RESIDENT = 9  # blocks of an SM of those
-_ELEMENTS = 0, 1 << 20, (1 << 31) - 4096  # edges of numbers of elements that share a program
-_ALIGNMENT = 16  # elements that are enough for any vector
 SQUARE = 128, 128  # rows and columns of a square block
 _TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
 
@@ -489,11 +487,9 @@ def _by_scale_of(shape, kind, dtype, to, sms, interpret):
     """The kernel of this shape, or of any number of elements with the same alignment. kind: what
     else distinguishes programs."""
     total, most = math.prod(shape), _RESIDENT * sms
-    multiple = math.gcd(total, _ALIGNMENT)
-    kind = "quantize_by_scale", kind, dtype, to, multiple, interpret
-    if total > _ELEMENTS[-1] or is_static(kind, shape):
+    size = elements_of(("quantize_by_scale", kind, dtype, to, interpret), shape)
+    if size is None:
         return _by_scale(shape, dtype, to, min(most, pl.cdiv(total, _STEP)), interpret)
-    size, _ = bucket_of("M", total, _ELEMENTS, multiple)
     programs = min(most, pl.cdiv(size.most, _STEP))
     kernel = _by_scale((size,), dtype, to, programs, interpret)
     alone = functools.partial(_by_scale, shape, dtype, to, programs, interpret)
