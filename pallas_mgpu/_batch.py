@@ -9,10 +9,15 @@ import functools
 import math
 import threading
 
+import numpy as np
+
 from . import _core, tree
+from ._caches import cached
 from ._family import chosen
 from ._names import accepts, show
-from ._types import itemsize_bits
+from ._types import ShapeDtypeStruct, itemsize_bits
+
+_TILE = 4096  # elements that a block repeats
 
 
 class _PerLeaf(tuple):
@@ -208,12 +213,14 @@ def _map_function(f, in_axes, out_axes):
             " axis 0"
         )
 
-    def unwrap(x):
-        if not (isinstance(x, Batched) and x.level == level_of_call()):
+    def unwrap(x, size):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(
-                f"vmap: the function must return results of the kernels that it calls with its"
-                f" arguments, got {show(x)}"
+                f"vmap: the function must return arrays, results of the kernels that it calls, got"
+                f" {show(x)}"
             )
+        if not (isinstance(x, Batched) and x.level == level_of_call()):
+            return _repeated(x, size)
         if x.axis:
             raise NotImplementedError(
                 f"vmap: the function returns an argument that is mapped along axis {x.axis};"
@@ -231,11 +238,59 @@ def _map_function(f, in_axes, out_axes):
         _depth.level += 1
         try:
             given = [x if a is None else Batched(x, a, _depth.level) for x, a in zip(leaves, axes)]
-            return tree.map(unwrap, f(*tree.unflatten(structure, given)))
+            size = _size_of(given, in_axes)
+            found = f(*tree.unflatten(structure, given))
+            return tree.map(functools.partial(unwrap, size=size), found)
         finally:
             _depth.level -= 1
 
     return mapped
+
+
+def _size_of(given, in_axes):
+    """How many elements a batch has."""
+    mapped = [x for x in given if isinstance(x, Batched) and x.level == _depth.level]
+    sizes = {x.value.shape[x.axis] for x in mapped}
+    if len(sizes) != 1:
+        found = f"the axes differ in size, {sorted(sizes)}" if sizes else "no argument is mapped"
+        raise ValueError(f"vmap: {found} (in_axes {show(in_axes)})")
+    return sizes.pop()
+
+
+def _repeated(x, size, at=0):
+    """A result that all elements of a batch share, once for each of them, along a new axis."""
+    whole = x
+    while isinstance(whole, Batched):
+        whole = whole.value
+    if not isinstance(whole, np.ndarray):
+        return _repeating((size, *x.shape), _core.as_dtype(x.dtype))(x)
+    if not isinstance(x, Batched):
+        return np.repeat(np.expand_dims(x, at), size, at)
+    before = x.axis <= at
+    return Batched(_repeated(x.value, size, at + before), x.axis + (not before), x.level)
+
+
+@cached
+def _repeating(shape, dtype):
+    """Kernel: copies of an array, along the first dim of the result."""
+    from . import kernel, lax, pl
+
+    total = math.prod(shape[1:])
+    tile = min(total, _TILE)
+
+    def body(x, out):
+        n, start = lax.axis_index("element"), lax.axis_index("tile") * tile
+        # the last tiles begin earlier where they do not come out even
+        at = pl.ds(lax.select(start > total - tile, total - tile, start), tile)
+        out.reshape((shape[0], total))[n, at] = x.reshape((total,))[at]
+
+    return kernel(
+        body,
+        out_type=ShapeDtypeStruct(shape, dtype),
+        grid=(shape[0], -(-total // tile)),
+        grid_names=("element", "tile"),
+        kernel_name="repeating",
+    )
 
 
 @accepts()
@@ -245,7 +300,8 @@ def vmap(f, in_axes=0, out_axes=0):
 
     ``f``: a kernel (of ``plgpu.kernel`` or ``pl.pallas_call``), possibly mapped already, a
     function under ``specialize``, such as those of ``ops``, or a Python function that passes its
-    arguments to these and returns their results. ``in_axes``: the mapped axis of each argument,
+    arguments to these and returns their results; one that depends on no mapped argument is repeated
+    for each element. ``in_axes``: the mapped axis of each argument,
     None for arguments that all elements share; an int for all arguments, or a tuple. ``out_axes``:
     the position of the axis in the results. TypeError for other ``f``; ValueError, when called, for
     axes that do not exist or differ in size.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import ops
+from pallas_mgpu import _batch, ops
 
 BATCH = 3
 INT, F32 = np.int32, np.float32
@@ -49,11 +49,9 @@ CASES = {
     "rms_norm_backward, odd": (call("rms_norm_backward"), (3, 513), (3, 513)),
     "softmax": (call("softmax"), (9, 300)),
     "gated_matmul": (call("gated_matmul", return_products=True), (40, 64), (64, 64)),
-    "gated_matmul_backward": (
-        lambda both, w, grad: ops.gated_matmul_backward(
-            grad, both, w, config=ops.GatedBackwardConfig(), interpret=True
-        ),
-        *((40, 128), (24, 128), (40, 64)),  # both results depend on the last one
+    "gated_matmul_backward": (  # one result does not depend on the last argument
+        call("gated_matmul_backward", config=ops.GatedBackwardConfig()),
+        *((40, 64), (40, 128), (24, 128)),
     ),
     "activation_backward": (call("activation_backward", bias=True), (40, 64), (40, 64)),
     "rotary": (call("rotary"), (1, 20, 2, 64), (20, 32), (20, 32)),
@@ -108,10 +106,37 @@ def test_options_and_levels(rng):
     )
 
 
+def test_results_that_all_elements_share(rng):
+    softmax = call("softmax")
+    x, y = (rng.standard_normal(s).astype(F32) for s in ((3, 5, 64), (7, 9)))
+    found = plgpu.vmap(lambda x, y: (softmax(x), softmax(y), y), in_axes=(1, None))(x, y)
+    for a, b in zip(found[1:], (softmax(y), y)):
+        np.testing.assert_array_equal(a, np.stack([b] * 5))
+    one = plgpu.vmap(lambda x: plgpu.vmap(lambda y: softmax(x))(y))(x)
+    np.testing.assert_array_equal(one, np.stack([softmax(x)] * 7, 1))
+    other = plgpu.vmap(lambda x: plgpu.vmap(lambda y: softmax(y))(y))(x)
+    np.testing.assert_array_equal(other, np.stack([softmax(y)] * 3))
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 5, 7), (2, 9001)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.int8, np.bool_])
+def test_copies_of_device_arrays(rng, shape, dtype, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_BACKEND", "interpret")
+    x = rng.integers(0, 2, shape[1:]).astype(dtype)
+    found = _batch._repeating(shape, np.dtype(dtype))(x)
+    np.testing.assert_array_equal(found, np.broadcast_to(x, shape))
+
+
 def test_refused(rng):
     x = rng.standard_normal((3, 4, 40)).astype(F32)
     with pytest.raises(NotImplementedError, match="rms_norm: out= under vmap"):
         plgpu.vmap(lambda x: ops.rms_norm(x, out=x))(x)
+    with pytest.raises(TypeError, match="must return arrays, .* got 3"):
+        plgpu.vmap(lambda x: 3)(x)
+    with pytest.raises(ValueError, match=r"vmap: the axes differ in size, \[3, 4\] .in_axes"):
+        plgpu.vmap(lambda x, y: ops.rms_norm(x, interpret=True), in_axes=(0, 1))(x, x)
+    with pytest.raises(ValueError, match="vmap: no argument is mapped"):
+        plgpu.vmap(lambda x: x, in_axes=None)(x)
     with pytest.raises(TypeError, match="argument 1 is no array: 3"):
         plgpu.vmap(lambda x: ops.rms_norm(x, 3))(x)
     with pytest.raises(TypeError, match="weight must be an array or hashable, got a list"):
