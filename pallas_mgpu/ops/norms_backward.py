@@ -311,7 +311,7 @@ def _names(x):
 def _tile_of(x):
     """Rows of a tile, and elements of each that are in registers at once: on Hopper what is fastest
     though some tiles spill, elsewhere, where nothing was measured, what does not."""
-    rows, add = min(2048 // x.n, x.rows), x.dtypes[3]
+    rows, add = min(_PART // x.n, x.rows), x.dtypes[3]
     if not x.hopper:
         rows = min(rows, 8) if x.n > 64 else rows
         held = min(_HELD, _NEVER_SPILLED // (2 + 2 * x.sums + (add is not None)))
@@ -319,7 +319,21 @@ def _tile_of(x):
         held = _HELD_WITH_ADDED
     else:
         held = _HELD // max(x.sums, 1)
-    return max(1, rows), x.n if x.n <= held else _PART
+    if x.n > held:
+        return max(1, rows), _PART
+    width = _with_vectors(x, max(1, rows))
+    return max(1, min(rows, _PART // width)), width
+
+
+def _with_vectors(x, rows):
+    """The width of a tile that covers such rows: so much more that lanes have whole vectors, where
+    they would have single elements. With sums that is no faster."""
+    size = max(d.itemsize for d in x.dtypes if d is not None)
+    lanes = 128 * 16 // size  # elements of all lanes, of a vector each
+    aligned = all(d is None or x.n * d.itemsize % 16 == 0 for d in x.dtypes)
+    if x.sums or not aligned or rows * x.n % (lanes // 2) == 0:
+        return x.n
+    return 1 << (x.n - 1).bit_length() if x.n <= _PART else pl.cdiv(x.n, lanes) * lanes
 
 
 @cached
