@@ -350,12 +350,15 @@ static bool may_rebase(const pm_graph *g, const pm_view *v, bool *stays) {
   if (v->space != PM_GMEM || v->reshaped) return false;
   for (uint32_t d = 0; d < v->base_rank; d++) {
     int64_t extent = 1, lo, hi;
+    bool whole = false; /* of a size known at run time */
     for (uint32_t k = 0; k < v->rank; k++) {
-      if (v->dim[k].base_dim == (int)d) extent = pm_view_extent(&v->dim[k]);
+      if (v->dim[k].base_dim != (int)d) continue;
+      extent = pm_view_extent(&v->dim[k]);
+      whole = v->dim[k].extent && v->dim[k].extent == v->base_extent[d];
     }
     const bool known = pm_view_start_range(g, v, d, &lo, &hi);
     stays[d] = extent == 1 && !(known && !lo && !hi);
-    if (stays[d]) continue;
+    if (stays[d] || whole) continue;
     if (!known || lo < 0 || hi + extent > v->base_shape[d]) return false;
   }
   return true;

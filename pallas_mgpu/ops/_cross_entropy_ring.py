@@ -110,7 +110,7 @@ def backward(x, interpret):
         parts = _Parts(x, logits, i, slots, full)
         target, total = targets[i], lse[i] * LOG2E
         factor = jnp.where(target == x.ignore, _F32(0), grad[i].astype(jnp.float32))
-        pieces = out.reshape((x.rows, x.n // parts.vec, parts.vec))
+        pieces = out.reshape((out.shape[0], x.n // parts.vec, parts.vec))
 
         def part(k, last):
             here = (parts.place(k) == target).astype(jnp.float32)

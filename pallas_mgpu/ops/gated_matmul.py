@@ -109,7 +109,7 @@ class _Gated(_Block):
             columns = pl.ds(col + c, p.chunk)
             found = [(p.activation(gate)[0] * up, self.o.at[rows, columns])]
             if p.products:
-                both = self.both.reshape((self.x.m, 2, p.n))
+                both = self.both.reshape((self.both.shape[0], 2, p.n))
                 found += [(v, both.at[rows, h, columns]) for h, v in enumerate((gate, up))]
             for part, there in found:
                 plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
@@ -235,9 +235,13 @@ def gated_matmul(
         how = SLOPES[activation], packed, bool(return_products), interpret
         kernel = _gated_tensor_memory.kernel(product, config, sms, *how)
         return _padded(kernel, (x, w, up), interpret)
-    m, operands = product.m, [a for a in (x, w, up) if a is not None]
-    if config is None and not (return_products or any(map(needs_padding, operands))):
-        kind = _NAME, product._replace(m=0), x.device, activation, packed, interpret
+    m, operands, products = (
+        product.m,
+        [a for a in (x, w, up) if a is not None],
+        bool(return_products),
+    )
+    if config is None and not any(map(needs_padding, operands)):
+        kind = _NAME, product._replace(m=0), x.device, activation, packed, products, interpret
         rows, m = rows_of(kind, m)
         product = product._replace(m=rows)
     config = config or _choose(m, n, product.k, sms, transposed)
@@ -247,7 +251,7 @@ def gated_matmul(
             f"{_NAME}: config must be a MatmulConfig with a tile_n of 128 or 256, a split of"
             f" 1 and 1 slice; got {config}"
         )
-    kernel = _kernel(product, config, sms, activation, packed, bool(return_products), interpret)
+    kernel = _kernel(product, config, sms, activation, packed, products, interpret)
     return _padded(kernel, (x, w, up), interpret)
 
 
