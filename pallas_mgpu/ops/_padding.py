@@ -89,7 +89,7 @@ def of_any_rows(make, shape, cols, *kind):
     rows, width = math.prod(shape[:-1]), shape[-1]
     height, _ = _block(ANY_ROWS[1], min(width, cols))
     kind = "copies", width, cols, kind
-    found, _ = rows_of(kind, rows, (height - 1, ANY_ROWS[1]))
+    found, _ = rows_of(kind, rows, (0, height - 1, ANY_ROWS[1]))
     if found is rows:
         return make(shape)
     results = ((*shape[:-1], cols),)

@@ -1054,6 +1054,146 @@ def test_gradients_of_batches_under_vmap(dim, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+# ---- other functions -----------------------------------------------------------------------------
+
+
+def kernels_in(x):
+    """The kernels of what `ops` makes, which may consist of several."""
+    if hasattr(x, "definition"):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        parts = x
+    elif type(x).__module__.startswith("pallas_mgpu.ops"):
+        parts = list(vars(x).values())
+    else:
+        parts = [x.kernel] if isinstance(x, _core.Reshaped) else []
+    return [kernel for part in parts for kernel in kernels_in(part)]
+
+
+def normals(rng, *shapes):
+    return [rng.standard_normal(s).astype(np.float16) for s in shapes]
+
+
+def class_losses(rng, m):
+    (logits,) = normals(rng, (m, 4104))
+    return ops.cross_entropy, (logits, rng.integers(0, 4104, m).astype(np.int32)), {}
+
+
+def class_gradients(rng, m):
+    logits, grad = normals(rng, (m, 4104), (m,))
+    grad, targets = grad.astype(np.float32), rng.integers(0, 4104, m).astype(np.int32)
+    return ops.cross_entropy_backward, (grad, logits, targets, grad + 9), {}
+
+
+def rotated_gradients(rng, m):
+    arrays = normals(rng, *[(2, m, 2, 64)] * 2, *[(m, 32)] * 2, (64,))
+    return ops.rotary_backward, arrays, {}
+
+
+def one_rotated_gradient(rng, m):
+    return ops.rotary_backward, normals(rng, *[(1, m, 2, 24)] * 2, *[(m, 12)] * 2, (24,)), {}
+
+
+def activation_and_bias(rng, m):
+    return ops.activation_backward, normals(rng, (m, 136), (m, 136)), {"bias": True}
+
+
+def activation_and_bias_3d(rng, m):
+    return ops.activation_backward, normals(rng, (2, m, 72), (2, m, 72)), {"bias": True}
+
+
+def scaled(rng, m):
+    return ops.quantize_by_scale, (*normals(rng, (3, m, 24)), np.full(1, 0.01, np.float32)), {}
+
+
+def step_of_adamw(rng, m):
+    arrays = [x.astype(np.float32) for x in normals(rng, *[(m, 21)] * 4)]
+    settings = np.array([1e-3, 0.9, 0.95, 1e-8, 0.1, 3], np.float32)
+    return ops.adamw, (*arrays[:3], np.abs(arrays[3]), settings), {}
+
+
+def both_products(rng, m):
+    return ops.gated_matmul, normals(rng, (m, 64), (64, 256)), {"return_products": True}
+
+
+def padded_gradients(rng, m):
+    q, k, v, o = normals(rng, (2, m, 2, 40), (2, 30, 1, 40), (2, 30, 1, 24), (2, m, 2, 24))
+    return ops.attention_backward, (o, q, k, v, o, np.full((2, 2, m), 8, np.float32)), {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        class_losses, class_gradients, rotated_gradients, one_rotated_gradient, scaled,
+        activation_and_bias, activation_and_bias_3d, step_of_adamw, both_products, padded_gradients,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "way", [True, pytest.param("emulate", marks=pytest.mark.exhaustive)], ids=str
+)
+def test_programs_of_any_sizes(make, way, monkeypatch):
+    """As those of the sizes, whose results other tests compare with NumPy's."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
+    found = []
+    for static in (0, 99):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        for m in (5, 33, 70):
+            function, arrays, options = make(np.random.default_rng(m), m)
+            got = function(*arrays, interpret=way, **options)
+            found.append([np.asarray(x, np.float32) for x in got])
+    for a, b in zip(found[:3], found[3:]):
+        for x, y in zip(a, b):
+            assert x.shape == y.shape
+            np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3 * np.abs(y).max())
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    kept = []
+    for m in range(1, 60, 2):
+        function, arrays, options = make(np.random.default_rng(0), m)
+        kept.append(function.kernel(*arrays, **options))
+    programs = {id(kernel): kernel.definition.name for kernel in kernels_in(kept)}
+    names = list(programs.values())
+    assert len(names) > 3 and max(map(names.count, names)) <= 12
+
+
+@pytest.mark.parametrize(
+    "way", [True, pytest.param("emulate", marks=pytest.mark.exhaustive)], ids=str
+)
+@pytest.mark.parametrize("angles, scales", [(False, False), (True, True)])
+def test_appended_pages_of_any_sizes(angles, scales, way, monkeypatch):
+    """Sequences, rows, entries of the page table and positions."""
+    found = []
+    for static in (0, 99):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        rng = np.random.default_rng(1)
+        for batch, rows, entries, positions in ((3, 5, 4, 40), (1, 9, 6, 70), (7, 1, 3, 11)):
+            pages = np.zeros((2, 32, 8, 2, 16), np.int8 if scales else np.float16)
+            new = normals(rng, *[(batch, rows, 2, 16)] * 2)
+            table = rng.permutation(32)[: batch * entries].reshape(batch, entries)
+            options = {}
+            if angles:
+                options |= zip(("cos", "sin"), normals(rng, *[(positions, 6)] * 2))
+            if scales:
+                options |= {"k_scale": np.full((batch, 2), 0.02, np.float32)}
+                options |= {"v_scale": np.full(2, 0.03, np.float32)}
+            lengths = rng.integers(0, 8 * entries, batch)
+            ints = table.astype(np.int32), lengths.astype(np.int32)
+            ops.append_pages(*pages, *new, *ints, interpret=way, **options)
+            assert pages.any()
+            found.append(pages)
+    for a, b in zip(found[:3], found[3:]):
+        np.testing.assert_array_equal(a, b)
+    sizes, kernels = np.random.default_rng(0).integers(1, 60, (40, 3)), set()
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    for batch, rows, entries in sizes.tolist():
+        new = spec(batch, rows, 2, 16)
+        ints = [plgpu.ShapeDtypeStruct(s, np.int32) for s in ((batch, entries), (batch,))]
+        kernel = ops.append_pages.kernel(*[spec(32, 8, 2, 16)] * 2, new, new, *ints).kernel
+        kernels.add(getattr(kernel, "kernel", kernel))
+    assert len(kernels) == 4
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
 def test_gradients_of_random_lengths_have_at_most_twelve_programs(batch, options):

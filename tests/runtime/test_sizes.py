@@ -373,6 +373,32 @@ def test_shapes_of_views_and_numbers_of_elements():
         ).lower(x)
 
 
+@pytest.mark.parametrize("interpret", [True, "emulate"])
+def test_copies_of_reshaped_arrays(interpret):
+    """TMA clips boxes at the end of the rows and of each half of the columns."""
+
+    def body(x, o, smem, barrier):
+        i, half = lax.axis_index("i"), lax.axis_index("half")
+        at = pl.ds(i * 8, 8), half, pl.ds(0, 32)
+        plgpu.copy_gmem_to_smem(x.reshape((M, 2, 24)).at[at], smem, barrier)
+        plgpu.barrier_wait(barrier)
+        plgpu.copy_smem_to_gmem(smem, o.reshape((M, 2, 24)).at[at])
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body, out_type=plgpu.ShapeDtypeStruct((M, 48), F32), in_shapes=((M, 48),),
+        grid=((M + 7) // 8, 2), grid_names=("i", "half"), interpret=interpret,
+        scratch_types=[plgpu.SMEM((8, 32), F32), plgpu.Barrier()],
+    )  # fmt: skip
+    assert "tma_load_3d" in kernel.lower(np.ones((3, 48), F32)).as_text("cuda")
+    for m in (1, 13, 16):
+        x, out = (
+            np.random.default_rng(m).standard_normal((m, 48)).astype(F32),
+            np.zeros((m, 48), F32),
+        )
+        np.testing.assert_array_equal(kernel(x, out=out), x)
+
+
 SCALARS = {
     "minimum": (lambda m: jnp.minimum(m, 5), lambda m: min(m, 5)),
     "square root": (lambda m: jnp.sqrt(jnp.float32(m)), lambda m: m**0.5),
