@@ -103,7 +103,7 @@ class Gradients(SeveralKernels):
         elif config.products == 5:
             of = _attention_backward_fused
             make = functools.partial(of.kernel, x, config, interpret)
-            self.fused = FusedKernels(x, make, interpret, 0 if x.is_open else sms, given)
+            self.fused = FusedKernels(x, make, interpret, sms, given)
         else:
             seen = functools.partial(with_views, given, x)
             self.statistics = seen(statistics(x, interpret), ("q", "q", "lse", "k"), (None, None))
