@@ -20,7 +20,7 @@ from pallas_mgpu._caches import cached
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import SeveralKernels, overlap_launches, store, swizzled, warp_specialized
 from ._matmul_choice import MatmulConfig, candidates, cycles
-from ._open_rows import better, rows_of
+from ._open_rows import better, in_shapes, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
@@ -268,7 +268,7 @@ class _BothWeights(_Block):
 
     def tile_of_a(self, a, along_m, k):
         h, k = self.half(k)
-        return a.reshape((self.x.m, 2, a.shape[1] // 2)).at[along_m, h, pl.ds(k, self.cfg.step)]
+        return a.reshape((a.shape[0], 2, a.shape[1] // 2)).at[along_m, h, pl.ds(k, self.cfg.step)]
 
     def tiles_of_b(self, along_n, k):
         h, k = self.half(k)
@@ -288,6 +288,7 @@ def _gradient_kernel(x, cfg, sms, interpret):
 
     out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
     options = {"interpret": interpret, "kernel_name": "gated_matmul_input_gradient"}
+    options |= in_shapes((x.m, None), None, None)
     return warp_specialized(body, plan, out_type, **options)
 
 
@@ -305,6 +306,7 @@ def sums_two_weights(n, k, dtype, device):
 
 
 @plgpu.specialize(in_place=False)
+@better
 def input_gradient(grad, w, up, *, transpose_b=False, config=None, interpret=None):
     """The gradient of the x of :func:`gated_matmul` with two weights, without a copy of them:
     ``grad[:, :N] @ w.T + grad[:, N:] @ up.T``. grad: that of both products, (M, 2 N); w, up:
@@ -315,11 +317,13 @@ def input_gradient(grad, w, up, *, transpose_b=False, config=None, interpret=Non
     _check_elements(grad, w, up)
     if not (sums_two_weights(n, k, w.dtype, w.device) and all(a.aligned for a in (grad, w, up))):
         raise NotImplementedError(f"{_NAME}: the gradient of x for two such weights; join them")
-    sms = plgpu.sm_count(w.device)
+    sms, rows, dtypes = plgpu.sm_count(w.device), m, (grad.dtype, w.dtype)
+    if config is None:
+        kind = "input_gradient", n, k, dtypes, w.device, transposed, interpret
+        rows, m = rows_of(kind, m)
     config = config or _chosen(m, k, 2 * n, sms, not transposed)
     of_each = pl.cdiv(n, config.step) * config.step
-    dtypes = grad.dtype, w.dtype
-    product = Product(m, k, 2 * of_each, dtypes, grad.dtype, False, not transposed)
+    product = Product(rows, k, 2 * of_each, dtypes, grad.dtype, False, not transposed)
     return _gradient_kernel(product, config, sms, interpret)
 
 
@@ -360,10 +364,12 @@ def _weight_kernel(x, cfg, sms, which, transposed, interpret):
 
     out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
     options = {"interpret": interpret, "kernel_name": "gated_matmul_weight_gradient"}
+    options |= in_shapes((x.k, None), (x.k, None))
     return warp_specialized(body, plan, out_type, **options)
 
 
 @plgpu.specialize(in_place=False)
+@better
 def weight_gradient(a, b, *, up=False, transpose_b=False, config=None, interpret=None):
     """The gradient of ``w``, or of ``up``, of :func:`gated_matmul` with two weights. a: x, (M, K);
     b: the gradient of both products, (M, 2 N); the result is ``a.T @ b[:, :N]`` or
@@ -376,6 +382,10 @@ def weight_gradient(a, b, *, up=False, transpose_b=False, config=None, interpret
     if not (sums_two_weights(n, k, x.dtype, x.device) and a.aligned and b.aligned):
         raise NotImplementedError(f"{_NAME}: the gradient of such a weight alone; use matmul")
     sms, shape = plgpu.sm_count(x.device), (n, k) if transposed else (k, n)
+    rows, dtypes = m, (a.dtype, b.dtype)
+    if config is None:
+        kind = "weight_gradient", shape, dtypes, x.device, transposed, bool(up), interpret
+        rows, m = rows_of(kind, m)
     config = config or _chosen(*shape, m, sms, False)
-    product = Product(*shape, m, (a.dtype, b.dtype), x.dtype, True, False)
+    product = Product(*shape, rows, dtypes, x.dtype, True, False)
     return _weight_kernel(product, config, sms, int(bool(up)), transposed, interpret)

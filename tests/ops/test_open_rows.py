@@ -11,6 +11,7 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops
 from pallas_mgpu.ops import _open_rows
+from pallas_mgpu.ops.gated_matmul import input_gradient, weight_gradient
 
 
 @pytest.fixture(autouse=True)
@@ -1116,6 +1117,14 @@ def both_products(rng, m):
     return ops.gated_matmul, normals(rng, (m, 64), (64, 256)), {"return_products": True}
 
 
+def gradient_of_input(rng, m):
+    return input_gradient, normals(rng, (m, 144), (64, 72), (64, 72)), {}
+
+
+def gradient_of_up(rng, m):
+    return weight_gradient, normals(rng, (m, 64), (m, 144)), {"up": True}
+
+
 def padded_gradients(rng, m):
     q, k, v, o = normals(rng, (2, m, 2, 40), (2, 30, 1, 40), (2, 30, 1, 24), (2, m, 2, 24))
     return ops.attention_backward, (o, q, k, v, o, np.full((2, 2, m), 8, np.float32)), {}
@@ -1125,7 +1134,9 @@ def padded_gradients(rng, m):
     "make",
     [
         class_losses, class_gradients, rotated_gradients, one_rotated_gradient, scaled,
-        activation_and_bias, activation_and_bias_3d, step_of_adamw, both_products, padded_gradients,
+        activation_and_bias, activation_and_bias_3d, step_of_adamw, both_products,
+        gradient_of_input,
+        gradient_of_up, padded_gradients,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -1141,6 +1152,7 @@ def test_programs_of_any_sizes(make, way, monkeypatch):
         for m in (5, 33, 70):
             function, arrays, options = make(np.random.default_rng(m), m)
             got = function(*arrays, interpret=way, **options)
+            got = got if isinstance(got, tuple) else (got,)
             found.append([np.asarray(x, np.float32) for x in got])
     for a, b in zip(found[:3], found[3:]):
         for x, y in zip(a, b):
