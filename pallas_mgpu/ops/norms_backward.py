@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_backward_ring, _norms_backward_roles
 from ._common import FLOATS, SeveralKernels, dtype_of, overlap_launches
 from ._norms_backward_ring import NormBackwardConfig, divides, matrices
-from ._open_rows import better, in_shapes, rows_of, rowwise
+from ._open_rows import ANY_ROWS, better, in_shapes, rows_of, rowwise, views
 
 _F32 = np.float32
 _OPERANDS = ("grad", "x", "weight", "add")
@@ -407,7 +407,8 @@ def _columns(x, interpret):
     def body(grad, y, out):
         overlap_launches()
         o, c = lax.axis_index("outer"), lax.axis_index("tile") * width
-        grad, y, out = (r.reshape((x.outer, x.n, x.inner)) for r in (grad, y, out))
+        if not _sizes.is_open(x.shape):  # it is this shape
+            grad, y, out = (r.reshape((x.outer, x.n, x.inner)) for r in (grad, y, out))
 
         def place(k):
             shape, keep = (height, width), None
@@ -445,7 +446,20 @@ def _columns(x, interpret):
         grid_names=("outer", "tile"),
         interpret=interpret,
         kernel_name="softmax_backward",
+        **in_shapes(x.shape, x.shape),
     )
+
+
+def _columns_of(x, device, interpret):
+    """The kernel of this shape, or of any number of such matrices."""
+    alone = functools.partial(_columns, x, interpret)
+    kind = x._replace(outer=0, rows=0, shape=()), device, interpret
+    outer = x.outer if x.outer == 1 else rows_of(kind, x.outer, ANY_ROWS)[0]
+    if outer is x.outer:
+        return alone()
+    kernel = _columns(x._replace(outer=outer, rows=0, shape=(outer, x.n, x.inner)), interpret)
+    shape = x.outer, x.n, x.inner
+    return views(kernel, (shape, shape), (x.shape,), alone) if x.shape != shape else kernel
 
 
 # ---- sums over rows -----------------------------------------------------------------------------
@@ -713,7 +727,7 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
     of, n, dtypes = "softmax", y.shape[axis], (grad.dtype, y.dtype, None, None)
     x = Problem(of, 0.0, outer, n, inner, dtypes, False, y.shape, _is_hopper(y.device), outer)
     if inner > 1:
-        return _columns(x, interpret)
+        return _columns_of(x, y.device, interpret)
     if y.ndim == 2:
         kind = x._replace(outer=0, rows=0, shape=(0, n)), grad.aligned, y.aligned
         rows, typical = rows_of((*kind, y.device, interpret), outer, _EDGES)

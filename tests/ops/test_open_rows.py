@@ -1117,6 +1117,10 @@ def both_products(rng, m):
     return ops.gated_matmul, normals(rng, (m, 64), (64, 256)), {"return_products": True}
 
 
+def along_another_axis(rng, m):
+    return ops.softmax_backward, normals(rng, *[(3, m, 20, 9)] * 2), {"axis": 2}
+
+
 def gradient_of_input(rng, m):
     return input_gradient, normals(rng, (m, 144), (64, 72), (64, 72)), {}
 
@@ -1135,6 +1139,7 @@ def padded_gradients(rng, m):
     [
         class_losses, class_gradients, rotated_gradients, one_rotated_gradient, scaled,
         activation_and_bias, activation_and_bias_3d, step_of_adamw, both_products,
+        along_another_axis,
         gradient_of_input,
         gradient_of_up, padded_gradients,
     ],
