@@ -22,6 +22,11 @@ def _block(rows, cols):
     return min(_sizes.least(rows), max(_WIDTH // width, 1)), width
 
 
+def _matrix(ref):
+    """The same rows as a matrix, whose rows may have a size of the call (plgpu.dim)."""
+    return ref if ref.ndim == 2 else ref.reshape((-1, ref.shape[-1]))
+
+
 @cached
 def padding(shape, dtype, aligned, interpret, to=0):
     """Kernel: a copy with rows of `to` elements, by default the next multiple of 16 bytes, filled
@@ -38,7 +43,7 @@ def padding(shape, dtype, aligned, interpret, to=0):
         overlap_launches()
         r = jnp.minimum(lax.axis_index("row") * height, rows - height)
         c = jnp.minimum(lax.axis_index("col") * width, cols - width)
-        x, o = x.reshape((rows, cols)), o.reshape((rows, padded))
+        x, o = _matrix(x), _matrix(o)
         part = x[pl.ds(r, height), pl.ds(c if aligned else unaligned(c), width)]
         o[pl.ds(r, height), pl.ds(c, width)] = part
 
@@ -69,7 +74,7 @@ def cropping(shape, cols, dtype, interpret):
         r = jnp.minimum(lax.axis_index("row") * height, rows - height)
         c = jnp.minimum(lax.axis_index("col") * width, cols - width)
         at = pl.ds(r, height), pl.ds(c, width)
-        x, o = x.reshape((rows, shape[-1])), o.reshape((rows, cols))
+        x, o = _matrix(x), _matrix(o)
         o[at] = x[at]
 
     return plgpu.kernel(

@@ -1174,6 +1174,30 @@ def test_programs_of_any_sizes(make, way, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        class_gradients, rotated_gradients, activation_and_bias_3d, scaled, step_of_adamw,
+        both_products, gradient_of_input, along_another_axis, padded_gradients,
+        lambda rng, m: (ops.matmul, normals(rng, (m, 33), (33, 40)), {}),
+        lambda rng, m: (ops.matmul, normals(rng, (m, 33), (m, 40)), {"transpose_a": True}),
+    ],
+)  # fmt: skip
+def test_programs_of_any_sizes_under_vmap(make, monkeypatch):
+    """Programs of mapped kernels know their sizes."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 3)
+    found = []
+    for static in (0, 99):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        function, arrays, options = make(np.random.default_rng(0), 20)
+        arrays = [np.stack([x, x[::-1]]) for x in arrays]
+        got = plgpu.vmap(partial(function, interpret=True, **options))(*arrays)
+        found.append([np.asarray(x, np.float32) for x in plgpu.tree.leaves(got)])
+    for x, y in zip(*found):
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3 * np.nanmax(np.abs(y)))
+
+
+@pytest.mark.parametrize(
     "way", [True, pytest.param("emulate", marks=pytest.mark.exhaustive)], ids=str
 )
 @pytest.mark.parametrize("angles, scales", [(False, False), (True, True)])
