@@ -254,7 +254,8 @@ static const char keywords[] =
     "register reinterpret_cast requires return short signed sizeof static static_assert "
     "static_cast struct switch template this thread_local throw true try typedef typeid "
     "typename typeof union unsigned using virtual void volatile wchar_t while xor xor_eq "
-    "assert errno linux main unix printf memcpy memset stdin stdout stderr NULL EOF ";
+    "assert errno linux main unix printf memcpy memset stdin stdout stderr NULL EOF "
+    "threadIdx blockIdx blockDim gridDim warpSize ";
 
 static bool same_stem(const word *a, const word *b) {
   return a->issued && b->issued && a->stem == b->stem && !memcmp(a->at, b->at, a->stem);
