@@ -398,17 +398,18 @@ class CountedTiles:
 
 def clear_rows(ref, first):
     """Makes the rows of shared memory from the first one on 0. Needs few registers."""
-    n = 8
+    n = 16
     whole = (first + (n - 1)) // n
+    rest = whole * n - first  # rows of a part of a group
 
-    def row(i, _):
-        ref[i] = jnp.zeros(ref.shape[1:], ref.dtype)
+    def clear(start, count):
+        at = pl.ds(pl.multiple_of(start, count), count)
+        ref[at] = jnp.zeros((count, *ref.shape[1:]), ref.dtype)
 
-    def rows(i, _):
-        ref[pl.ds(pl.multiple_of(i * n, n), n)] = jnp.zeros((n, *ref.shape[1:]), ref.dtype)
-
-    lax.fori_loop(first, whole * n, row, None)
-    lax.fori_loop(whole, ref.shape[0] // n, rows, None)
+    for count in (8, 4, 2, 1):
+        start = whole * n - rest // count * count
+        pl.when(rest & count != 0)(lambda start=start, count=count: clear(start, count))
+    lax.fori_loop(whole, ref.shape[0] // n, lambda i, _: clear(i * n, n), None)
 
 
 def store(buffer, value, *targets, **how):

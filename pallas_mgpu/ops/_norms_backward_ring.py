@@ -28,7 +28,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import SMEM_BYTES, overlap_launches
-from ._open_rows import in_shapes
+from ._open_rows import divides, in_shapes
 
 _F32 = np.float32
 WARPGROUPS = 4
@@ -50,12 +50,6 @@ class NormBackwardConfig(typing.NamedTuple):
     height: int = 0
     stages: int = 0
     roles: bool = False
-
-
-def divides(step, rows):
-    """Do steps of so many rows end with the last one? False where that is known later."""
-    over = rows % step
-    return not isinstance(over, plgpu.Dim) and over == 0
 
 
 class Plan:

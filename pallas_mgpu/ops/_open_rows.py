@@ -107,15 +107,20 @@ ELEMENTS = 0, 1 << 20, (1 << 31) - 4096  # edges of numbers of elements that sha
 _VECTORS = 16, 4, 1  # elements that are enough for any vector, for one of float32, for none
 
 
-def elements_of(kind, shape):
+def elements_of(kind, shape, tile):
     """The size that stands for the number of elements of such arrays, which kernels see as one
-    dim; None: their shape has a program of its own. Numbers that vectors divide share others than
-    the rest."""
+    dim, in tiles; None: their shape has a program of its own. Numbers that tiles, or vectors,
+    divide share others than the rest."""
     total = math.prod(shape)
     if total > ELEMENTS[-1] or is_static(kind, shape):
         return None
-    multiple = next(n for n in _VECTORS if total % n == 0)
+    multiple = next(n for n in (tile, *_VECTORS) if total % n == 0)
     return bucket_of("M", total, ELEMENTS, multiple)[0]
+
+
+def divides(step, rows):
+    """Do steps of so many rows end with the last one, for certain?"""
+    return (rows.multiple if isinstance(rows, plgpu.Dim) else rows) % step == 0
 
 
 def may_settle(kind):

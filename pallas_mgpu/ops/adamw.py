@@ -17,7 +17,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, overlap_launches
-from ._open_rows import elements_of, in_shapes, views
+from ._open_rows import divides, elements_of, in_shapes, views
 
 _TILE = 512
 MOST = 8  # tensors of a launch: code of its own for each, and 7 of the 128 arrays of a kernel
@@ -46,7 +46,7 @@ class _Tile:
     def __init__(self, x):
         self.n, self.size, self.is_open = x.elements, x.tile, _sizes.is_open(x.shape)
         self.start, self.keep = lax.axis_index("tile") * self.size, None
-        if self.is_open or self.n % self.size:
+        if not divides(self.size, self.n):
             self.keep = jnp.arange(self.size) < self.n - self.start
 
     def _flat(self, ref):
@@ -139,7 +139,7 @@ def adamw(param, grad, first, second, settings, *, interpret=None):
             f" {settings.shape}"
         )
     x = Problem(param.shape, tuple(x.dtype for x in arrays.values()), 1)
-    size = elements_of(("adamw", x.dtypes, param.device, interpret), x.shape)
+    size = elements_of(("adamw", x.dtypes, param.device, interpret), x.shape, _TILE)
     if size is None:
         return kernel(x, interpret)
     flat = ((x.elements,),) * 4

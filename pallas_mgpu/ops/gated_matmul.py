@@ -15,6 +15,7 @@ import functools
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
@@ -99,8 +100,13 @@ class _Gated(_Block):
     def multiply_tile(self, me, scales, t, it0):
         row, col = self.origin(t)
         (value,), _ = self.sum(me, it0)
-        self.finish(me, value, pl.ds(row + me * 64, 64), col // 2)
+        self.finish(me, value, pl.ds(row + me * 64, 64), self.column(col))
         return it0 + self.plan.steps
+
+    def column(self, col):
+        if isinstance(self.x.m, plgpu.Dim):  # TMA has to know that no store begins before the array
+            return jnp.maximum(col // 2, 0)
+        return col // 2
 
     def finish(self, me, value, rows, col):
         p, number = self.plan, 0

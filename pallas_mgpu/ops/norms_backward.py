@@ -30,8 +30,8 @@ from pallas_mgpu._caches import cached
 
 from . import _norms_backward_ring, _norms_backward_roles
 from ._common import FLOATS, SeveralKernels, dtype_of, overlap_launches
-from ._norms_backward_ring import NormBackwardConfig, divides, matrices
-from ._open_rows import ANY_ROWS, better, in_shapes, rows_of, rowwise, views
+from ._norms_backward_ring import NormBackwardConfig, matrices
+from ._open_rows import ANY_ROWS, better, divides, in_shapes, rows_of, rowwise, views
 
 _F32 = np.float32
 _OPERANDS = ("grad", "x", "weight", "add")
@@ -327,11 +327,10 @@ def _tile_of(x):
 
 def _with_vectors(x, rows):
     """The width of a tile that covers such rows: so much more that lanes have whole vectors, where
-    they would have single elements. With sums that is no faster."""
+    they would have single elements. With sums and for the shortest rows that is no faster."""
     size = max(d.itemsize for d in x.dtypes if d is not None)
     lanes = 128 * 16 // size  # elements of all lanes, of a vector each
-    aligned = all(d is None or x.n * d.itemsize % 16 == 0 for d in x.dtypes)
-    if x.sums or not aligned or rows * x.n % (lanes // 2) == 0:
+    if x.sums or x.n <= 128 or x.n % 4 or rows * x.n % (lanes // 2) == 0:
         return x.n
     return 1 << (x.n - 1).bit_length() if x.n <= _PART else pl.cdiv(x.n, lanes) * lanes
 

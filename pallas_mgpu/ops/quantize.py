@@ -25,7 +25,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, dtype_of, overlap_launches
-from ._open_rows import elements_of, in_shapes, rowwise, views, with_open_rows
+from ._open_rows import divides, elements_of, in_shapes, rowwise, views, with_open_rows
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _F32 = np.float32
@@ -456,7 +456,7 @@ def _by_scale(shape, dtype, to, programs, interpret):
         def one(i, top):
             start = (me + i * programs) * _STEP
             at, keep = (pl.ds(start, _STEP),), None
-            if is_open or total % _STEP:
+            if not divides(_STEP, total):
                 index = plgpu.broadcasted_iota(jnp.int32, (_STEP,), 0, layout=layout)
                 keep = index < total - start
             value = load_as(layout, source, at, keep).astype(jnp.float32)
@@ -487,7 +487,7 @@ def _by_scale_of(shape, kind, dtype, to, sms, interpret):
     """The kernel of this shape, or of any number of elements with the same alignment. kind: what
     else distinguishes programs."""
     total, most = math.prod(shape), _RESIDENT * sms
-    size = elements_of(("quantize_by_scale", kind, dtype, to, interpret), shape)
+    size = elements_of(("quantize_by_scale", kind, dtype, to, interpret), shape, _STEP)
     if size is None:
         return _by_scale(shape, dtype, to, min(most, pl.cdiv(total, _STEP)), interpret)
     programs = min(most, pl.cdiv(size.most, _STEP))

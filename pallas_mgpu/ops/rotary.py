@@ -266,6 +266,7 @@ def rotary(x, cos, sin, weight=None, *, inverse=False, eps=1e-6, interpret=None)
 
 
 @plgpu.specialize
+@better
 def rotary_backward(grad, x, cos, sin, weight, *, eps=1e-6, interpret=None):
     """The gradients of :func:`rotary` with a weight, with respect to ``x`` and ``weight``, in
     float32 (Hopper).
