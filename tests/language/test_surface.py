@@ -846,7 +846,8 @@ def test_stubs_name_what_the_extension_has():
     body = ast.parse(text).body
     found = {n.name: n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     here = {n for n in dir(core) if not n.startswith("_")}
-    assert {n for n in found if not n.startswith("_")} - {"RefIndexer"} == here
+    numbers = {n.target.id for n in body if isinstance(n, ast.AnnAssign)}
+    assert {n for n in {*found, *numbers} if not n.startswith("_")} - {"RefIndexer"} == here
     for name, node in found.items():
         cls = getattr(core, name, None)
         if isinstance(node, ast.FunctionDef) or cls is None:
