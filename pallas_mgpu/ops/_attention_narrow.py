@@ -22,6 +22,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+from ._attention_scores import LEAST
 from ._common import SMEM_BYTES, Ring, buffer, padded, swizzled
 
 _F32 = np.float32
@@ -370,7 +371,8 @@ class Narrow:
             return None
         _, _, head, b = self.tile_of(t)
         scale = self.scale_of("q_scale", b, head) * self.scale_of("k_scale", b, head)
-        return scale if self.x.scores.adjusted else scale * self.plan.c
+        # not 0: hidden scores must stay far below all others
+        return scale if self.x.scores.adjusted else jnp.maximum(scale * self.plan.c, LEAST)
 
     def factor(self, c):
         return super().factor(None if self.x.scores.adjusted else c)

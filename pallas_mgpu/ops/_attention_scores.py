@@ -31,6 +31,7 @@ _LOG2E = _F32(math.log2(math.e))
 _MULTIPLE = 384  # rows of padded ranges: of whole tiles of 64, 128 and 192 rows
 _PART = 256  # rows of a block that looks up ranges
 _LARGEST = 2.0**127  # number, whose product with log2(e) is a float32, too
+LEAST = 2.0**-120  # any finite score times this is as good as 0
 _ENDLESS = 1 << 30  # keys that no side of a window has
 
 
@@ -45,11 +46,12 @@ class Scores(NamedTuple):
     dropout: float = 0.0
     sequences: int = 0  # packed ones; 0: every batch entry is one
     mask: object = None  # a Mask of block_mask.py
+    scaled: bool = False  # scores are scaled before pairs are hidden: by a negative scale
 
     @property
     def adjusted(self):
         """Are scores changed before the softmax, other than by hiding pairs?"""
-        return self.softcap != 0 or self.bias is not None
+        return self.softcap != 0 or self.bias is not None or self.scaled
 
     @property
     def operands(self):
@@ -183,7 +185,18 @@ class Problem(NamedTuple):
 
 
 def options(
-    name, q, k, arrays, causal, window, bottom_right, softcap, dropout, keys=0, open_=False
+    name,
+    q,
+    k,
+    arrays,
+    causal,
+    window,
+    bottom_right,
+    softcap,
+    dropout,
+    keys=0,
+    open_=False,
+    scale=1.0,
 ):
     """Checks the options of `name`; the Scores. arrays: bias, cu_seqlens_q, cu_seqlens_k, seed.
     keys: how many there are; 0: as k has. open_: are lengths known only when the kernel runs?"""
@@ -210,6 +223,7 @@ def options(
         bottom_right = False  # it is the same
     shape = None if bias is None else bias.shape
     found = Scores(left, right, bool(bottom_right), softcap, shape, float(dropout), sequences)
+    found = found._replace(scaled=scale < 0)
     return PLAIN if causal and found == Scores(right=0) else found
 
 
@@ -224,8 +238,9 @@ def _finite(name, what, x):
 
 
 def scale_of(name, scale, dim):
-    """What scores are multiplied with."""
-    return float(dim**-0.5) if scale is None else _finite(name, "scale", scale)
+    """What scores are multiplied with: not 0, since hidden ones must stay far below all others."""
+    found = float(dim**-0.5) if scale is None else _finite(name, "scale", scale)
+    return found if abs(found) >= LEAST else LEAST
 
 
 def _window(name, window):

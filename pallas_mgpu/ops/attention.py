@@ -1235,7 +1235,7 @@ def _choose(x):
     scale = _attention_scores.scale_of("attention", scale, dim)
     arrays = x.bias, x.cu_seqlens_q, x.cu_seqlens_k, x.seed
     how = x.causal, x.window, x.bottom_right, x.softcap, x.dropout
-    kept = {"keys": cache.keys(k), "open_": cache.is_open}
+    kept = {"keys": cache.keys(k), "open_": cache.is_open, "scale": scale}
     scores = _attention_scores.options("attention", q, k, arrays, *how, **kept)
     others = x.causal, x.window is not None, x.cu_seqlens_q is not None
     mask = _masked(q, k, mask, x.block_mask, x.mask_data, others)
@@ -1349,8 +1349,8 @@ def attention(
     whose elements are converted to q's dtype: exactly as they arrive or, for 1,024 queries to a
     head of keys or more, times their scales by a kernel before, which needs memory for both, of
     pages 256 MiB at most; ``config`` and batch_invariant keep them from that. q_scale, k_scale,
-    v_scale: float32 [heads of the array] or [batch, heads], what elements are multiplied with;
-    None: 1.
+    v_scale: float32 [heads of the array] or [batch, heads], what elements are multiplied with,
+    not negative; None: 1.
 
     kv_lengths, q_lengths (Hopper): int32 [batch], how many keys and queries of each batch entry
     there are; what comes after them is ignored, and rows of the result after the last query are 0.

@@ -345,7 +345,7 @@ def attention_backward(
         return _padded(width, (grad, q, k, v, o), lambda wide: make(*wide, lse, **how), interpret)
     arrays = bias, cu_seqlens_q, cu_seqlens_k, seed
     how = causal, window, bottom_right, softcap, dropout
-    scores = _attention_scores.options(name, q, k, arrays, *how)
+    scores = _attention_scores.options(name, q, k, arrays, *how, scale=scale)
     shape = (*q.shape, k.shape[1], k.shape[2])
     angles = _attention_rotary.check(name, q, k, cos, sin, bottom_right, scores.sequences)
     x = _attention_scores.Problem(*shape, q.dtype, bool(causal), scale, scores)

@@ -731,11 +731,12 @@ def attention_decode(
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_scale("attention_decode", name, x, k, (batch, k.shape[2]))
     none = None, None, None, None
-    scores = options("attention_decode", q, k, none, False, window, True, softcap, 0.0)
+    scale = scale_of("attention_decode", scale, dim)
+    how = False, window, True, softcap, 0.0
+    scores = options("attention_decode", q, k, none, *how, scale=scale)
     right = 0 if causal else scores.right
     right = None if queries == 1 else right  # the last query sees the last key in any case
     scores = scores._replace(right=right, bottom_right=False)
-    scale = scale_of("attention_decode", scale, dim)
     page = 0 if page_table is None else k.shape[1]
     keys = page_table.shape[1] * page if page else k.shape[1]
     shape = batch, queries, heads, dim, keys, k.shape[2], q.dtype, scale

@@ -506,7 +506,8 @@ def mla_decode(
 
     A call repeats bit for bit; the bits of a sequence depend on the lengths of all. Hopper
     (sm_90a). Returns [batch, queries, heads, value_dim] of the caller's kind of array, or (that,
-    lse). TypeError, ValueError for other dtypes and shapes, NotImplementedError for other dims.
+    lse). TypeError, ValueError for other dtypes and shapes, NotImplementedError for other dims
+    and negative scales.
     """
     _check(q, cache, value_dim)
     check_batch("mla_decode", q)
@@ -523,6 +524,10 @@ def mla_decode(
             f"mla_decode: an MlaConfig has a block of 32 or 64 and stages from 0; got {config}"
         )
     scale = scale_of("mla_decode", scale, dim)
+    if scale < 0:
+        raise NotImplementedError(
+            f"mla_decode: scale must not be negative, got {scale}; negate q and scale"
+        )
     page = 0 if page_table is None else cache.shape[1]
     keys = page_table.shape[1] * page if page else cache.shape[1]
     given = kv_lengths is not None, page, bool(causal) and queries > 1

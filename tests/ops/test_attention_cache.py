@@ -78,6 +78,8 @@ def check(rng, interpret, shape, dtypes, scales=(0, 0, 0), page=0, kv_lengths=No
         if dims:
             unit = np.float32(1 / 30 if x.dtype == np.int8 else 1)
             scale = rng.uniform(0.5, 1.5, (batch, x.shape[2])[2 - dims :]).astype(np.float32) * unit
+            if n == "k" and scale.size > 1:
+                scale.flat[0] = 0  # of a head without keys other than 0
             named[f"{n}_scale"] = scale
             wide[-1] = wide[-1] * np.broadcast_to(scale, (batch, x.shape[2]))[:, None, :, None]
     seen = kv_lengths or [keys] * batch, q_lengths or [queries] * batch

@@ -36,7 +36,7 @@ def expected(
             seen = np.broadcast_to(tree, (batch, queries, queries))[b][:, np.maximum(own, 0)]
             hidden |= (own >= 0) & ~seen
         for h in range(heads):
-            s = q[b, :, h] @ k[b, :n, h // group].T * (scale or dim**-0.5)
+            s = q[b, :, h] @ k[b, :n, h // group].T * (dim**-0.5 if scale is None else scale)
             s = softcap * np.tanh(s / softcap) if softcap else s
             e = np.where(hidden, 0, np.exp(s))
             total = e.sum(1) + (0 if sinks is None else np.exp(np.float64(sinks[h])))
@@ -212,6 +212,8 @@ def test_configurations(rng, monkeypatch, config, interpret):
         {"window": (40, 1)},
         {"window": (None, 0), "softcap": 2.0},
         {"softcap": 3.0, "scale": 0.3},
+        {"scale": -0.3},
+        {"scale": 0.0},
     ],
     ids=str,
 )

@@ -45,6 +45,8 @@ CASES = {  # batch, queries, heads, head_dim, keys, kv_heads; options; bias: whi
             "cu": ([0, 60, 130], [0, 70, 200]),
         },
     ),
+    "negative scale": ((1, 70, 2, 64, 90, 1), {"scale": -0.4, "causal": True}),
+    "scale of 0": ((1, 70, 2, 64, 90, 1), {"scale": 0.0}),
     "256": ((1, 70, 2, 256, 200, 1), {}),
     "256, causal": ((1, 200, 1, 256, 150, 1), {"causal": True}),
     "256, more": ((1, 130, 1, 256, 100, 1), {"softcap": 2.0, "bias": (0, 1, 1, 1)}),
@@ -66,14 +68,15 @@ def visible(queries, keys, cu, causal, window, bottom_right):
 
 
 def reference(grad, q, k, v, *, causal=False, window=None, bottom_right=False, softcap=None,
-              bias=None, cu=None, dropout=0.0, seed=None, given=None):  # fmt: skip
+              bias=None, cu=None, dropout=0.0, seed=None, given=None, scale=None):  # fmt: skip
     """(o, lse, [dq, dk, dv, dbias]) in float64. given: o as the gradients are given it, rounded:
     rows that see one key have a gradient of q that is the difference of o and one value."""
     grad, q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (grad, q, k, v))
     (batch, heads, queries, dim), keys = q.shape, k.shape[2]
     group = heads // k.shape[1]
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    s, slope = q @ k.swapaxes(-1, -2) * dim**-0.5, 1.0
+    scale = dim**-0.5 if scale is None else scale
+    s, slope = q @ k.swapaxes(-1, -2) * scale, 1.0
     if softcap:
         t = np.tanh(s / softcap)
         s, slope = softcap * t, 1 - t * t
@@ -90,7 +93,7 @@ def reference(grad, q, k, v, *, causal=False, window=None, bottom_right=False, s
     o = (p * keep) @ v
     used = o if given is None else given.astype(np.float64).transpose(0, 2, 1, 3)
     ds = p * (keep * (grad @ v.swapaxes(-1, -2)) - (grad * used).sum(-1, keepdims=True))
-    db, ds = ds, ds * slope * dim**-0.5
+    db, ds = ds, ds * slope * scale
     dk, dv = ds.swapaxes(-1, -2) @ q, (p * keep).swapaxes(-1, -2) @ grad
     dk, dv = (x.reshape(batch, -1, group, keys, dim).sum(2) for x in (dk, dv))
     found = [x.transpose(0, 2, 1, 3) for x in (ds @ k, dk, dv)]

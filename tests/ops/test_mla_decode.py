@@ -121,6 +121,7 @@ def test_errors():
     call(TypeError, "must be an MlaConfig", config=64)
     call(TypeError, "both be float16", cache=cache.astype(np.float32))
     call(NotImplementedError, "of 128 up to 512", value_dim=64)
+    call(NotImplementedError, "must not be negative, got -1.0; negate q", scale=-1.0)
     call(NotImplementedError, "at least 16", cache=cache[:, :8].copy(), page_table=table)
 
 
