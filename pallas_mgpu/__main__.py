@@ -5,6 +5,7 @@ and what to use instead. ``explain file.py:kernel`` predicts how long a kernel t
 it; ``explain --help`` says more."""
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -56,9 +57,12 @@ def info():
 def cache(action):
     """Print the size of the compile cache on disk, or empty it; exit status 1 if that failed."""
     folder = Path(_core.system_info()["cache_dir"])
-    patterns = ("*.cubin", "tmp-*", "failures/*.pickle")
+    patterns = ("*.cubin", "tmp-*", "failures/*.pickle", "autotune/*")
     entries = [entry for pattern in patterns for entry in folder.glob(pattern)]
-    size = sum(entry.stat().st_size for entry in entries)
+    size = 0
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+            size += entry.stat().st_size
     what = f"{len(entries)} entries, {size / 2**20:.1f} MiB, in {folder}"
     if action == "size":
         print(what)

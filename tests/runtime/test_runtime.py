@@ -421,9 +421,12 @@ def test_cache_command(cache, capsys):
 
     compile_one(), compile_one(256)
     (cache / "other").write_text("not ours")
-    assert main(["cache"]) == 0 and "2 entries" in capsys.readouterr().out
-    assert main(["cache", "clear"]) == 0 and "removed 2 entries" in capsys.readouterr().out
-    assert [entry.name for entry in cache.iterdir()] == ["other"]
+    (cache / "autotune").mkdir()
+    (cache / "autotune" / "choice.json").write_text("{}")
+    (cache / "gone.cubin").symlink_to("what another process has removed")
+    assert main(["cache"]) == 0 and "4 entries" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0 and "removed 4 entries" in capsys.readouterr().out
+    assert {entry.name for entry in cache.iterdir()} == {"other", "autotune"}
     assert main(["cache", "size"]) == 0 and "0 entries" in capsys.readouterr().out
     assert not compile_one()[0]["from_disk"]
     with pytest.raises(SystemExit):
