@@ -131,7 +131,10 @@ def of_timing(t):
 
 def read(path):
     """The dict of a file. ValueError if it is none of these."""
-    data = json.loads(Path(path).read_text())
+    try:
+        data = json.loads(Path(path).read_text())
+    except ValueError:
+        data = None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{path} is no file of benchmarks/results.py, format {FORMAT}")
     return data
