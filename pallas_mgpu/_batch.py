@@ -12,12 +12,11 @@ import threading
 import numpy as np
 
 from . import _core, tree
-from ._caches import cached
 from ._family import chosen
-from ._names import accepts, show
-from ._types import ShapeDtypeStruct, itemsize_bits
+from ._names import accepts, later, show
+from ._types import itemsize_bits
 
-_TILE = 4096  # elements that a block repeats
+_repeating = later("_repeat", "repeating")
 
 
 class _PerLeaf(tuple):
@@ -268,29 +267,6 @@ def _repeated(x, size, at=0):
         return np.repeat(np.expand_dims(x, at), size, at)
     before = x.axis <= at
     return Batched(_repeated(x.value, size, at + before), x.axis + (not before), x.level)
-
-
-@cached
-def _repeating(shape, dtype):
-    """Kernel: copies of an array, along the first dim of the result."""
-    from . import kernel, lax, pl
-
-    total = math.prod(shape[1:])
-    tile = min(total, _TILE)
-
-    def body(x, out):
-        n, start = lax.axis_index("element"), lax.axis_index("tile") * tile
-        # the last tiles begin earlier where they do not come out even
-        at = pl.ds(lax.select(start > total - tile, total - tile, start), tile)
-        out.reshape((shape[0], total))[n, at] = x.reshape((total,))[at]
-
-    return kernel(
-        body,
-        out_type=ShapeDtypeStruct(shape, dtype),
-        grid=(shape[0], -(-total // tile)),
-        grid_names=("element", "tile"),
-        kernel_name="repeating",
-    )
 
 
 @accepts()
