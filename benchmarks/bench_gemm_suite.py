@@ -32,6 +32,7 @@ from gemm_suite import parse, suite
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import MatmulConfig, matmul
+from pallas_mgpu.ops._common import compile_for
 from pallas_mgpu.ops._matmul_choice import (
     Rates,
     candidates,
@@ -42,7 +43,6 @@ from pallas_mgpu.ops._matmul_choice import (
     rates_of,
     wide_candidates,
 )
-from pallas_mgpu.ops._slices import Sliced
 
 # of the error, relative in the norm; sums of 8-bit products have 14 bits, as torch's here
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4, "float8_e4m3fn": 6e-3}
@@ -85,12 +85,7 @@ def compile_one(job):
         scales = [scale, scale] if gemm.dtype.startswith("float8") else []
         given = dict(zip(("scale_a", "scale_b"), scales))
         kernel = matmul.kernel(*specs, **given, **options(gemm, config))
-        if isinstance(kernel, Sliced):
-            kernel.slicing.lower(*specs).resources()
-            sums = plgpu.ShapeDtypeStruct(kernel.shape, kernel.x.sums)
-            kernel.adding.lower(sums, *scales).resources()
-        elif hasattr(kernel, "lower"):  # copies to padded rows: when they are called
-            kernel.lower(*specs, *scales).resources()
+        compile_for(kernel, [*specs, *scales])
     except Exception as e:  # noqa: BLE001 - shown, the others are still compiled
         return f"{gemm.text} {config}: {type(e).__name__}: {str(e)[:200]}"
     return None

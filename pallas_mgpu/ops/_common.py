@@ -10,6 +10,8 @@ A *tile scheduler* tells a block which tiles of the result are its own, the prod
 consumers alike: `StaticTiles` deals them out before the launch. The *epilogue* of a tile takes the
 result to global memory through buffers in shared memory, by TMA."""
 
+import copy
+import functools
 import math
 
 import pallas_mgpu as plgpu
@@ -104,6 +106,34 @@ class SeveralKernels:
             "lower: the choice for these operands consists of several kernels; give config= one"
             " that needs a single kernel, as MatmulConfig(slices=1), or lower them one by one"
         )
+
+    def compile(self, *operands):
+        """Runs a call with descriptions of the operands, in which kernels are compiled only.
+        Returns those of the results. NotImplementedError where other functions are called."""
+        dry = copy.copy(self)
+        vars(dry).update((name, _compiling(value)) for name, value in vars(self).items())
+        return dry(*operands)
+
+
+def _compiling(value):
+    """In the place of a kernel, or of a function of several, what compiles it."""
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(map(_compiling, value))
+    if isinstance(value, (functools.partial, _core.Family, _core.Reshaped)):
+        raise NotImplementedError("compile: the kernels depend on the arrays of the call")
+    if isinstance(value, SeveralKernels) or hasattr(value, "definition"):
+        return lambda *operands, out=None, stream=None: compile_for(value, operands)
+    return value
+
+
+def compile_for(kernel, operands):
+    """Compiles what a call with such operands runs, for the cache on disk, which calls read.
+    operands: descriptions, without sizes of the call. Returns those of the results."""
+    if isinstance(kernel, SeveralKernels):
+        return kernel.compile(*operands)
+    kernel.lower(*operands).resources()
+    outs = kernel.definition.outs
+    return tuple(outs) if len(outs) > 1 else outs[0]
 
 
 class WarpSpecialized:

@@ -175,6 +175,7 @@ _COLD = 64 << 20  # bytes of weights
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
 _SWAPPED = 128  # most rows of A that become columns of one tile
 _PADDING = 1.08  # rows of several such tiles, as a multiple of A's
+_FEW = 32  # rows of A up to which tiles of 64 are mostly empty
 _NARROWEST = 72  # fewest rows of one
 _MEDIUM = 1024  # rows of A up to which there are more such tiles than the fewest and two
 
@@ -199,7 +200,7 @@ def _families(m, n, k, sms, in_bytes, blocks, tb, swaps, grain):
     step = 128 // in_bytes
     if m <= min(swaps, _SWAPPED) and not blocks:
         yield from _swapped(m, n, k, sms, in_bytes)
-    more = _even_tiles(m, n, sms) if tb and in_bytes <= 2 and m > _SWAPPED and not blocks else ()
+    more = _even_tiles(m, n, sms) if tb and in_bytes <= 2 and m > _FEW and not blocks else ()
     for consumers, tile_n in (*_TILES, *more):
         if m <= 64 * (consumers - 1) or tile_n >= max(2 * n, 64):
             continue
@@ -425,6 +426,9 @@ class Rates(NamedTuple):
         1  # those of B are as many times as dear where tiles of other blocks need the same
     )
     apart: float = 1  # the same where blocks share those of A instead
+    beside: float = 1  # the same of single blocks next to those that need the same
+    echo: float = 0  # of half of what these request, the part that does not count
+    tied: float = 0  # cycles of a step of pairs that share few bytes, as far as they do not
     heat: float = 2500  # bytes that are read from and written to shared memory, the same
     # cycles of a tile
     epilogue: float = 57
@@ -463,8 +467,9 @@ _RATES = Rates()
 # The same for more than 128 rows, from times of 148 products on three H100s
 _MANY_ROWS = Rates(
     smem=152.3, wide=7526, fetch=8000, intake=69.5, way=(250, 346), latency=2300, together=266,
-    weights=74.9e3, rows=379e3, lone=2.71, apart=2.49, heat=2245, loop=0.921, tall=8.48, split=3000,
-    exchange=7, part=11.3, uneven=1.28, cluster=1129, start=1275, second=1918, sums=1641,
+    weights=74.9e3, rows=379e3, lone=2.71, apart=2.49, beside=1.3, echo=0.6, tied=15, heat=2245,
+    loop=0.921, tall=8.48, split=3000, exchange=7, part=11.3, uneven=1.28, cluster=1129, start=1275,
+    second=1918, sums=1641,
 )  # fmt: skip
 
 
@@ -494,7 +499,10 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False
     far = rates.far if slot < 32768 else rates.wide
     l2 = min(rates.l2, far * max(1, rates.near / ((m * k + k * n) * in_bytes)))
     tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / l2
-    l2 = max(l2, fetched * active / rates.fetch)
+    # single blocks next to others with the same weights, which are launched together
+    beside = cfg.swapped and p.cluster == cfg.group == cfg.slices == 1 < p.tiles_n
+    requested = fetched - (beside and rates.echo * p.rows / 2 * line)
+    l2 = max(l2, requested * active / rates.fetch)
     # lines of the L2: a part of a row that begins anywhere has two; here sharing does help
     lines = fetched + misaligned[0] * p.rows / cfg.cluster_n * line
     lines += misaligned[1] * p.cols / cfg.cluster * line
@@ -518,11 +526,14 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False
     if cfg.cluster * cfg.cluster_n > sharing:
         dear = rates.apart
     elif sharing == 1 < sharers:
-        dear = rates.lone
+        dear = rates.beside if beside else rates.lone
     dear = 1 + (dear - 1) * min(1, _FEW_SHARERS / sharers)
+    weak = cfg.swapped and cfg.cluster_n > 1 == cfg.group and p.rows < 0.8 * p.cols
+    tied = rates.tied if weak else 0
     step = (
         max(max(tensor, smem / rates.smem) * loop, l2, way, latency)
         + rates.step
+        + tied
         + smem / rates.heat
         + weights * dear * active / rates.weights
         + (fetched - weights) * active / rates.rows

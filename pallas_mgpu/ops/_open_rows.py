@@ -18,7 +18,7 @@ from pallas_mgpu import _core, _sizes
 from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
-from ._common import SeveralKernels
+from ._common import compile_for
 
 STATIC = 3  # numbers of rows with a program of their own, for each kind of product
 # A bucket ends at an edge: the rows of one or two tiles, then four times as many; the last one has
@@ -176,14 +176,12 @@ def own_program(make):
                 _questions.exact = False
             given = [x for x in (*operands, *options.values()) if isinstance(x, plgpu.ArrayInfo)]
             if given[0].device is not None:
-                compiled = getattr(kernel, "compile", None)
-                if compiled:
-                    compiled(*given)
-                elif isinstance(kernel, SeveralKernels):  # which a call would have to compile
-                    return None
-                else:
-                    kernel.lower(*given).resources()  # for the cache on disk, which calls read
-            settle(*asked[0])
+                try:
+                    compile_for(kernel, given)
+                except NotImplementedError:
+                    return None  # a call would have to compile
+            for kind, m in asked:
+                settle(kind, m)
             return kernel
 
         return make_own

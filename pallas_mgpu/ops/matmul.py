@@ -47,6 +47,7 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     applied,
+    compile_for,
     dtype_of,
     overlap_launches,
     store,
@@ -66,7 +67,7 @@ from ._matmul_choice import (
     rates_of,
 )
 from ._open_rows import may_settle, own_program, rows_of, settle
-from ._padding import needs_padding, padding_of, with_padding
+from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
 from ._shares import Parts, SharedTiles, Work
@@ -76,6 +77,7 @@ from ._warp_mma import MmaConfig
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FP4 = jnp.dtype(_block_scaled.FP4)
 _PRECISIONS = ("bf16x3", "tf32")  # of float32
+_PARTED = 512  # most rows of an open product whose tiles are copied in several parts
 
 
 class Product(NamedTuple):
@@ -131,11 +133,27 @@ class Product(NamedTuple):
         )
 
 
+def _parts(extent, size, blocks, sharers, grain):
+    """What a tile is copied in: triples of the first row, or column, how many of them, and whether
+    they may all be beyond the array. extent: of that; size: of the tile; blocks: of a cluster that
+    have tiles side by side; sharers: that copy a part together; grain: of what a block copies."""
+    grain *= sharers
+    if isinstance(extent, plgpu.Dim):
+        few = _sizes.most(extent) <= _PARTED
+        height = next((size // n for n in (4, 3, 2) if few and size % (n * grain) == 0), size)
+        return [(first, height, True) for first in range(0, size, height)]
+    outside = pl.cdiv(extent, size) % blocks > 0
+    cut = pl.cdiv(extent % size, grain) * grain
+    if cut in (0, size) or cut > size or size % grain:
+        return [(0, size, outside)]
+    return [(0, cut, outside), (cut, size - cut, True)]
+
+
 class _KernelPlan(Plan):
     """The same for a kernel, and what else its blocks need to know."""
 
-    def __init__(self, x, cfg, sms):
-        """x: a Product."""
+    def __init__(self, x, cfg, sms, clips=False):
+        """x: a Product. clips: what is beyond the arrays is not fetched."""
         in_bytes, along = x.dtypes[0].itemsize, 2
         if in_bytes == 1:
             along = x.bias_dtype.itemsize if x.bias_dtype is not None else 0
@@ -164,6 +182,13 @@ class _KernelPlan(Plan):
         # parts in that layout would need another one beside what goes along rows or columns
         along = x.bias_dtype is not None or "each" in x.forms
         self.by_chunks = cfg.split > 1 and self.sent < 64 and along and not x.swapped
+        # rows come in groups of 8 in a slot, columns in chunks of 128 bytes
+        chunk, clips = 128 // in_bytes, clips and not x.accumulate
+        of_a = x.m, self.rows, cfg.cluster, cfg.cluster_n, chunk if x.ta else 8
+        of_b = x.n, self.cols, cfg.cluster_n, cfg.cluster, 8 if x.tb else chunk
+        self.parts_a, self.parts_b = (
+            _parts(*of) if clips else [(0, of[1], False)] for of in (of_a, of_b)
+        )
         # slots after the steps of a tile, for what the product is added to
         self.there = self.chunks if x.accumulate else 0
 
@@ -201,7 +226,9 @@ class _KernelPlan(Plan):
             vectors += 1
             found["scale_smem"] = plgpu.SMEM((self.consumers, self.width), jnp.float32)
         shared = [axis for axis in ("cm", "cn") if axis in self.axes]
-        found |= Ring.barriers(self.stages, 2, self.consumers, shared)
+        found |= Ring.barriers(
+            self.stages, len(self.parts_a + self.parts_b), self.consumers, shared
+        )
         if self.shares:
             tile = self.consumers, self.height, self.cols
             found["parts"] = Parts.scratch(self.shares, self.cluster, *tile, x.sums)
@@ -320,10 +347,9 @@ class _Block(WarpSpecialized):
         in step s before all else."""
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         steps = t.steps if isinstance(t, Work) else p.steps
-        along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
         place = self.order(it0, backwards, t)
         if x.accumulate:
-            plgpu.async_prefetch(self.o.at[along_m, along_n])
+            plgpu.async_prefetch(self.o.at[pl.ds(row, p.rows), pl.ds(col, p.cols)])
 
         def fetch(s, _):
             it = it0 + s
@@ -332,21 +358,40 @@ class _Block(WarpSpecialized):
             if before:
                 before(s)
             ring.acquire(it)
-            for axis, smem, tiles in (
-                ("cn", self.a_smem, [(h, self.tile_of_a(a, along_m, k)) for h, a in sources]),
-                ("cm", self.b_smem, self.tiles_of_b(along_n, k)),
-            ):
-                for holds, tile in tiles:
-
-                    def copy(tile=tile, smem=smem, axis=axis):
-                        shared = axis if axis in p.axes else None
-                        full = self.full.at[slot]
-                        plgpu.copy_gmem_to_smem(tile, smem.at[slot], full, collective_axes=shared)
-
-                    pl.when(holds)(copy)
+            for part, along, exists in self.parts_at(p.parts_a, row, x.m, it):
+                at = (slot, *(slice(None),) * x.ta, part)
+                for holds, a in sources:
+                    tile = self.tile_of_a(a, along, k)
+                    self.copy(holds, tile, self.a_smem.at[at], slot, "cn", exists)
+            for part, along, exists in self.parts_at(p.parts_b, col, x.n, it):
+                at = (slot, *(slice(None),) * (not x.tb), part)
+                for holds, tile in self.tiles_of_b(along, k):
+                    self.copy(holds, tile, self.b_smem.at[at], slot, "cm", exists)
 
         lax.fori_loop(0, steps, fetch, None)
         return it0 + steps
+
+    def parts_at(self, parts, start, extent, it):
+        """For each part of a tile that begins there: its place in the slot and in the array, and
+        whether it is copied in step `it`. Beyond the array nothing is, but the first time that a
+        slot is filled: the first part of the array, so that no memory stays undefined. TMA would
+        fill it with zeros, which takes it longer."""
+        for first, size, checked in parts:
+            begin, exists = start + first, None
+            if checked:
+                inside = begin < extent
+                begin, exists = lax.select(inside, begin, 0), inside | (it < self.plan.stages)
+            yield pl.ds(first, size), pl.ds(begin, size), exists
+
+    def copy(self, holds, tile, to, slot, axis, exists):
+        """A part of a tile into a slot, by all blocks along an axis of the cluster."""
+
+        def start():
+            axes = axis if axis in self.plan.axes else None
+            full = self.full.at[slot]
+            plgpu.copy_gmem_to_smem(tile, to, full, collective_axes=axes, predicate=exists)
+
+        pl.when(holds)(start)
 
     def tile_of_a(self, a, along_m, k):
         """The tile of A that begins at k."""
@@ -644,7 +689,7 @@ def _kernel(x, cfg, sms, interpret, scales=()):
         # the result is rounded more coarsely; of a function of the caller nothing is known
         options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
     x = x.transposed() if cfg.swapped else x
-    plan = _KernelPlan(x, cfg, sms)
+    plan = _KernelPlan(x, cfg, sms, clips=True)
 
     def body(a, b, *refs, **scratch):
         overlap_launches()
@@ -808,7 +853,7 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
     m, k = x.m, x.k
     if _may_leave_open(x, config):
-        rows, m = rows_of(_kind(x, a, invariant, interpret), x.m)
+        rows, m = rows_of(_kind(x, a, invariant, interpret), x.m, _EDGES)
         x = x._replace(m=rows)
     elif _may_leave_k_open(x, config):
         depth, k = rows_of((*_kind(x._replace(k=0), a, invariant, interpret), x.m), x.k)
@@ -948,7 +993,9 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     return with_padding(product, pads)
 
 
-_K_MAJOR_EDGES = (1, 16, 64, 128, 256, 512, 1024, 1 << 22)  # few rows matter most
+# edges of the buckets of rows
+_EDGES = 2, 64, 128, 256, 384, 512, 1024, 1 << 22
+_K_MAJOR_EDGES = 1, 32, 64, 128, 256, 384, 512, 1024, 1 << 22
 
 
 def _choose_k_major(x, a, invariant, sms, interpret):
@@ -1234,7 +1281,7 @@ def _own_program(a, b, **options):
     promised = options["deterministic"] or options["batch_invariant"] or options["return_product"]
     if promised or options["accumulate"] or max(a.ndim, b.ndim) > 2:
         return None
-    if a.dtype.itemsize != 2:
+    if a.dtype.itemsize != 2 or ta:
         return own_program(matmul.__wrapped__)(a, b, **options)
     if _tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device):
         return None
@@ -1242,9 +1289,7 @@ def _own_program(a, b, **options):
     kind, interpret = _kind(x, a, False, options["interpret"]), options["interpret"]
     if not (_may_leave_open(x, options["config"]) and may_settle(kind)):
         return None
-    if needs_padding(a) or needs_padding(b):
-        return None  # several kernels, which a call would have to compile
-    rows, typical = rows_of(kind, x.m)
+    rows, typical = rows_of(kind, x.m, _EDGES)
     sms = plgpu.sm_count(a.device)
     if isinstance(rows, int) or _time_of(x, typical, sms, True) < _GAIN * _time_of(x, x.m, sms):
         return None
@@ -1254,7 +1299,7 @@ def _own_program(a, b, **options):
             x, a, b, choose(x.m, x.n, x.k, sms, x.ta, x.tb), False, sms, interpret
         )
         if a.device is not None:
-            _compile(product, [a, b] if options["bias"] is None else [a, b, options["bias"]])
+            compile_for(product, [a, b] if options["bias"] is None else [a, b, options["bias"]])
         settle(kind, x.m)
         return product
 
@@ -1268,17 +1313,6 @@ def _time_of(x, m, sms, is_open=False):
     if isinstance(config, FewRowsConfig):
         return 0  # no estimate; these are never left open
     return cycles(x.m, x.n, x.k, config, sms, rates=rates_of(x.m), misaligned=misaligned)
-
-
-def _compile(product, operands):
-    """All kernels of a product, for the cache on disk, from which calls take them."""
-    if isinstance(product, _slices.Sliced):
-        first, second = product.operands(*operands)
-        product.slicing.lower(*first).resources()
-        sums = plgpu.ShapeDtypeStruct(product.shape, product.x.sums)
-        product.adding.lower(sums, *second).resources()
-    else:
-        product.lower(*operands).resources()
 
 
 matmul.maker.better = _own_program  # type: ignore[attr-defined]  # not public

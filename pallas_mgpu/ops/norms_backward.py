@@ -515,12 +515,6 @@ class Chain(SeveralKernels):
             x = kernel(x, stream=stream)
         return self.kernels[-1](x, out=out, stream=stream)
 
-    def compile(self, x):
-        """For the cache on disk, which calls read. x: the type of the operand."""
-        for kernel in self.kernels:
-            kernel.lower(x).resources()
-            x = kernel.definition.outs[0]
-
 
 def sums_of_rows(
     rows, n, dtype, out_dtype, sms, interpret, cols=None, typical=None, of_views=False
@@ -558,12 +552,6 @@ class WithSums(SeveralKernels):
         found, *partial = self.kernel(*operands, stream=stream)
         added = [f(s, stream=stream) for f, s in zip(self.sums, partial)]
         return (found, *(added[0] if isinstance(added[0], tuple) else added))
-
-    def compile(self, *operands):
-        """As of `Chain`."""
-        for f, partial in zip(self.sums, self.kernel.definition.outs[1:]):
-            (f if isinstance(f, Chain) else Chain(f)).compile(partial)
-        self.kernel.lower(*operands).resources()
 
 
 # ---- the functions ------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops
 from pallas_mgpu.ops import _open_rows
+from pallas_mgpu.ops._common import compile_for
+from pallas_mgpu.ops._padding import Padded
 from pallas_mgpu.ops.gated_matmul import input_gradient, weight_gradient
 
 
@@ -84,7 +86,7 @@ def products(rows, n, k, **options):
 
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_results_of_all_buckets(transpose_b):
-    rows = (6, 63, 64, 65, 127, 129, 256, 257, 600, 1023, 1025, 2048, 2049, 3000)
+    rows = (6, 63, 64, 65, 127, 129, 256, 257, 400, 600, 1023, 1025, 2049, 3000)
     _, programs = products(rows, 72, 136, transpose_b=transpose_b, interpret=True)
     assert programs == 7
 
@@ -289,6 +291,22 @@ def test_nvrtc_compiles_it(m):
     lowered = ops.matmul.kernel(*args).lower(*args)
     assert re.search(r"const i32 (M|size_\d+)", lowered.as_text("cuda")) or m == 50
     assert lowered.cubin()
+
+
+def test_several_kernels_are_compiled_without_arrays():
+    """As the thread does that makes a program of its own."""
+    a, b = (plgpu.ShapeDtypeStruct((m, 4112), float8_e4m3fn) for m in (21, 40))
+    wide = plgpu.ShapeDtypeStruct(b.shape[::-1], b.dtype)
+    scale = plgpu.ShapeDtypeStruct((1, 40), np.float32)
+    config = ops.MatmulConfig(1, 64, cluster=1, step=128, slices=3)
+    sliced = ops.matmul.kernel(a, b, scale_b=scale, transpose_b=True, config=config)
+    padded = ops.matmul.kernel(a, wide, config=config._replace(slices=1))
+    assert compile_for(sliced, [a, b, scale]).shape == (21, 40)
+    assert compile_for(padded, [a, wide]).shape == (21, 40)
+    programs = (sliced.slicing, [a, b]), (padded.pads[1], [wide]), (padded.product, [a, b])
+    assert all(k.lower(*x).resources()["from_disk"] for k, x in programs)
+    with pytest.raises(NotImplementedError, match="depend on the arrays"):
+        compile_for(Padded(partial(ops.matmul), []), [a, b])
 
 
 @pytest.mark.gpu

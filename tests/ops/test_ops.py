@@ -321,7 +321,7 @@ def test_chosen_configurations():
             assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
     large = choose(8192, 8192, 8192)
     assert large.consumers * large.consumer_rows * large.tile_n == 128 * 256
-    assert choose(777, 3584, 3584).tile_n == 200  # 4 tiles with the rows of A as columns
+    assert choose(777, 3584, 3584).swapped  # several tiles with the rows of A as columns
     assert not choose(777, 3584, 3584, transpose_a=True).swapped
     assert not choose(777, 3584, 3584, is_open=True).swapped
     assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
@@ -361,6 +361,23 @@ def test_rows_as_columns_of_several_tiles(run, rng, dtype, monkeypatch):
         assert choose_k_major(m, n, k, 8, grain=16)[1::12] == (48, True)
         got = product(run, a, b, None, transpose_b=True)
         np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32).T)
+
+
+@pytest.mark.parametrize(
+    "config, m, n, k, transpose_b",
+    [
+        (C(1, 128, 2, 1, cluster_n=2), 70, 868, 256, True),  # 7 tiles of columns in pairs
+        (C(2, 64, 3, 2), 300, 130, 320, False),  # 3 tiles of rows in pairs
+        (C(2, 64, 2, 2, swapped=True), 70, 330, 256, False),
+        (C(1, 64, 2, 1, shares=2), 150, 330, 512, True),
+    ],
+    ids=str,
+)
+def test_tiles_beyond_the_arrays(run, rng, config, m, n, k, transpose_b):
+    """Parts of tiles, and whole ones of a cluster, that no operand has; more steps than slots."""
+    a, b = operands(rng, m, n, k, bf16, False, transpose_b)
+    got = product(run, a, b, None, transpose_b=transpose_b, config=config)
+    check(got, a, b, None, None, False, transpose_b)
 
 
 def test_wide_candidates():
