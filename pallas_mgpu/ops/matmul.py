@@ -994,7 +994,7 @@ def _k_major(x, operands, config, invariant, sms, interpret):
 
 
 # edges of the buckets of rows
-_EDGES = 2, 64, 128, 256, 384, 512, 1024, 1 << 22
+_EDGES = 2, 32, 64, 128, 256, 512, 1024, 1 << 22
 _K_MAJOR_EDGES = 1, 32, 64, 128, 256, 384, 512, 1024, 1 << 22
 
 
