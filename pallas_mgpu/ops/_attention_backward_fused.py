@@ -13,7 +13,8 @@ to call by rounding.
 
 When no tiles of keys are left for an SM, it gets one of the blocks behind theirs. These convert dQ,
 piece by piece from a counter, as the tiles of a head are done: what they wait for are blocks with
-lower numbers, which have started. Under vmap and in JAX a last kernel converts dQ.
+lower numbers, which have started. A last kernel converts dQ under vmap and in JAX, with lengths at
+run time, and where each SM has one tile at most: all heads are done at the end then.
 
 dQ of a step is multiplied in the next step, when both consumers have long stored dS, so that they
 need not keep in step. Where rows have 128 elements dV is multiplied before dS is computed, and dK
@@ -32,7 +33,7 @@ import functools
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes, lax, pl
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
@@ -50,7 +51,7 @@ from ._attention_backward_seven import (
     statistics,
     with_views,
 )
-from ._attention_scores import PLAIN, rows_in, scalar
+from ._attention_scores import PLAIN, rows_in
 from ._common import CountedTiles, SeveralKernels, overlap_launches, store, warp_specialized
 from ._open_rows import in_shapes
 
@@ -70,7 +71,7 @@ class FusedPlan(Plan):
         self.buffers = 4 if self.turns else 2
         self.products, self.chunks = self.clusters, pl.cdiv(x.queries, CONSUMERS * _CONVERTED)
         self.units = x.batch * x.heads * self.chunks
-        self.converters = _sizes.minimum(sms, self.units) if sms else 0
+        self.converters = min(sms, self.units) if sms else 0
         self.clusters += self.converters
 
     def scratch(self):
@@ -110,8 +111,7 @@ class _Fused(ByKeys):
     def consumer(self, me):
         super().consumer(me)
         if self.plan.converters:
-            # those before dK and dV, which are several boxes where batch entries end between tiles
-            plgpu.wait_smem_to_gmem(0 if self.x.whole else 2)
+            plgpu.wait_smem_to_gmem(2)  # those before dK and dV
             plgpu.semaphore_signal(self.done.at[self.b, self.head], memory_scope="gpu")
 
     def convert(self, number):
@@ -123,7 +123,7 @@ class _Fused(ByKeys):
         def piece(u, carry):
             head, chunk = u // p.chunks, u % p.chunks
             b, head = head // x.heads, head % x.heads
-            done, all_ = self.done.at[b, head // x.group], scalar(p.tiles * CONSUMERS)
+            done, all_ = self.done.at[b, head // x.group], p.tiles * CONSUMERS
             plgpu.semaphore_wait(done, all_, decrement=False, memory_scope="gpu")
             start = (chunk * CONSUMERS + me) * _CONVERTED
             angles = [self.refs[name] for name in ("cos", "sin")] if x.angles else []
@@ -409,9 +409,8 @@ class FusedKernels(SeveralKernels):
             lambda: seen(make(functional=True), (*operands, None), results)
         )
         if sms:
-            self.converting = seen(make(sms=sms), operands, (*results, "q"))
-            allocating = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
-            self.allocating_all = seen(allocating, before, (None, None, None, "k", "k", "q"))
+            self.converting = make(sms=sms)
+            self.allocating_all = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
         self.convert = seen(_converted(x, interpret), (None, "q"), ("q",))
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):

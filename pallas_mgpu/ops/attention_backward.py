@@ -24,6 +24,7 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import pl
 from pallas_mgpu._batch import Batched
 
 from . import (
@@ -37,7 +38,7 @@ from . import (
     _warp_mma,
 )
 from ._attention_backward_fused import FusedKernels
-from ._attention_backward_seven import kernel, statistics, with_views
+from ._attention_backward_seven import ROWS, kernel, statistics, with_views
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
 from ._open_rows import sizes_of
@@ -103,8 +104,8 @@ class Gradients(SeveralKernels):
         elif config.products == 5:
             of = _attention_backward_fused
             make = functools.partial(of.kernel, x, config, interpret)
-            # of any lengths, a last kernel is as fast or faster
-            self.fused = FusedKernels(x, make, interpret, 0 if x.is_open else sms, given)
+            apart = x.is_open or pl.cdiv(x.keys, ROWS) * x.kv_heads * x.batch <= sms
+            self.fused = FusedKernels(x, make, interpret, 0 if apart else sms, given)
         else:
             seen = functools.partial(with_views, given, x)
             self.statistics = seen(statistics(x, interpret), ("q", "q", "lse", "k"), (None, None))

@@ -151,6 +151,16 @@ def test_rows_after_the_last_sequence_mean_nothing(rng, dim, causal):
     np.testing.assert_array_equal(ops.attention(q, k, v, **how)[:, :201], want)
 
 
+@pytest.fixture
+def one_sm(monkeypatch):
+    """There are more tiles than SMs: blocks that have none convert dQ."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 1)
+    plgpu.clear_caches()
+    yield
+    plgpu.clear_caches()
+
+
+@pytest.mark.usefixtures("one_sm")
 @pytest.mark.parametrize("products", [7, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(rng, name, products, interpret=CHECKED):
@@ -186,6 +196,7 @@ def test_five_products_on_a_gpu(rng):
     test_five_products_in_bfloat16(rng, interpret=None)
 
 
+@pytest.mark.usefixtures("one_sm")
 @pytest.mark.long
 def test_five_products_in_bfloat16(rng, interpret=CHECKED):
     """Several blocks of keys add to dQ; results have the memory that is given."""
@@ -230,6 +241,7 @@ def test_no_spills():
             assert (used["spill_bytes"], used["remarks"]) == (0, ""), (options, used)
 
 
+@pytest.mark.usefixtures("one_sm")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["full", "causal", "groups", "window", "packed", "rotary"])
 def test_no_spills_of_five_products(dim, kind):
