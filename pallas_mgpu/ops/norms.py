@@ -70,7 +70,8 @@ class NormConfig(NamedTuple):
     ``spans``: bulk copies bring rows of the last axis to SMEM at whatever address they begin; a
     tile may have several rows of up to 2048 elements if neither blocks nor warpgroups share them.
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
-    columns.
+    columns. ``divided``: each part of columns comes and leaves by copies of its own, so that the
+    first ones are read while others are on their way.
     """
 
     height: int = 1
@@ -84,6 +85,7 @@ class NormConfig(NamedTuple):
     stream: bool = False
     spans: bool = False
     threads: int = 1
+    divided: bool = False
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -214,10 +216,11 @@ class _LayerNorm(_RMSNorm):
 class _Tile:
     """The block's part of a tile, as float32 parts. Built while tracing."""
 
-    def __init__(self, plan, read, valid, offset):
+    def __init__(self, plan, read, valid, offset, arrive):
+        """arrive(k) waits until part k can be read, once."""
         self.n, self.width, self.parts, self.axis = plan.n, plan.width, plan.parts, plan.axis
         self.shape, self.shared, self.layout = plan.part_shape, plan.segments > 1, plan.layout
-        self.read, self.valid = read, valid
+        self.read, self.valid, self.arrive = read, valid, arrive
         # masked accesses beyond the row need a start that is not known to lie there
         self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
         self.whole = plan.whole
@@ -237,7 +240,11 @@ class _Tile:
             valid = self.valid(0)
             return f(jnp.full(self.shape, start, jnp.float32), self.held, valid)
 
+        arrive, self.arrive = self.arrive, None
+
         def step(k, acc):
+            if arrive:
+                arrive(k)
             return f(acc, self.read(k), self.valid(k))
 
         return self.loop(step, jnp.full(self.shape, start, jnp.float32))
@@ -358,6 +365,7 @@ class _Plan:
         self.tiles = pl.cdiv(across, self.height)
         self.grid = self.tiles * (outer if columns else 1)
         self.staged = cfg.staged
+        self.copies = self.parts if cfg.divided else 1  # of a segment, to SMEM
 
     def scratch(self, x):
         columns, threads = self.axis == 0, self.threads
@@ -371,7 +379,7 @@ class _Plan:
             of_each = (self.height,) if columns else ()
             found["stats"] = plgpu.SMEM((self.segments, 2, *of_each), jnp.float32)
         if self.staged:
-            found["full"] = plgpu.Barrier(num_barriers=threads)
+            found["full"] = plgpu.Barrier(num_barriers=threads * self.copies)
         if self.segments > 1:
             stores = x.op().numbers if columns and self.cluster > 1 else 1  # of a segment
             found["arrived"] = plgpu.Barrier(num_arrivals=self.segments * stores)
@@ -427,29 +435,39 @@ class _Block:
         self.segment = rank * plan.threads + thread
         self.offset = self.segment * plan.width
         if plan.staged:
-            self.full = self.full.at[thread]
+            self.full = self.full.at[pl.ds(thread * plan.copies, plan.copies)]
             self.x_smem, self.o_smem = (b.at[thread] for b in (self.x_smem, self.o_smem))
         self.across = (self.t if rows else self.t % plan.tiles) * plan.height
 
     def run(self):
         p = self.plan
-        if p.staged:
+        if p.copies > 1:
+            for k in range(p.copies):
+                here = self.x_smem.at[self.part(k)]
+                plgpu.copy_gmem_to_smem(self.x.at[self.place(k)], here, self.full.at[k])
+        elif p.staged:
             where = (pl.ds(self.across, p.height), pl.ds(self.offset, p.width))
             if not self.rows:
                 where = (self.t // p.tiles, *reversed(where))
-            plgpu.copy_gmem_to_smem(self.x.at[where], self.x_smem, self.full)
-            plgpu.barrier_wait(self.full)
-        tile = _Tile(p, self.read, self.inside, self.offset)
+            plgpu.copy_gmem_to_smem(self.x.at[where], self.x_smem, self.full.at[0])
+            plgpu.barrier_wait(self.full.at[0])
+        tile = _Tile(p, self.read, self.inside, self.offset, self.arrive)
         mine = self.op.local(tile)
         if p.segments > 1:
             self.op.joined(tile, self.exchange(mine))
         else:
             self.op.alone(tile, *mine)
         tile.loop(lambda k, _: self.write(tile, k), None)
-        if p.staged:
+        if p.staged and p.copies == 1:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self.o_smem, self.o.at[where])
+        if p.staged:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def arrive(self, k):
+        """Waits for part k, before it is read for the first time."""
+        if self.plan.copies > 1:
+            plgpu.barrier_wait(self.full.at[k])
 
     def exchange(self, mine):
         """The statistics of all segments of the row, or of the columns."""
@@ -530,6 +548,9 @@ class _Block:
         value = self.weighted(self.op.result(tile, value), k).astype(x.out_dtype)
         if p.staged:
             self.o_smem[self.part(k)] = value
+            if p.copies > 1:
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(self.o_smem.at[self.part(k)], self.o.at[self.place(k)])
             return
         keep, at = self.mask(k), self.place(k, x.aligned[-1])
         if keep is None:
@@ -861,10 +882,12 @@ def _by_ring(problem, config, sms, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads = config
-    if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs, unroll) < 0:
+    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads, divided = (
+        config
+    )
+    if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
-            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part,"
+            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4, 8 or 16, and a part,"
             f" ring, programs and unroll from 0, got {config}"
         )
     if ring and consumers not in (1, 2, 3):
@@ -884,6 +907,10 @@ def _check(name, config, inner, by_tma):
         raise ValueError(
             f"{name}: threads are 1 to 8; more than 1 share rows with spans=True, or columns with"
             f" staged=True, got {config}"
+        )
+    if divided and (inner == 1 or not staged or not part):
+        raise ValueError(
+            f"{name}: divided=True is for columns, with staged=True and a part, got {config}"
         )
     several = cluster > 1 and height > 1 and inner == 1 and not spans
     if several or ring and (height > 1 or inner > 1):
