@@ -233,6 +233,10 @@ class _Tile:
             mine = jnp.clip(plan.n - offset, 1, plan.width)
             self.share = 1 / mine.astype(jnp.float32)
         self.held = read(0) if plan.parts == 1 else None
+        self.divided, self.part = plan.copies > 1, plan.part
+        if self.divided:  # parts without a mask, and all
+            mine = jnp.clip(plan.n - offset, 0, plan.width)
+            self.there = mine // plan.part, pl.cdiv(mine, plan.part)
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts."""
@@ -242,19 +246,24 @@ class _Tile:
 
         arrive, self.arrive = self.arrive, None
 
-        def step(k, acc):
+        def step(k, acc, masked):
             if arrive:
                 arrive(k)
-            return f(acc, self.read(k), self.valid(k))
+            return f(acc, self.read(k, masked), self.valid(k, masked))
 
         return self.loop(step, jnp.full(self.shape, start, jnp.float32))
 
     def loop(self, step, carry):
-        first = self.whole if self.rolled else 0  # after a loop
+        """carry = step(k, carry, may part k need a mask) over the parts."""
+        if self.divided:
+            whole, all_of_them = self.there
+            carry = lax.fori_loop(0, whole, lambda k, acc: step(k, acc, False), carry)
+            return lax.fori_loop(whole, all_of_them, lambda k, acc: step(k, acc, True), carry)
+        first, masked = self.whole if self.rolled else 0, self.whole == self.parts  # after a loop
         if first:
-            carry = lax.fori_loop(0, first, step, carry)
+            carry = lax.fori_loop(0, first, lambda k, acc: step(k, acc, masked), carry)
         for k in range(first, self.parts):
-            carry = step(k, carry)
+            carry = step(k, carry, True)
         return carry
 
     def most(self, x):
@@ -442,9 +451,12 @@ class _Block:
     def run(self):
         p = self.plan
         if p.copies > 1:
-            for k in range(p.copies):
+
+            def load(k, _):
                 here = self.x_smem.at[self.part(k)]
                 plgpu.copy_gmem_to_smem(self.x.at[self.place(k)], here, self.full.at[k])
+
+            lax.fori_loop(0, pl.cdiv(jnp.clip(p.n - self.offset, 0, p.width), p.part), load, None)
         elif p.staged:
             where = (pl.ds(self.across, p.height), pl.ds(self.offset, p.width))
             if not self.rows:
@@ -457,7 +469,7 @@ class _Block:
             self.op.joined(tile, self.exchange(mine))
         else:
             self.op.alone(tile, *mine)
-        tile.loop(lambda k, _: self.write(tile, k), None)
+        tile.loop(lambda k, _, masked: self.write(tile, k, masked), None)
         if p.staged and p.copies == 1:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self.o_smem, self.o.at[where])
@@ -509,42 +521,42 @@ class _Block:
         along = pl.ds(k * self.plan.part, self.plan.part)
         return (slice(None), along) if self.rows else (along, slice(None))
 
-    def inside(self, k):
-        """Which elements of part k lie in the row; None: all."""
+    def inside(self, k, masked=True):
+        """Which elements of part k lie in the row; None: all. masked: that may not be all."""
         p = self.plan
-        if not p.padded or p.whole < p.parts and not isinstance(k, int):
+        if not p.padded or not masked:
             return None
         at = lax.broadcasted_iota(jnp.int32, p.part_shape, p.axis)
         return at < p.n - (self.offset + k * p.part)
 
-    def mask(self, k):
+    def mask(self, k, masked):
         """Which elements of part k lie in the array; None: all."""
-        p, found = self.plan, self.inside(k)
+        p, found = self.plan, self.inside(k, masked)
         if p.ragged:
             at = lax.broadcasted_iota(jnp.int32, p.part_shape, 1 - p.axis)
             there = at < (p.outer if self.rows else p.inner) - self.across
             found = there if found is None else found & there
         return found
 
-    def read(self, k):
+    def read(self, k, masked=True):
         """Part k of the tile, float32."""
         p, fill = self.plan, self.op.fill
         if p.staged:
             value = self.x_smem[self.part(k)].astype(jnp.float32)
-            valid = self.inside(k)
+            valid = self.inside(k, masked)
             if valid is None or fill == 0.0:  # TMA reads zeros outside
                 return value
             return jnp.where(valid, value, fill)
-        keep, at = self.mask(k), self.place(k, self.problem.aligned[0])
+        keep, at = self.mask(k, masked), self.place(k, self.problem.aligned[0])
         value = self.x[at] if keep is None else pl.load(self.x, at, mask=keep, other=0.0)
         value = value.astype(jnp.float32)
-        valid = self.inside(k)
+        valid = self.inside(k, masked)
         return value if valid is None else jnp.where(valid, value, fill)
 
-    def write(self, tile, k):
+    def write(self, tile, k, masked):
         """The result of part k."""
         p, x = self.plan, self.problem
-        value = tile.held if tile.held is not None else self.read(k)
+        value = tile.held if tile.held is not None else self.read(k, masked)
         value = self.weighted(self.op.result(tile, value), k).astype(x.out_dtype)
         if p.staged:
             self.o_smem[self.part(k)] = value
@@ -552,7 +564,7 @@ class _Block:
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(self.o_smem.at[self.part(k)], self.o.at[self.place(k)])
             return
-        keep, at = self.mask(k), self.place(k, x.aligned[-1])
+        keep, at = self.mask(k, masked), self.place(k, x.aligned[-1])
         if keep is None:
             self.o[at] = value
         else:
