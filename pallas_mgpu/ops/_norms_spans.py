@@ -124,7 +124,7 @@ class Plan:
         plain = self.exact or all(v is None for v in self.problem.vectors)
         self.pieces = plain and not self.joint and 0 < cfg.part < self.width
         vector = max(math.gcd(self.n, piece), 4 // size)
-        of_row = row_lanes(self.n, vector) if self.joint else _LANES
+        of_row = (cfg.lanes or row_lanes(self.n, vector)) if self.joint else _LANES
         if self.height % (_LANES // of_row):
             of_row = _LANES
         # parts begin with the piece in which the row begins: so many elements before it, at most
@@ -295,9 +295,9 @@ class Block:
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts."""
-        acc = jnp.full(self.shape, start, jnp.float32)
         if self.held is not None:
-            return f(acc, self.held, self.inside(0))
+            return f(None, self.held, self.inside(0))
+        acc = jnp.full(self.shape, start, jnp.float32)
 
         def step(k, acc, masked=False):
             return f(acc, self.read(k, masked), self.inside(k) if masked else None)

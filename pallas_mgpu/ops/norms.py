@@ -71,7 +71,8 @@ class NormConfig(NamedTuple):
     tile may have several rows of up to 2048 elements if neither blocks nor warpgroups share them.
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
     columns. ``divided``: each part of columns comes and leaves by copies of its own, so that the
-    first ones are read while others are on their way.
+    first ones are read while others are on their way. ``lanes``: of a warp that share a row of up to
+    2048 elements, with ``spans``, 1 to 32; 0: as many as have an element.
     """
 
     height: int = 1
@@ -86,6 +87,7 @@ class NormConfig(NamedTuple):
     spans: bool = False
     threads: int = 1
     divided: bool = False
+    lanes: int = 0
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -93,12 +95,21 @@ class NormConfig(NamedTuple):
 # `result` an element. `fill` stands after the end of the row; statistics are so many `numbers`.
 
 
+def _plus(acc, x):
+    """acc: None for the first part, to which nothing is added."""
+    return x if acc is None else acc + x
+
+
+def _most(acc, x, _):
+    return x if acc is None else jnp.maximum(acc, x)
+
+
 class _Softmax:
     fill = -math.inf
     numbers = 2
 
     def local(self, tile):
-        most = tile.most(tile.each(lambda acc, x, _: jnp.maximum(acc, x), -math.inf))
+        most = tile.most(tile.each(_most, -math.inf))
         # a segment of -inf alone adds nothing to others; a row of them gives NaN
         base = jnp.where(most == -math.inf, 0.0, most) if tile.shared else most
         self.base = base
@@ -144,7 +155,7 @@ class _RMSNorm:
         self.eps = eps
 
     def local(self, tile):
-        return (tile.total(tile.each(lambda acc, x, _: acc + x * x, 0.0)),)
+        return (tile.total(tile.each(lambda acc, x, _: _plus(acc, x * x), 0.0)),)
 
     def joined(self, tile, segments):
         self.alone(tile, sum(s for (s,) in segments))
@@ -170,11 +181,11 @@ class _LayerNorm(_RMSNorm):
 
     def local(self, tile):
         """Mean and sum of squared differences from it."""
-        mean = tile.total(tile.each(lambda acc, x, _: acc + x, 0.0)) * tile.share
+        mean = tile.total(tile.each(lambda acc, x, _: _plus(acc, x), 0.0)) * tile.share
 
         def squares(acc, x, valid):
             d = x - mean
-            return acc + (d * d if valid is None else jnp.where(valid, d * d, 0.0))
+            return _plus(acc, d * d if valid is None else jnp.where(valid, d * d, 0.0))
 
         return mean, tile.total(tile.each(squares, 0.0))
 
@@ -239,10 +250,10 @@ class _Tile:
             self.there = mine // plan.part, pl.cdiv(mine, plan.part)
 
     def each(self, f, start):
-        """f(acc, part, which elements are there or None) over the parts."""
+        """f(acc, part, which elements are there or None) over the parts; acc: None if one
+        part is all."""
         if self.held is not None:
-            valid = self.valid(0)
-            return f(jnp.full(self.shape, start, jnp.float32), self.held, valid)
+            return f(None, self.held, self.valid(0))
 
         arrive, self.arrive = self.arrive, None
 
@@ -894,9 +905,9 @@ def _by_ring(problem, config, sms, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads, divided = (
-        config
-    )
+    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads = config[
+        :11
+    ]
     if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4, 8 or 16, and a part,"
@@ -920,7 +931,7 @@ def _check(name, config, inner, by_tma):
             f"{name}: threads are 1 to 8; more than 1 share rows with spans=True, or columns with"
             f" staged=True, got {config}"
         )
-    if divided and (inner == 1 or not staged or not part):
+    if config.divided and (inner == 1 or not staged or not part):
         raise ValueError(
             f"{name}: divided=True is for columns, with staged=True and a part, got {config}"
         )
