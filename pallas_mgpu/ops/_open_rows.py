@@ -253,10 +253,6 @@ def rowwise(make):
             kernel = make(*flat, **options | ({"axis": -1} if "axis" in options else {}))
         finally:
             _questions.shared = False
-        if isinstance(kernel, _core.Reshaped) and _is_flat(kernel.kernel):
-            flat_x = (rows * x.shape[-1],), *(None for y in operands[1:] if y is not None)
-            alone = functools.partial(make, *operands, **options)
-            return _core.Reshaped(kernel.kernel, alone, flat_x, (x.shape,))
         outs = [o.shape for o in getattr(getattr(kernel, "definition", None), "outs", ())]
         if not any(map(_sizes.is_open, outs)):
             return make(*operands, **options)
@@ -265,11 +261,6 @@ def rowwise(make):
         return _core.Reshaped(kernel, lambda: make(*operands, **options), shapes, results)
 
     return better(made)
-
-
-def _is_flat(kernel):
-    """Does it see rows as one array with one dimension?"""
-    return all(len(o.shape) == 1 for o in kernel.definition.outs)
 
 
 def _matrix(x, dims):

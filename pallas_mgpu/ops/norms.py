@@ -847,11 +847,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             f"{name}: clusters of blocks, which {gpu['name']} lacks; use a NormConfig with cluster"
             " 1, or no config"
         )
-    one_program = default and x.ndim == 2 and axes == 1 and inner == 1  # for any number of rows
-    kind = problem._replace(shape=(0, n)), x.device, invariant, interpret
+    one_program = default and axes == 1 and inner == 1  # for any number of rows
+    kind = problem._replace(shape=(0, n), axis=1), x.device, invariant, interpret
     if config.spans:
         return _by_spans(problem, config, kind if one_program else None, interpret)
-    if one_program:
+    if one_program and x.ndim == 2:
         rows, _ = rows_of(kind, outer, ANY_ROWS)
         if rows is not outer:
             problem = problem._replace(shape=(rows, n))
@@ -882,7 +882,7 @@ def _by_spans(problem, config, kind, interpret):
     if kind is None or rows_of(kind, outer, edges)[0] is outer:
         return alone()
     total = plgpu.dim("E", min=(edges[0] + 1) * n, max=edges[1] * n, multiple_of=n)
-    of_any = problem._replace(shape=(total // n, n))
+    of_any = problem._replace(shape=(total // n, n), axis=1)
     kernel = _norms_spans.kernel(of_any, total, config, interpret)
     given = (outer * n,), *(None for v in problem.vectors if v is not None)
     return _core.Reshaped(kernel, alone, given, (problem.shape,))
