@@ -82,6 +82,8 @@ class NormConfig(NamedTuple):
     stream: bool = False
     spans: bool = False
     threads: int = 1
+    divided: bool = False
+    lanes: int = 0
 
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7

@@ -9,7 +9,13 @@ ends.
 
 A bulk copy has a static number of bytes: near the end of the array it begins earlier than it has
 to, and lanes load the elements after the array's last whole piece. If the last tile has fewer rows,
-lanes store it.
+lanes store it. So no copy reaches beyond the array (`Span.base` is at most `top`), and none stores
+an element of another span.
+
+If the result takes the place of x, a copy may read the elements of a neighbour, up to 15 bytes at
+each end of a span, while the block of the neighbour stores its results there. Whatever arrives,
+old, new or between, has no effect: masks leave it out of statistics, and it is not stored. The race
+detector reports it, because the read and the write are in fact not ordered.
 
 Several short rows are one tile (height, n). Consecutive lanes read consecutive words of 4 bytes, at
 whatever element the row starts, so that there are no bank conflicts. Long rows, or their segments,
