@@ -127,25 +127,14 @@ class Plan:
         """The parts of a row."""
         piece = 16 // size
         self.exact = self.x.exact and self.o.exact
+        several = not self.joint and 0 < cfg.part < self.width
         plain = self.exact or all(v is None for v in self.problem.vectors)
-        self.pieces = plain and not self.joint and 0 < cfg.part < self.width
-        vector = max(math.gcd(self.n, piece), 4 // size)
-        of_row = (cfg.lanes or row_lanes(self.n, vector)) if self.joint else _LANES
-        if self.height % (_LANES // of_row):
-            of_row = _LANES
-        # parts begin with the piece in which the row begins: so many elements before it, at most
-        self.before = piece - 1 if self.pieces and not self.exact else 0
-        first = piece if self.pieces else vector
-        self.layout = row_layout(of_row, first)
-        grain = of_row * first
-        self.part = pl.cdiv(min(cfg.part or self.width, self.width), grain) * grain
-        self.parts = pl.cdiv(self.width + self.before, self.part)
-        # parts without a mask
-        self.whole = range(1 if self.before else 0, self.last // self.part)
-        if self.parts == 1:
-            self.whole = range(0)
-        # no mask at all
-        self.even = not self.before and self.parts * self.part == self.width == self.last
+        self.results = self.statistics = Parts(self, cfg, piece, several and plain)
+        if several and cfg.once and self.results.parts > 1:
+            self.statistics = Parts(self, cfg, piece, True)
+        # softmax would take twice as many exponentials
+        self.once = cfg.once and self.problem.name == "layer_norm" and self.statistics.parts > 1
+        self.parts = self.results.parts
 
     def why_not(self):
         """What is wrong, or None."""
@@ -180,6 +169,33 @@ class Plan:
             found["stats"] = plgpu.SMEM((self.segments, 2), jnp.float32)
             found["arrived"] = plgpu.Barrier(num_arrivals=self.segments)
         return found | {"full": plgpu.Barrier(num_barriers=threads)}
+
+
+class Parts:
+    """The parts in which statistics, or results, go through a row."""
+
+    def __init__(self, plan, cfg, piece, pieces):
+        """piece: elements of 16 bytes; pieces: do parts begin with the piece in which the row
+        begins?"""
+        n, width, self.pieces = plan.n, plan.width, pieces
+        vector = max(math.gcd(n, piece), piece // 4)
+        of_row = (cfg.lanes or row_lanes(n, vector)) if plan.joint else _LANES
+        if plan.height % (_LANES // of_row):
+            of_row = _LANES
+        # so many elements before the row, at most
+        self.before = piece - 1 if pieces and not plan.exact else 0
+        first = piece if pieces else vector
+        self.layout = row_layout(of_row, first)
+        grain = of_row * first
+        self.part = pl.cdiv(min(cfg.part or width, width), grain) * grain
+        self.parts = pl.cdiv(width + self.before, self.part)
+        # parts without a mask
+        self.whole = range(1 if self.before else 0, plan.last // self.part)
+        if self.parts == 1:
+            self.whole = range(0)
+        # no mask at all
+        self.even = not self.before and self.parts * self.part == width == plan.last
+        self.shape = plan.height, self.part
 
 
 def fewest(n, cfg, itemsize):
@@ -227,7 +243,7 @@ class Block:
         self.plan = p = plan
         vars(self).update(refs)
         self.op, self.n, self.shared = p.problem.op(), p.n, p.segments > 1
-        self.shape, self.sizes = (p.height, p.part), [p.width] * (p.segments - 1) + [p.last]
+        self.sizes = [p.width] * (p.segments - 1) + [p.last]
         self.thread = lax.axis_index("wg") if p.threads > 1 else 0
         rank = lax.axis_index("c") if p.cluster > 1 else 0
         self.segment = rank * p.threads + self.thread  # of a row
@@ -241,8 +257,13 @@ class Block:
         self.start = self.first * p.n + self.offset
         self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
         self.x_smem, self.o_smem = (b.at[self.thread] for b in (self.x_smem, self.o_smem))
+        self.use(p.statistics)
+
+    def use(self, parts):
+        """Of the row these parts from now on."""
+        self.parts, self.shape = parts, parts.shape
         # elements between the beginning of part 0 and the row
-        self.lead = (self.start - self.base) % (p.before + 1) if p.before else 0
+        self.lead = (self.start - self.base) % (parts.before + 1) if parts.before else 0
 
     def run(self):
         p = self.plan
@@ -256,6 +277,7 @@ class Block:
         plgpu.barrier_wait(full)
         self.held = self.read(0) if p.parts == 1 else None
         self.make_statistics()
+        self.use(p.results)
         if p.streamed:
             plgpu.barrier_wait(self.vectors_full.at[self.thread])
         if early:  # they stay as they were loaded
@@ -272,7 +294,7 @@ class Block:
 
     def loop(self, step, carry):
         """carry = step(k, carry, is part k masked) over the parts of a row."""
-        p = self.plan
+        p = self.parts
         for k in range(p.whole.start):
             carry = step(k, carry, True)
         if p.whole:
@@ -284,7 +306,7 @@ class Block:
     # ---- statistics
 
     def make_statistics(self):
-        p, mine = self.plan, self.op.local(self)
+        p, mine = self.plan, self.gathered() if self.plan.once else self.op.local(self)
         if not self.shared:
             self.op.alone(self, *mine)
             return
@@ -298,6 +320,26 @@ class Block:
         plgpu.barrier_wait(self.arrived)
         numbers = range(self.op.numbers)
         self.op.joined(self, [[self.stats[k, i] for i in numbers] for k in range(p.segments)])
+
+    def gathered(self):
+        """The statistics from one pass."""
+        op = self.op
+        # stands for elements that are not there: of other rows, which may be far away
+        known = self.x_smem[self.start - self.base].astype(jnp.float32)
+
+        def gather(k, stats, masked=False):
+            x, inside = self.read(k, masked), self.inside(k) if masked else None
+            if masked:
+                x = jnp.where(inside, x, known)
+            return op.gather(stats, [(x, inside)], k == 0)
+
+        return op.gathered(self, self.loop(gather, op.none(self)))
+
+    def counts(self):
+        """How many elements of the row each place of a part has had."""
+        at = self.places()
+        found = (self.mine + self.lead - at + (self.parts.part - 1)) // self.parts.part
+        return (found - (at < self.lead).astype(jnp.int32)).astype(jnp.float32)
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts."""
@@ -317,15 +359,21 @@ class Block:
         return self.fixed(x).sum(axis=1, keepdims=True)
 
     def fixed(self, x):
-        return plgpu.layout_cast(x, self.plan.layout)
+        return plgpu.layout_cast(x, self.parts.layout)
 
     # ---- parts
 
+    def places(self):
+        """The numbers of a part's elements."""
+        if self.plan.statistics is self.plan.results:
+            return lax.broadcasted_iota(jnp.int32, self.shape, 1)
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.parts.layout)
+
     def inside(self, k):
         """Which elements of part k are there; None: all."""
-        p, found = self.plan, None
+        p, found = self.parts, None
         if not p.even:
-            at = lax.broadcasted_iota(jnp.int32, self.shape, 1)
+            at = self.places()
             found = at < self.mine + self.lead - k * p.part
             if p.before and k == 0:
                 found &= at >= self.lead
@@ -340,14 +388,14 @@ class Block:
 
     def view(self, ref, base, k):
         """Part k in a buffer: a ref and an index of it."""
-        p, start = self.plan, self.start - base
+        p, parts, start = self.plan, self.parts, self.start - base
         if p.height > 1:
             rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
-            return rows, (slice(None), pl.ds(k * p.part, p.part))
+            return rows, (slice(None), pl.ds(k * parts.part, parts.part))
         start -= self.lead
-        if p.pieces:
+        if parts.pieces:
             start = pl.multiple_of(start, min(p.x.piece, p.o.piece))
-        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
+        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * parts.part, parts.part))
 
     def read(self, k, masked=True):
         """Part k, float32."""
@@ -383,7 +431,7 @@ class Block:
         for i, ref in enumerate(self.vectors):
             if ref is None:
                 continue
-            start = self.offset + k * p.part
+            start = self.offset + k * self.parts.part
             if i in bases:
                 ref = self.buffer(i)
                 start = pl.multiple_of(start - bases[i], p.streamed[i].piece)
@@ -393,11 +441,11 @@ class Block:
         return found
 
     def part_of(self, ref, start, k, masked):
-        p, at = self.plan, pl.ds(start, self.plan.part)
+        p, at = self.parts, pl.ds(start, self.parts.part)
         if not masked or p.even:
             return ref[at]
         index = jnp.arange(p.part)
-        if p.height == p.part:  # not the index of rows, whose layout is another one
+        if self.plan.height == p.part:  # not the index of rows, whose layout is another one
             index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=p.layout.reduce(0))
         return pl.load(ref, at, mask=index < self.mine - k * p.part, other=0.0)
 

@@ -72,7 +72,8 @@ class NormConfig(NamedTuple):
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
     columns. ``divided``: each part of columns comes and leaves by copies of its own, so that the
     first ones are read while others are on their way. ``lanes``: of a warp that share a row of up to
-    2048 elements, with ``spans``, 1 to 32; 0: as many as have an element.
+    2048 elements, with ``spans``, 1 to 32; 0: as many as have an element. ``once``: with ``spans`` and a
+    part, statistics are made in one pass and read 16 bytes at a time.
     """
 
     height: int = 1
@@ -88,6 +89,7 @@ class NormConfig(NamedTuple):
     threads: int = 1
     divided: bool = False
     lanes: int = 0
+    once: bool = False
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -211,7 +213,7 @@ class _LayerNorm(_RMSNorm):
     def gathered(self, tile, stats):
         base, total, squares = stats
         count = tile.counts()
-        off = total / count
+        off = total / jnp.maximum(count, 1.0)
         squares = squares - total * off
         mean = tile.total((base + off) * count) * tile.share
         return mean, tile.total(squares + jnp.square(base + off - mean) * count)
