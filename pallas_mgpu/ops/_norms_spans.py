@@ -110,6 +110,11 @@ class Plan:
         over = self.outer % self.height
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.divide(cfg, max(sizes))
+        if self.bare:  # the last part is whole in the buffers, wherever copies begin
+            for span in (self.x, self.o):
+                longest = max(d.parts * d.part for d in (self.statistics, self.results))
+                elements = longest + self.width - self.last + 3 * span.piece
+                span.buffer = pl.cdiv(elements, span.piece) * span.piece
         self.streamed = {}  # vectors that come through SMEM, by number
         if self.parts > 1 and self.exact and self.n > _CACHED:
             pitch = self.width if self.segments > 1 else 0
@@ -135,6 +140,7 @@ class Plan:
         # softmax would take twice as many exponentials
         self.once = cfg.once and self.problem.name == "layer_norm" and self.statistics.parts > 1
         self.parts = self.results.parts
+        self.bare = cfg.bare and self.height == 1 and self.parts > 1
 
     def why_not(self):
         """What is wrong, or None."""
@@ -257,11 +263,12 @@ class Block:
         self.start = self.first * p.n + self.offset
         self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
         self.x_smem, self.o_smem = (b.at[self.thread] for b in (self.x_smem, self.o_smem))
-        self.use(p.statistics)
+        # differences from a mean have no neutral element
+        self.use(p.statistics, p.bare and p.problem.name != "layer_norm")
 
-    def use(self, parts):
-        """Of the row these parts from now on."""
-        self.parts, self.shape = parts, parts.shape
+    def use(self, parts, filled):
+        """Of the row these parts from now on. filled: without masks."""
+        self.parts, self.shape, self.filled = parts, parts.shape, filled
         # elements between the beginning of part 0 and the row
         self.lead = (self.start - self.base) % (parts.before + 1) if parts.before else 0
 
@@ -275,9 +282,11 @@ class Block:
         # while the row comes
         early = self.vectors_of(0, True, {}) if p.parts == 1 else None
         plgpu.barrier_wait(full)
+        if p.bare:
+            self.fill()
         self.held = self.read(0) if p.parts == 1 else None
         self.make_statistics()
-        self.use(p.results)
+        self.use(p.results, p.bare)
         if p.streamed:
             plgpu.barrier_wait(self.vectors_full.at[self.thread])
         if early:  # they stay as they were loaded
@@ -287,10 +296,39 @@ class Block:
             vectors = self.vectors_of(k, masked, bases) if early is None else early
             self.write(k, vectors, masked)
 
-        self.loop(write, None)
+        if p.bare:
+            self.loop_filled(write, None, any(v is not None for v in self.vectors))
+        else:
+            self.loop(write, None)
         plgpu.commit_smem()
         self.store()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def fill(self):
+        """What is neutral for statistics takes the place of elements around the row."""
+        p, here = self.plan.statistics, self.start - self.base
+        after = pl.cdiv(self.mine + self.lead, p.part) * p.part - self.lead - self.mine
+        value = jnp.full((_LANES,), self.op.fill, self.plan.problem.dtype)
+
+        def some(i, _):
+            at = jnp.arange(_LANES) + i * _LANES
+            pl.store(self.x_smem, pl.ds(here + self.mine + i * _LANES, _LANES), value, mask=at < after)
+
+        lax.fori_loop(0, pl.cdiv(after, _LANES), some, None)
+        if p.before:
+            before = pl.ds(here - self.lead, _LANES)
+            pl.store(self.x_smem, before, value, mask=jnp.arange(_LANES) < self.lead)
+        plgpu.commit_smem()
+
+    def loop_filled(self, step, carry, masked=False):
+        """carry = step(k, carry, is part k masked) over parts of a row that has been filled up.
+        masked: the last one may be."""
+        stop = pl.cdiv(self.mine + self.lead, self.parts.part)
+        whole = self.mine // self.parts.part if masked else stop
+        carry = lax.fori_loop(0, whole, step, carry)
+        if not masked:
+            return carry
+        return lax.fori_loop(whole, stop, lambda k, acc: step(k, acc, True), carry)
 
     def loop(self, step, carry):
         """carry = step(k, carry, is part k masked) over the parts of a row."""
@@ -350,7 +388,7 @@ class Block:
         def step(k, acc, masked=False):
             return f(acc, self.read(k, masked), self.inside(k) if masked else None)
 
-        return self.loop(step, acc)
+        return (self.loop_filled if self.filled else self.loop)(step, acc)
 
     def most(self, x):
         return self.fixed(x).max(axis=1, keepdims=True)
@@ -399,7 +437,7 @@ class Block:
 
     def read(self, k, masked=True):
         """Part k, float32."""
-        keep = self.inside(k) if masked else self.rows_inside()
+        keep = self.inside(k) if masked and not self.filled else self.rows_inside()
         ref, at = self.view(self.x_smem, self.base, k)
         if keep is None:
             value = ref[at]
@@ -415,7 +453,7 @@ class Block:
             v = lax.broadcast_in_dim(v.astype(jnp.float32), self.shape, [1])
             value = value * v if i == 0 else value + v
         value = value.astype(self.plan.problem.out_dtype)
-        keep = self.inside(k) if masked else self.rows_inside()
+        keep = self.inside(k) if masked and not self.filled else self.rows_inside()
         ref, at = self.view(self.o_smem, self.o_base, k)
         if keep is None:
             ref[at] = value

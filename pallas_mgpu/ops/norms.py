@@ -90,6 +90,7 @@ class NormConfig(NamedTuple):
     divided: bool = False
     lanes: int = 0
     once: bool = False
+    bare: bool = False
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
