@@ -128,6 +128,12 @@ class _Softmax:
             self.base = jnp.where(most == -math.inf, 0.0, most)
         self.scale = jnp.exp(self.base - most) * (1 / total)
 
+    def merged(self, segments):
+        """The statistics of several segments as those of one."""
+        most = functools.reduce(jnp.maximum, [m for m, _ in segments])
+        base = jnp.where(most == -math.inf, 0.0, most)
+        return most, sum(s * jnp.exp(m - base) for m, s in segments)
+
     def alone(self, tile, most, total):
         self.scale = 1 / total
 
@@ -389,6 +395,8 @@ class _Plan:
         self.grid = self.tiles * (outer if columns else 1)
         self.staged = cfg.staged
         self.copies = self.parts if cfg.divided else 1  # of a segment, to SMEM
+        # do the warpgroups of a block join their statistics before they send them?
+        self.joins = cfg.divided and cfg.threads > 1 and cfg.cluster > 1
 
     def scratch(self, x):
         columns, threads = self.axis == 0, self.threads
@@ -400,12 +408,16 @@ class _Plan:
                 found["o_smem"] = plgpu.SMEM((threads, *part), x.out_dtype)
         if self.segments > 1:
             of_each = (self.height,) if columns else ()
-            found["stats"] = plgpu.SMEM((self.segments, 2, *of_each), jnp.float32)
+            senders = self.cluster if self.joins else self.segments
+            found["stats"] = plgpu.SMEM((senders, 2, *of_each), jnp.float32)
+        if self.joins:
+            found["stats_here"] = plgpu.SMEM((self.threads, 2, *of_each), jnp.float32)
+            found["arrived_here"] = plgpu.Barrier(num_arrivals=self.threads)
         if self.staged:
             found["full"] = plgpu.Barrier(num_barriers=threads * self.copies)
         if self.segments > 1:
             stores = x.op().numbers if columns and self.cluster > 1 else 1  # of a segment
-            found["arrived"] = plgpu.Barrier(num_arrivals=self.segments * stores)
+            found["arrived"] = plgpu.Barrier(num_arrivals=senders * stores)
         return found
 
 
@@ -455,7 +467,7 @@ class _Block:
         self.t = lax.axis_index("tile")
         thread = lax.axis_index("wg") if plan.threads > 1 else 0
         rank = lax.axis_index("c") if plan.cluster > 1 else 0
-        self.segment = rank * plan.threads + thread
+        self.thread, self.rank, self.segment = thread, rank, rank * plan.threads + thread
         self.offset = self.segment * plan.width
         if plan.staged:
             self.full = self.full.at[pl.ds(thread * plan.copies, plan.copies)]
@@ -498,28 +510,47 @@ class _Block:
     def exchange(self, mine):
         """The statistics of all segments of the row, or of the columns."""
         p, shape = self.plan, self.stats.shape[2:]
-        here = self.stats.at[self.segment]
-        for j in range(p.cluster) if p.cluster > 1 else ():
+        if p.joins:
+            mine = self.op.merged(self.exchange_in_block(mine, self.stats_here, self.arrived_here))
+        elif p.cluster == 1:
+            return self.exchange_in_block(mine, self.stats, self.arrived)
+        here = self.stats.at[self.rank if p.joins else self.segment]
+        for j in range(p.cluster):
             to = {"cluster_idx": j, "cluster_dim": "c"}
             if self.rows:
                 _norms_spans.send(mine, here, self.arrived, **to)
-            for i, value in enumerate(() if self.rows else mine):
-                plgpu.async_store_smem(value.reshape(shape), here.at[i], self.arrived, **to)
-        if p.cluster == 1:
-            for i, value in enumerate(mine):
-                here[i] = value.reshape(shape)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.arrived)
+                continue
+
+            def send(to=to):
+                for i, value in enumerate(mine):
+                    plgpu.async_store_smem(value.reshape(shape), here.at[i], self.arrived, **to)
+
+            if p.joins:  # one warpgroup of the block
+                pl.when(self.thread == j % p.threads)(send)
+            else:
+                send()
         plgpu.barrier_wait(self.arrived)
+        return self.received(self.stats, len(mine))
+
+    def exchange_in_block(self, mine, stats, arrived):
+        for i, value in enumerate(mine):
+            stats.at[self.thread][i] = value.reshape(stats.shape[2:])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(arrived)
+        plgpu.barrier_wait(arrived)
+        return self.received(stats, len(mine))
+
+    def received(self, stats, count):
+        shape = stats.shape[2:]
 
         def one(j, i):
             if self.rows:
-                return self.stats[j, i]
+                return stats[j, i]
             layout = self.plan.layout and self.plan.layout.reduce(0)
-            value = plgpu.load(self.stats.at[j, i], layout=layout)
+            value = plgpu.load(stats.at[j, i], layout=layout)
             return lax.broadcast_in_dim(value, (1, *shape), [1])
 
-        return [[one(j, i) for i in range(len(mine))] for j in range(p.segments)]
+        return [[one(j, i) for i in range(count)] for j in range(stats.shape[0])]
 
     def place(self, k, aligned=True):
         """Part k of the tile in the array."""
