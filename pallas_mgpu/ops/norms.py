@@ -255,8 +255,10 @@ class _Tile:
         self.held = read(0) if plan.parts == 1 else None
         self.divided, self.part = plan.copies > 1, plan.part
         if self.divided:  # parts without a mask, and all
-            mine = jnp.clip(plan.n - offset, 0, plan.width)
-            self.there = mine // plan.part, pl.cdiv(mine, plan.part)
+            self.there = plan.parts, plan.parts
+            if plan.padded:
+                mine = jnp.clip(plan.n - offset, 0, plan.width)
+                self.there = mine // plan.part, pl.cdiv(mine, plan.part)
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts; acc: None if one
@@ -278,6 +280,8 @@ class _Tile:
         if self.divided:
             whole, all_of_them = self.there
             carry = lax.fori_loop(0, whole, lambda k, acc: step(k, acc, False), carry)
+            if whole is all_of_them:
+                return carry
             return lax.fori_loop(whole, all_of_them, lambda k, acc: step(k, acc, True), carry)
         first, masked = self.whole if self.rolled else 0, self.whole == self.parts  # after a loop
         if first:
