@@ -83,7 +83,6 @@ class NormConfig(NamedTuple):
     spans: bool = False
     threads: int = 1
     divided: bool = False
-    lanes: int = 0
 
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7

@@ -40,6 +40,7 @@ from ._open_rows import in_shapes
 
 SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
+_HELD_OF_LANE = 32  # elements of a short row
 _CACHED = 8192  # elements of a weight or bias up to which lanes load it, from the L1 cache
 STREAMED_BYTES = 73728  # of a block in SMEM, longer vectors among them: three blocks on an SM
 
@@ -110,11 +111,6 @@ class Plan:
         over = self.outer % self.height
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.divide(cfg, max(sizes))
-        if self.bare:  # the last part is whole in the buffers, wherever copies begin
-            for span in (self.x, self.o):
-                longest = max(d.parts * d.part for d in (self.statistics, self.results))
-                elements = longest + self.width - self.last + 3 * span.piece
-                span.buffer = pl.cdiv(elements, span.piece) * span.piece
         self.streamed = {}  # vectors that come through SMEM, by number
         if self.parts > 1 and self.exact and self.n > _CACHED:
             pitch = self.width if self.segments > 1 else 0
@@ -132,15 +128,25 @@ class Plan:
         """The parts of a row."""
         piece = 16 // size
         self.exact = self.x.exact and self.o.exact
-        several = not self.joint and 0 < cfg.part < self.width
         plain = self.exact or all(v is None for v in self.problem.vectors)
-        self.results = self.statistics = Parts(self, cfg, piece, several and plain)
-        if several and cfg.once and self.results.parts > 1:
-            self.statistics = Parts(self, cfg, piece, True)
-        # softmax would take twice as many exponentials
-        self.once = cfg.once and self.problem.name == "layer_norm" and self.statistics.parts > 1
-        self.parts = self.results.parts
-        self.bare = cfg.bare and self.height == 1 and self.parts > 1
+        self.pieces = plain and not self.joint and 0 < cfg.part < self.width
+        vector = max(math.gcd(self.n, piece), 4 // size)
+        of_row = span_lanes(self.n, vector, size, self.height) if self.joint else _LANES
+        if self.height % (_LANES // of_row):
+            of_row = _LANES
+        # parts begin with the piece in which the row begins: so many elements before it, at most
+        self.before = piece - 1 if self.pieces and not self.exact else 0
+        first = piece if self.pieces else vector
+        self.layout = row_layout(of_row, first)
+        grain = of_row * first
+        self.part = pl.cdiv(min(cfg.part or self.width, self.width), grain) * grain
+        self.parts = pl.cdiv(self.width + self.before, self.part)
+        # parts without a mask
+        self.whole = range(1 if self.before else 0, self.last // self.part)
+        if self.parts == 1:
+            self.whole = range(0)
+        # no mask at all
+        self.even = not self.before and self.parts * self.part == self.width == self.last
 
     def why_not(self):
         """What is wrong, or None."""
@@ -177,33 +183,6 @@ class Plan:
         return found | {"full": plgpu.Barrier(num_barriers=threads)}
 
 
-class Parts:
-    """The parts in which statistics, or results, go through a row."""
-
-    def __init__(self, plan, cfg, piece, pieces):
-        """piece: elements of 16 bytes; pieces: do parts begin with the piece in which the row
-        begins?"""
-        n, width, self.pieces = plan.n, plan.width, pieces
-        vector = max(math.gcd(n, piece), piece // 4)
-        of_row = (cfg.lanes or row_lanes(n, vector)) if plan.joint else _LANES
-        if plan.height % (_LANES // of_row):
-            of_row = _LANES
-        # so many elements before the row, at most
-        self.before = piece - 1 if pieces and not plan.exact else 0
-        first = piece if pieces else vector
-        self.layout = row_layout(of_row, first)
-        grain = of_row * first
-        self.part = pl.cdiv(min(cfg.part or width, width), grain) * grain
-        self.parts = pl.cdiv(width + self.before, self.part)
-        # parts without a mask
-        self.whole = range(1 if self.before else 0, plan.last // self.part)
-        if self.parts == 1:
-            self.whole = range(0)
-        # no mask at all
-        self.even = not self.before and self.parts * self.part == width == plan.last
-        self.shape = plan.height, self.part
-
-
 def fewest(n, cfg, itemsize):
     """The largest number of rows that is too small for a program that takes the rows at run time: a
     bulk copy of it would reach beyond the array."""
@@ -214,6 +193,19 @@ def fewest(n, cfg, itemsize):
 def row_lanes(n, vector):
     """Lanes of a warp that share a short row."""
     return min(32, pl.next_power_of_2(pl.cdiv(n, vector)))
+
+
+def span_lanes(n, vector, itemsize, height=_LANES):
+    """Lanes of a warp that share a short row of a tile, where a lane reads vectors of so many
+    elements: with fewer, reductions take fewer shuffles. Of 16 bits, which arithmetic bounds, as
+    few as leave fewest places without an element; not of rows that are read 4 bytes at a time."""
+    most = row_lanes(n, vector)
+    if itemsize > 2 or vector * itemsize < 8:
+        return most
+    vectors = pl.cdiv(n, vector)
+    found = [k for k in (32, 16, 8, 4) if k < most and height % (_LANES // k) == 0]
+    found = [k for k in found if pl.cdiv(vectors, k) * vector <= _HELD_OF_LANE]
+    return min([most, *found], key=lambda k: pl.cdiv(vectors, k) * k)
 
 
 def row_layout(lanes, vector):
@@ -249,7 +241,7 @@ class Block:
         self.plan = p = plan
         vars(self).update(refs)
         self.op, self.n, self.shared = p.problem.op(), p.n, p.segments > 1
-        self.sizes = [p.width] * (p.segments - 1) + [p.last]
+        self.shape, self.sizes = (p.height, p.part), [p.width] * (p.segments - 1) + [p.last]
         self.thread = lax.axis_index("wg") if p.threads > 1 else 0
         rank = lax.axis_index("c") if p.cluster > 1 else 0
         self.segment = rank * p.threads + self.thread  # of a row
@@ -263,14 +255,8 @@ class Block:
         self.start = self.first * p.n + self.offset
         self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
         self.x_smem, self.o_smem = (b.at[self.thread] for b in (self.x_smem, self.o_smem))
-        # differences from a mean have no neutral element
-        self.use(p.statistics, p.bare and p.problem.name != "layer_norm")
-
-    def use(self, parts, filled):
-        """Of the row these parts from now on. filled: without masks."""
-        self.parts, self.shape, self.filled = parts, parts.shape, filled
         # elements between the beginning of part 0 and the row
-        self.lead = (self.start - self.base) % (parts.before + 1) if parts.before else 0
+        self.lead = (self.start - self.base) % (p.before + 1) if p.before else 0
 
     def run(self):
         p = self.plan
@@ -282,11 +268,8 @@ class Block:
         # while the row comes
         early = self.vectors_of(0, True, {}) if p.parts == 1 else None
         plgpu.barrier_wait(full)
-        if p.bare:
-            self.fill()
         self.held = self.read(0) if p.parts == 1 else None
         self.make_statistics()
-        self.use(p.results, p.bare)
         if p.streamed:
             plgpu.barrier_wait(self.vectors_full.at[self.thread])
         if early:  # they stay as they were loaded
@@ -296,43 +279,14 @@ class Block:
             vectors = self.vectors_of(k, masked, bases) if early is None else early
             self.write(k, vectors, masked)
 
-        if p.bare:
-            self.loop_filled(write, None, any(v is not None for v in self.vectors))
-        else:
-            self.loop(write, None)
+        self.loop(write, None)
         plgpu.commit_smem()
         self.store()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def fill(self):
-        """What is neutral for statistics takes the place of elements around the row."""
-        p, here = self.plan.statistics, self.start - self.base
-        after = pl.cdiv(self.mine + self.lead, p.part) * p.part - self.lead - self.mine
-        value = jnp.full((_LANES,), self.op.fill, self.plan.problem.dtype)
-
-        def some(i, _):
-            at = jnp.arange(_LANES) + i * _LANES
-            pl.store(self.x_smem, pl.ds(here + self.mine + i * _LANES, _LANES), value, mask=at < after)
-
-        lax.fori_loop(0, pl.cdiv(after, _LANES), some, None)
-        if p.before:
-            before = pl.ds(here - self.lead, _LANES)
-            pl.store(self.x_smem, before, value, mask=jnp.arange(_LANES) < self.lead)
-        plgpu.commit_smem()
-
-    def loop_filled(self, step, carry, masked=False):
-        """carry = step(k, carry, is part k masked) over parts of a row that has been filled up.
-        masked: the last one may be."""
-        stop = pl.cdiv(self.mine + self.lead, self.parts.part)
-        whole = self.mine // self.parts.part if masked else stop
-        carry = lax.fori_loop(0, whole, step, carry)
-        if not masked:
-            return carry
-        return lax.fori_loop(whole, stop, lambda k, acc: step(k, acc, True), carry)
-
     def loop(self, step, carry):
         """carry = step(k, carry, is part k masked) over the parts of a row."""
-        p = self.parts
+        p = self.plan
         for k in range(p.whole.start):
             carry = step(k, carry, True)
         if p.whole:
@@ -344,7 +298,7 @@ class Block:
     # ---- statistics
 
     def make_statistics(self):
-        p, mine = self.plan, self.gathered() if self.plan.once else self.op.local(self)
+        p, mine = self.plan, self.op.local(self)
         if not self.shared:
             self.op.alone(self, *mine)
             return
@@ -359,26 +313,6 @@ class Block:
         numbers = range(self.op.numbers)
         self.op.joined(self, [[self.stats[k, i] for i in numbers] for k in range(p.segments)])
 
-    def gathered(self):
-        """The statistics from one pass."""
-        op = self.op
-        # stands for elements that are not there: of other rows, which may be far away
-        known = self.x_smem[self.start - self.base].astype(jnp.float32)
-
-        def gather(k, stats, masked=False):
-            x, inside = self.read(k, masked), self.inside(k) if masked else None
-            if masked:
-                x = jnp.where(inside, x, known)
-            return op.gather(stats, [(x, inside)], k == 0)
-
-        return op.gathered(self, self.loop(gather, op.none(self)))
-
-    def counts(self):
-        """How many elements of the row each place of a part has had."""
-        at = self.places()
-        found = (self.mine + self.lead - at + (self.parts.part - 1)) // self.parts.part
-        return (found - (at < self.lead).astype(jnp.int32)).astype(jnp.float32)
-
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts."""
         if self.held is not None:
@@ -388,7 +322,7 @@ class Block:
         def step(k, acc, masked=False):
             return f(acc, self.read(k, masked), self.inside(k) if masked else None)
 
-        return (self.loop_filled if self.filled else self.loop)(step, acc)
+        return self.loop(step, acc)
 
     def most(self, x):
         return self.fixed(x).max(axis=1, keepdims=True)
@@ -397,21 +331,15 @@ class Block:
         return self.fixed(x).sum(axis=1, keepdims=True)
 
     def fixed(self, x):
-        return plgpu.layout_cast(x, self.parts.layout)
+        return plgpu.layout_cast(x, self.plan.layout)
 
     # ---- parts
 
-    def places(self):
-        """The numbers of a part's elements."""
-        if self.plan.statistics is self.plan.results:
-            return lax.broadcasted_iota(jnp.int32, self.shape, 1)
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.parts.layout)
-
     def inside(self, k):
         """Which elements of part k are there; None: all."""
-        p, found = self.parts, None
+        p, found = self.plan, None
         if not p.even:
-            at = self.places()
+            at = lax.broadcasted_iota(jnp.int32, self.shape, 1)
             found = at < self.mine + self.lead - k * p.part
             if p.before and k == 0:
                 found &= at >= self.lead
@@ -426,18 +354,18 @@ class Block:
 
     def view(self, ref, base, k):
         """Part k in a buffer: a ref and an index of it."""
-        p, parts, start = self.plan, self.parts, self.start - base
+        p, start = self.plan, self.start - base
         if p.height > 1:
             rows = ref.at[pl.ds(start, p.height * p.n)].reshape((p.height, p.n))
-            return rows, (slice(None), pl.ds(k * parts.part, parts.part))
+            return rows, (slice(None), pl.ds(k * p.part, p.part))
         start -= self.lead
-        if parts.pieces:
+        if p.pieces:
             start = pl.multiple_of(start, min(p.x.piece, p.o.piece))
-        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * parts.part, parts.part))
+        return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
 
     def read(self, k, masked=True):
         """Part k, float32."""
-        keep = self.inside(k) if masked and not self.filled else self.rows_inside()
+        keep = self.inside(k) if masked else self.rows_inside()
         ref, at = self.view(self.x_smem, self.base, k)
         if keep is None:
             value = ref[at]
@@ -453,7 +381,7 @@ class Block:
             v = lax.broadcast_in_dim(v.astype(jnp.float32), self.shape, [1])
             value = value * v if i == 0 else value + v
         value = value.astype(self.plan.problem.out_dtype)
-        keep = self.inside(k) if masked and not self.filled else self.rows_inside()
+        keep = self.inside(k) if masked else self.rows_inside()
         ref, at = self.view(self.o_smem, self.o_base, k)
         if keep is None:
             ref[at] = value
@@ -469,7 +397,7 @@ class Block:
         for i, ref in enumerate(self.vectors):
             if ref is None:
                 continue
-            start = self.offset + k * self.parts.part
+            start = self.offset + k * p.part
             if i in bases:
                 ref = self.buffer(i)
                 start = pl.multiple_of(start - bases[i], p.streamed[i].piece)
@@ -479,11 +407,11 @@ class Block:
         return found
 
     def part_of(self, ref, start, k, masked):
-        p, at = self.parts, pl.ds(start, self.parts.part)
+        p, at = self.plan, pl.ds(start, self.plan.part)
         if not masked or p.even:
             return ref[at]
         index = jnp.arange(p.part)
-        if self.plan.height == p.part:  # not the index of rows, whose layout is another one
+        if p.height == p.part:  # not the index of rows, whose layout is another one
             index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=p.layout.reduce(0))
         return pl.load(ref, at, mask=index < self.mine - k * p.part, other=0.0)
 

@@ -12,7 +12,8 @@ chunks for each SM, _norms_ring.py, is there if a configuration asks for it. Res
 bit.
 
 Along another axis than the last a tile is columns: as many as make rows of 128 bytes, or fewer
-where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
+where the axis where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
+Where few blocks fit on an SM, parts of the tile come and leave by copies of their own.
 
 Where TMA cannot go (a pitch that is no multiple of 16 bytes) the lanes load and store the tile
 themselves; what registers do not hold they read from memory again.
@@ -46,11 +47,13 @@ _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; 
 _PART = 4096  # elements in registers at a time otherwise
 _BOX = 256  # most elements of a row in a box of TMA
 _COLUMNS = 64  # of a tile along another axis than the last, if lanes load it
-# of such a tile in SMEM, the first that fits: wider ones where others end inside sectors
-_ROW_BYTES, _WIDE_ROW_BYTES = (128, 64, 32), (256, 128, 64, 32)
+# of a row of such a tile in SMEM, the first that fits
+_ROW_BYTES = 128, 64, 32
 _WARPS = 2048  # bytes that the four warps load at once
 _COLUMN_BYTES = 16384  # of a block's part of it, as long as the cluster can grow
 _COLUMN_STAGED_BYTES = 135168  # the most that such a part has
+_DIVIDED_BYTES = 49152  # from which it comes and leaves in parts: fewer blocks fit on an SM
+_BARRIERS = 32  # of one allocation
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 _NARROW = 512  # elements of a row up to which it always has them so
 _NARROW_TILE = 4096  # elements of a tile of such rows, if there are many
@@ -71,9 +74,7 @@ class NormConfig(NamedTuple):
     tile may have several rows of up to 2048 elements if neither blocks nor warpgroups share them.
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
     columns. ``divided``: each part of columns comes and leaves by copies of its own, so that the
-    first ones are read while others are on their way. ``lanes``: of a warp that share a row of up to
-    2048 elements, with ``spans``, 1 to 32; 0: as many as have an element. ``once``: with ``spans`` and a
-    part, statistics are made in one pass and read 16 bytes at a time.
+    first ones are read while others are on their way.
     """
 
     height: int = 1
@@ -88,9 +89,6 @@ class NormConfig(NamedTuple):
     spans: bool = False
     threads: int = 1
     divided: bool = False
-    lanes: int = 0
-    once: bool = False
-    bare: bool = False
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -220,7 +218,7 @@ class _LayerNorm(_RMSNorm):
     def gathered(self, tile, stats):
         base, total, squares = stats
         count = tile.counts()
-        off = total / jnp.maximum(count, 1.0)
+        off = total / count
         squares = squares - total * off
         mean = tile.total((base + off) * count) * tile.share
         return mean, tile.total(squares + jnp.square(base + off - mean) * count)
@@ -641,6 +639,11 @@ def _kernel(x, cfg, invariant, interpret):
     outer, n, inner = x.extents
     rows = not _by_columns(x.shape, x.last, inner, invariant)
     p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize, invariant, x.aligned[0])
+    if p.threads * p.copies > _BARRIERS:
+        raise ValueError(
+            f"{x.name}: with divided=True a block has up to {_BARRIERS} parts, {p.copies} for each"
+            f" of {p.threads} warpgroups are more, got {cfg}"
+        )
     flat = (outer, n) if rows else (outer, n, inner)
     is_open = _sizes.is_open(x.shape)
 
@@ -725,8 +728,9 @@ def _choose_spans(name, n, itemsize):
     odd, size = n * itemsize % 16 != 0, n * itemsize
     if n <= _norms_spans.SHORT:
         vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
-        at_once = 128 // _norms_spans.row_lanes(n, vector)  # rows of the four warps
-        return NormConfig(max(2048 // n // at_once, 1) * at_once, spans=True)
+        lanes = _norms_spans.span_lanes(n, vector, itemsize)
+        at_once = 128 // lanes  # rows of the four warps
+        return NormConfig(max(round(2048 / n / at_once), 1) * at_once, spans=True)
     if n <= _HELD:  # registers hold them, but for those whose statistics take most
         parts = name == "layer_norm" and itemsize == 2
         return NormConfig(part=(1024 if n <= 4096 else 2048) if parts else 0, spans=True)
@@ -743,28 +747,25 @@ def _choose_spans(name, n, itemsize):
     return NormConfig(1, cluster, 2048 if room else 4096, spans=True)
 
 
-def _threads(elements):
-    """Warpgroups of a block that has so many elements of columns."""
-    return 1 if elements <= 4 * _HELD else 4
-
-
 def _choose_columns(n, inner, itemsize, staged):
     misaligned = inner * itemsize % 64 != 0
-    rows = _WIDE_ROW_BYTES if misaligned else _ROW_BYTES
-    rows = [row for row in rows if row < 2 * inner * itemsize] or rows[-1:]
+    rows = [row for row in _ROW_BYTES if row < 2 * inner * itemsize] or _ROW_BYTES[-1:]
     for row in rows if staged else ():
         height = row // itemsize
-        cluster = _blocks(n * row, max(_COLUMN_BYTES, 128 * row))
+        cluster = _blocks(n * row, max(_COLUMN_BYTES, (256 if misaligned else 128) * row))
         elements = pl.cdiv(n, cluster) * height
         most = _STAGED_BYTES if row > 32 else _COLUMN_STAGED_BYTES
         if row > 64:
             most = 65536 if misaligned else _COLUMN_BYTES // cluster
         if elements * itemsize > most:
             continue
+        if elements * itemsize > _DIVIDED_BYTES:
+            threads = 2 if elements <= 6 * _HELD else 4
+            part = (2048 if misaligned and threads == 2 else 4096) // height
+            return NormConfig(height, cluster, part, True, threads=threads, divided=True)
         # a mask for the last part takes longer than registers for all
         held = elements <= _HELD and (cluster <= 2 or n % (64 * cluster))
-        part, threads = 0 if held else max(2048 // height, 1), _threads(elements)
-        return NormConfig(height, cluster, part, True, threads=threads)
+        return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
     height, part = min(_COLUMNS, inner), _PART
     if n * 2 * _COLUMNS <= 10240 and inner >= 2 * _COLUMNS:  # registers hold them
         return NormConfig(2 * _COLUMNS, 1, 0, False)
@@ -943,9 +944,9 @@ def _by_ring(problem, config, sms, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads = config[
-        :11
-    ]
+    height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads, divided = (
+        config
+    )
     if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(part, ring, programs, unroll) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4, 8 or 16, and a part,"
@@ -969,7 +970,7 @@ def _check(name, config, inner, by_tma):
             f"{name}: threads are 1 to 8; more than 1 share rows with spans=True, or columns with"
             f" staged=True, got {config}"
         )
-    if config.divided and (inner == 1 or not staged or not part):
+    if divided and (inner == 1 or not staged or not part):
         raise ValueError(
             f"{name}: divided=True is for columns, with staged=True and a part, got {config}"
         )
