@@ -24,6 +24,8 @@ CASES = [
     ((3, 777), F32, spans(8)),  # all rows together are less than a tile
     ((37, 9), F16, spans(64)),  # several rows for each warp, among them some that are not there
     ((130, 3), BF16, spans(128)),
+    ((40, 100), BF16, spans(32)),  # four lanes for each row
+    ((16, 132), F16, spans(16)),  # eight
     ((16, 10), F16, spans(16)),  # as many rows as columns
     ((7, 300), BF16, spans(3)),  # warps share each row
     ((3, 5003), BF16, spans(part=1024)),

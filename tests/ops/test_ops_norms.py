@@ -234,15 +234,39 @@ def test_several_axes(run, rng, shape, axes):
     check(run, "softmax", (x,), axis=(1, 0))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [C(32, 2, 32, threads=2), C(32, 1, 0, threads=2), C(16, 8, 16, threads=2), C(128, 2, 16)],
-    ids=str,
-)
+COLUMNS = [
+    C(32, 2, 32, threads=2),
+    C(32, 1, 0, threads=2),
+    C(16, 8, 16, threads=2),
+    C(128, 2, 16),
+    C(32, 1, 64, divided=True),
+    C(16, 4, 32, threads=2, divided=True),  # the last blocks have no part
+]
+
+
+@pytest.mark.parametrize("config", COLUMNS, ids=str)
 @pytest.mark.parametrize("shape", [(517, 136), (256, 64)])
 def test_columns(run, rng, shape, config):
     """Segments of warpgroups and of blocks, the last one without elements; wide tiles."""
     check(run, "softmax", arrays(rng, "softmax", shape), axis=0, config=config)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_columns_of_special_values(run, rng, divided):
+    """Warpgroups and blocks whose part of a column is -inf alone, columns of -inf, NaN."""
+    x = rng.standard_normal((512, 32)).astype(np.float32) * 100 + 1000
+    x[:200, 0] = -np.inf
+    x[:300, 1] = -np.inf
+    x[300:, 2] = -np.inf
+    x[:, 3] = -np.inf
+    x[400, 4] = np.nan
+    with np.errstate(invalid="ignore"):
+        want = reference("softmax", x, axis=0)
+    config = C(16, 2, 64, threads=2, divided=divided)
+    interpret = None if run.way == "cuda" else True
+    got = run.call(softmax.kernel(x, axis=0, config=config, interpret=interpret), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-30)
+    assert np.isnan(got[:, 3]).all() and np.isnan(got[:, 4]).all()
 
 
 @pytest.mark.parametrize(
@@ -429,6 +453,12 @@ def test_chosen_configurations():
         (lambda x: softmax(x, config=C(staged=False, spans=True)), ValueError, "must be True"),
         (lambda x: softmax(x, config=C(1, 8, spans=True)), ValueError, "would be empty"),
         (lambda x: softmax(x, config=C(threads=2)), ValueError, "threads are 1 to 8"),
+        (lambda x: softmax(x, config=C(1, 1, 4, divided=True)), ValueError, "is for columns"),
+        (
+            lambda x: softmax(x.repeat(64, 0), axis=0, config=C(8, 1, 4, threads=2, divided=True)),
+            ValueError,
+            "up to 32 parts, 32 for each of 2",
+        ),
         (lambda x: softmax(x, config=C(spans=True, threads=9)), ValueError, "threads are 1 to 8"),
         (lambda x: softmax(x, config=C(ring=-1)), ValueError, "programs and unroll from 0"),
         (lambda x: softmax(x, config=C(ring=500)), ValueError, "a multiple of 512 elements"),
