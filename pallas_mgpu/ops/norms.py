@@ -12,8 +12,9 @@ chunks for each SM, _norms_ring.py, is there if a configuration asks for it. Res
 bit.
 
 Along another axis than the last a tile is columns: as many as make rows of 128 bytes, or fewer
-where the axis where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
-Where few blocks fit on an SM, parts of the tile come and leave by copies of their own.
+where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
+If few blocks fit on an SM, parts of the tile come and leave by copies of their own, and the
+warpgroups of a block join their statistics first.
 
 Where TMA cannot go (a pitch that is no multiple of 16 bytes) the lanes load and store the tile
 themselves; what registers do not hold they read from memory again.
@@ -234,8 +235,9 @@ class _LayerNorm(_RMSNorm):
 class _Tile:
     """The block's part of a tile, as float32 parts. Built while tracing."""
 
-    def __init__(self, plan, read, valid, offset, arrive):
-        """arrive(k) waits until part k can be read, once."""
+    def __init__(self, plan, read, valid, offset, arrive, there):
+        """arrive(k) waits until part k can be read, once. there: of a divided tile, how many parts
+        need no mask, and how many there are."""
         self.n, self.width, self.parts, self.axis = plan.n, plan.width, plan.parts, plan.axis
         self.shape, self.shared, self.layout = plan.part_shape, plan.segments > 1, plan.layout
         self.read, self.valid, self.arrive = read, valid, arrive
@@ -251,12 +253,7 @@ class _Tile:
             mine = jnp.clip(plan.n - offset, 1, plan.width)
             self.share = 1 / mine.astype(jnp.float32)
         self.held = read(0) if plan.parts == 1 else None
-        self.divided, self.part = plan.copies > 1, plan.part
-        if self.divided:  # parts without a mask, and all
-            self.there = plan.parts, plan.parts
-            if plan.padded:
-                mine = jnp.clip(plan.n - offset, 0, plan.width)
-                self.there = mine // plan.part, pl.cdiv(mine, plan.part)
+        self.there = there
 
     def each(self, f, start):
         """f(acc, part, which elements are there or None) over the parts; acc: None if one
@@ -275,12 +272,12 @@ class _Tile:
 
     def loop(self, step, carry):
         """carry = step(k, carry, may part k need a mask) over the parts."""
-        if self.divided:
-            whole, all_of_them = self.there
+        if self.there:
+            whole, count = self.there
             carry = lax.fori_loop(0, whole, lambda k, acc: step(k, acc, False), carry)
-            if whole is all_of_them:
+            if isinstance(count, int):
                 return carry
-            return lax.fori_loop(whole, all_of_them, lambda k, acc: step(k, acc, True), carry)
+            return lax.fori_loop(whole, count, lambda k, acc: step(k, acc, True), carry)
         first, masked = self.whole if self.rolled else 0, self.whole == self.parts  # after a loop
         if first:
             carry = lax.fori_loop(0, first, lambda k, acc: step(k, acc, masked), carry)
@@ -470,7 +467,12 @@ class _Block:
         thread = lax.axis_index("wg") if plan.threads > 1 else 0
         rank = lax.axis_index("c") if plan.cluster > 1 else 0
         self.thread, self.rank, self.segment = thread, rank, rank * plan.threads + thread
-        self.offset = self.segment * plan.width
+        self.offset, self.there = self.segment * plan.width, None
+        if plan.copies > 1:
+            self.there = plan.parts, plan.parts
+            if plan.padded:
+                mine = jnp.clip(plan.n - self.offset, 0, plan.width)
+                self.there = mine // plan.part, pl.cdiv(mine, plan.part)
         if plan.staged:
             self.full = self.full.at[pl.ds(thread * plan.copies, plan.copies)]
             self.x_smem, self.o_smem = (b.at[thread] for b in (self.x_smem, self.o_smem))
@@ -484,14 +486,14 @@ class _Block:
                 here = self.x_smem.at[self.part(k)]
                 plgpu.copy_gmem_to_smem(self.x.at[self.place(k)], here, self.full.at[k])
 
-            lax.fori_loop(0, pl.cdiv(jnp.clip(p.n - self.offset, 0, p.width), p.part), load, None)
+            lax.fori_loop(0, self.there[1], load, None)
         elif p.staged:
             where = (pl.ds(self.across, p.height), pl.ds(self.offset, p.width))
             if not self.rows:
                 where = (self.t // p.tiles, *reversed(where))
             plgpu.copy_gmem_to_smem(self.x.at[where], self.x_smem, self.full.at[0])
             plgpu.barrier_wait(self.full.at[0])
-        tile = _Tile(p, self.read, self.inside, self.offset, self.arrive)
+        tile = _Tile(p, self.read, self.inside, self.offset, self.arrive, self.there)
         mine = self.op.local(tile)
         if p.segments > 1:
             self.op.joined(tile, self.exchange(mine))
