@@ -1,16 +1,18 @@
 """ops.softmax, rms_norm and layer_norm of many widths, heights and axes, beside the fastest copy.
 
     python benchmarks/bench_norm_shapes.py [--budget SECONDS] [--below SHARE] [--no-torch]
-        [--json FILE]
+        [--only TEXT] [--config "height=32, cluster=8, ..."] [--json FILE]
 
 Rows of 64 to 131072 elements, odd ones among them, reductions along other axes, arrays that begin
 after a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32 read, 32 written), or
 256; calls go round over five pairs of arrays, 320 MiB (two of 512). Medians of bursts in CUDA
 graphs, contestants in turns (plgpu.testing.do_bench), beside torch and three copies of as many
 bytes. Kernels are compiled in several processes first, and checked there against float32 on a
-poisoned output. --below prints cases with a smaller share of the copy's bandwidth."""
+poisoned output. --below prints cases with a smaller share of the copy's bandwidth. --only: the
+cases whose names contain the text; --config: with this ops.NormConfig."""
 
 import argparse
+import ast
 import math
 import multiprocessing
 import os
@@ -85,14 +87,19 @@ def cases():
             yield Case(op, torch.bfloat16, (rows, width), -1, shift=SHIFTED)
 
 
+def config_of(text):
+    fields = (field.split("=") for field in text.split(","))
+    return ops.NormConfig(**{name.strip(): ast.literal_eval(value) for name, value in fields})
+
+
 def vectors(case):
     torch.manual_seed(2)
     count = OPS.index(case.op)
     return [torch.randn(case.row, device="cuda").to(case.dtype) for _ in range(count)]
 
 
-def of_ops(case):
-    more = {} if case.op == "softmax" else {"eps": EPSILON}
+def of_ops(case, config):
+    more = {"config": config} | ({} if case.op == "softmax" else {"eps": EPSILON})
     f, given = getattr(ops, case.op), vectors(case)
     return lambda x, out: f(x, *given, axis=case.axis, out=out, **more)
 
@@ -113,7 +120,7 @@ def shifted(x, elements):
     return y.copy_(x)
 
 
-def check(case):
+def check(case, config):
     """Compiles the kernel into the cache on disk; (relative error, None) or (None, what is wrong).
     Runs in a process of its own."""
     try:
@@ -121,7 +128,7 @@ def check(case):
         x = shifted(torch.randn(case.shape, device="cuda").to(case.dtype), case.shift)
         want = of_torch(case, [v.float() for v in vectors(case)])(x.float())
         got = shifted(torch.full_like(x, math.nan), case.shift)
-        of_ops(case)(x, got)
+        of_ops(case, config)(x, got)
         error = ((got.float() - want).norm() / want.norm()).item()
         why = None if error < TOLERANCE[case.dtype] else f"relative error {error}"
         return (error, None) if why is None else (None, why)
@@ -181,7 +188,7 @@ def time_together(group, errors, buffers, args):
     named, first = copies(buffers, group[0].mib), group[0]
     pairs = buffers.pairs(first.mib, first.dtype, first.shape, first.shift)
     for case in group:
-        f = of_ops(case)
+        f = of_ops(case, args.config)
         named[f"ops {case}"] = [lambda x=x, o=o, f=f: f(x, o) for x, o in pairs]
         if not args.no_torch:
             g = of_torch(case, vectors(case))
@@ -220,14 +227,16 @@ def main():
     parser.add_argument("--below", type=float, default=0.93)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--config", type=config_of, help="fields of an ops.NormConfig")
     results.argument(parser)
     args = parser.parse_args()
     args.found, begin = results.Results(__file__, args.json), time.time()
-    todo = list(cases())
+    todo = [case for case in cases() if args.only in str(case)]
     workers = max(1, (os.cpu_count() or 1) - 2)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=start) as pool:
-        running = {case: pool.submit(check, case) for case in todo}
+        running = {case: pool.submit(check, case, args.config) for case in todo}
         wait(running.values(), timeout=args.budget / 2)  # nothing else runs while it is timed
         checked = {c: f.result() if f.done() else (None, "no time") for c, f in running.items()}
         pool.shutdown(cancel_futures=True)
