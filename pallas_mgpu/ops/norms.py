@@ -693,7 +693,7 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
         return _choose_columns(n, inner, itemsize, staged)
     weighted = name != "softmax"
     long = n > _HELD and n * itemsize >= _BLOCK_BYTES + (not weighted)
-    uneven = n > _norms_spans.SHORT and n * itemsize % _WARPS
+    uneven = n > _NARROW and n * itemsize % _WARPS
     if by_spans and (long or uneven or not staged):
         return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
@@ -728,6 +728,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
 
 def _choose_spans(name, n, itemsize):
     odd, size = n * itemsize % 16 != 0, n * itemsize
+    if _NARROW < n <= _norms_spans.SHORT and not odd:  # a warp has a row, or the four have two
+        return NormConfig(4 if 3 * n <= _norms_spans.SHORT else 2, spans=True)
     if n <= _norms_spans.SHORT:
         vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
         lanes = _norms_spans.span_lanes(n, vector, itemsize)
@@ -761,7 +763,7 @@ def _choose_columns(n, inner, itemsize, staged):
             most = 65536 if misaligned else _COLUMN_BYTES // cluster
         if elements * itemsize > most:
             continue
-        if elements * itemsize > _DIVIDED_BYTES:
+        if elements > 2 * _HELD and elements * itemsize > _DIVIDED_BYTES:
             threads = 2 if elements <= 6 * _HELD else 4
             part = (2048 if misaligned and threads == 2 else 4096) // height
             return NormConfig(height, cluster, part, True, threads=threads, divided=True)
