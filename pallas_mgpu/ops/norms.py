@@ -64,13 +64,13 @@ class NormConfig(NamedTuple):
     """How softmax, rms_norm and layer_norm are tiled.
 
     ``height``: rows of a tile (columns, along an axis other than the last). ``cluster``: blocks
-    that share a row, with one row a tile, or columns; not every GPU has room for 16. ``part``: elements of a row in registers at a
-    time; 0: all of the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk if
-    chunks of rows pass through a ring in SMEM (the fields above then have no effect); 0: no ring.
-    ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``: the
-    number of blocks; 0: one for each SM. ``unroll``: chunks of a row that are unrolled where a ring
-    keeps weights in registers; fewer compile faster; 0: all. ``stream``: a weight or bias that
-    registers have no room for comes through SMEM, too.
+    that share a row, with one row a tile, or columns; not every GPU has room for 16. ``part``:
+    elements of a row in registers at a time; 0: all of the block's. ``staged``: through SMEM by
+    TMA. ``ring``: elements of a chunk if chunks of rows pass through a ring in SMEM (the fields
+    above then have no effect); 0: no ring. ``consumers``: pairs of warpgroups in a block that
+    process the chunks, 1 to 3. ``programs``: the number of blocks; 0: one for each SM. ``unroll``:
+    chunks of a row that are unrolled where a ring keeps weights in registers; fewer compile faster;
+    0: all. ``stream``: a weight or bias that registers have no room for comes through SMEM, too.
     ``spans``: bulk copies bring rows of the last axis to SMEM at whatever address they begin; a
     tile may have several rows of up to 2048 elements if neither blocks nor warpgroups share them.
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
