@@ -58,6 +58,7 @@ class MixedConfig(NamedTuple):
     turns: int = 1
     ahead: int = 0
     cluster: int = 1
+    ordered: bool = False
 
 class MlaConfig(NamedTuple):
     block: int = 64

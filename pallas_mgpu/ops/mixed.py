@@ -16,11 +16,14 @@ consumers take the slots of the same rows in turn.
 
 Where x has many rows, wide tiles convert each weight less often, and blocks of a cluster share the
 rows of x. `ahead` converts the weights of a step while the product of the step before runs. Sums of
-groups for 256 rows of x, and accumulators for a group beside them, do not fit into registers: then
+groups for more than 176 rows of x, and an accumulator beside them, do not fit into registers: then
 the two halves of these rows are multiplied one after the other, by the same converted weights and
 in the same accumulators. With `ahead`, halves of 64 rows have accumulators of their own: one is
-added to the sums while the other is multiplied."""
+added to the sums while the other is multiplied. Consumers that issue their products in order
+(`ordered`) fall out of step, so that one converts and adds while the other multiplies: they would
+finish a product together, as they share the tensor cores evenly."""
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -49,6 +52,7 @@ from ._mixed_tensor_memory import TensorMemoryMixedConfig
 from ._open_rows import better, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 
+_WHOLE = 176  # rows of a tile that have sums and an accumulator in registers
 _BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8}  # of weights
 
 
@@ -63,8 +67,9 @@ class MixedConfig(NamedTuple):
     same rows, 1, 2 or 4; consumers * turns is at most 4, and tile_m times that at most 256 from 2
     on. ``ahead``: so many steps, or groups of scales, one after the other convert weights while the
     product before runs; 0: none do. ``cluster``: blocks side by side that share rows of x, 1 or 2;
-    1 with a split. With groups of scales, ``ahead`` or a tile_m above 128 wants up to 2 consumers,
-    1 turn and no split.
+    1 with a split. ``ordered``: consumers, 2 or 3 with 1 turn, issue their products one after the
+    other, so that some multiply while others convert. With groups of scales, ``ahead`` or a tile_m
+    above 128 wants up to 2 consumers, 1 turn and no split.
     """
 
     consumers: int = 2
@@ -76,6 +81,7 @@ class MixedConfig(NamedTuple):
     turns: int = 1
     ahead: int = 0
     cluster: int = 1
+    ordered: bool = False
 
 
 class Product(NamedTuple):
@@ -104,7 +110,7 @@ class _Plan:
         steps = pl.cdiv(x.k, cfg.step)
         self.grouped = x.scale_groups > 1
         # one half of the rows after the other
-        self.halves = self.grouped and (cfg.tile_m > 128 or cfg.ahead > 0)
+        self.halves = self.grouped and (cfg.tile_m > _WHOLE or cfg.ahead > 0)
         self.parts_of_group = 1
         if self.halves:  # all weights of a group are in registers
             length = x.k // x.scale_groups
@@ -117,7 +123,7 @@ class _Plan:
         self.steps = self.groups * self.group_steps  # of a block, for a tile
         bits = _BITS[x.weight_dtype.name]
         # rows of a store buffer: those of large tiles leave in two parts, so that more slots fit
-        apart = cfg.tile_m > 128 and (self.halves or x.out_dtype.itemsize == 4)
+        apart = cfg.tile_m > 128 and (self.grouped or x.out_dtype.itemsize == 4)
         self.stored = cfg.tile_m // 2 if apart else cfg.tile_m
         used = self.strips * self.stored * 64 * x.out_dtype.itemsize + 2048
         self.parts = cfg.split * cfg.turns  # of sums
@@ -153,7 +159,7 @@ class _Plan:
         self.registers = REGISTERS.get(self.strips) if cfg.tile_m > 64 else None
         if self.consumers == 4:
             self.registers = (32, 112)
-        if self.halves and self.strips == 2:
+        if self.strips == 2 and (self.halves or self.grouped and cfg.tile_m > 128):
             self.registers = (24, 240)
         self.by_tma = _sizes.most(x.m) == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
 
@@ -251,8 +257,10 @@ class _Block(WarpSpecialized):
         col = col + strip * 64
         if self.plan.halves:
             sums = self.scaled_late if self.cfg.ahead else self.scaled_halves
-            for k, value in enumerate(sums(strip, it, col)):
-                self.epilogue(strip, value, row, col, k * self.cfg.tile_m // 2)
+            first = 0
+            for value in sums(strip, it, col):
+                self.epilogue(strip, value, row, col, first)
+                first += value.shape[1]
             return it + self.plan.steps
         value = self.scaled_sum(strip, turn, it, col)
         if self.plan.parts == 1:
@@ -298,10 +306,11 @@ class _Block(WarpSpecialized):
                 scales = self.scales_of(i, steps[0], strip, col)
                 weights = self.weights_of_steps(strip, steps)
                 for k in (0, 1):
-                    acc[...] = jnp.zeros((64, half), jnp.float32)
-                    for s, w in zip(steps, weights):
-                        rows = self.x_smem.at[ring.slot(s), pl.ds(k * half, half)]
-                        plgpu.wgmma(acc, w, rows.T)
+                    with self.in_order():
+                        acc[...] = jnp.zeros((64, half), jnp.float32)
+                        for s, w in zip(steps, weights):
+                            rows = self.x_smem.at[ring.slot(s), pl.ds(k * half, half)]
+                            plgpu.wgmma(acc, w, rows.T)
                     plgpu.wgmma_wait(0)
                     if k == 1:
                         for s in steps:
@@ -377,6 +386,12 @@ class _Block(WarpSpecialized):
         acc = plgpu.ACC((64, half))
         return pl.run_scoped(multiply, acc, acc)
 
+    def in_order(self):
+        """Consumers issue their products one after the other."""
+        if not self.cfg.ordered:
+            return contextlib.nullcontext()
+        return plgpu.ext.ordered_section(self.plan.consumers)
+
     def scales_of(self, g, it, strip, col):
         """Of group g of this block's, whose first step is `it`."""
         p = self.plan
@@ -405,7 +420,8 @@ class _Block(WarpSpecialized):
 
         def product(acc, it, waited=False):
             weights = self.weights_of(strip, it, waited)
-            plgpu.wgmma(acc, weights, self.x_smem.at[ring.slot(it)].T)
+            with self.in_order():
+                plgpu.wgmma(acc, weights, self.x_smem.at[ring.slot(it)].T)
 
         def multiply(acc):
             def step(i, _, waited=False):
@@ -508,17 +524,19 @@ _INBOX = 96 << 10  # bytes of sums that a block receives, at most
 
 _EDGES = (1, 16, 32, 64, 128, 256, 512, 2048, 1 << 22)  # of rows that share a program
 
-# Configurations for more than 64 rows with the most rows of x, and relative times of a tile (H100)
+# Configurations for more than 64 rows with the most rows of x, and relative times of a tile (H200)
 _LARGE_TILES = (
     (MixedConfig(1, 128, 1, 0, 64, turns=2), 0.6),
-    (MixedConfig(2, 128, 1, 0, 128, ahead=4), 1.0),
-    (MixedConfig(3, 128, 1, 0, 128), 1.5),
-    (MixedConfig(2, 256, 1, 0, 64, 16, ahead=8, cluster=2), 1.85),
+    (MixedConfig(2, 128, 1, 0, 128, ahead=4, ordered=True), 1.0),
+    (MixedConfig(2, 176, 1, 0, 128, ordered=True), 1.31),
+    (MixedConfig(3, 128, 1, 0, 128), 1.75),
+    (MixedConfig(2, 256, 1, 0, 64, 16, ahead=8, cluster=2), 1.73),
 )
 _GROUPED_TILES = (
     (MixedConfig(1, 128, 1, 0, 64, turns=2), 0.6),
-    (MixedConfig(2, 128, 1, 0, 128, 16, ahead=2), 1.0),
-    (MixedConfig(2, 256, 1, 0, 64, 16, cluster=2), 1.9),
+    (MixedConfig(2, 128, 1, 0, 128, 16, ordered=True), 1.0),
+    (MixedConfig(2, 176, 1, 0, 128, 16, ordered=True), 1.31),
+    (MixedConfig(2, 256, 1, 0, 64, 16, cluster=2), 1.85),
 )
 
 
@@ -559,11 +577,11 @@ def _choose_large(m, n, k, scale_groups, sms, weights):
             continue
         tiles, most = pl.cdiv(m, cfg.tile_m), cfg.tile_m
         cfg = cfg._replace(tile_m=pl.cdiv(pl.cdiv(m, tiles), 16) * 16)
+        if most > _WHOLE >= cfg.tile_m:
+            continue  # there is a faster one
         blocks = tiles * pl.cdiv(n, 64 * cfg.consumers * cfg.cluster) * cfg.cluster
         found[cfg] = pl.cdiv(blocks, sms) * of_tile * (0.15 + 0.85 * cfg.tile_m / most)
     cfg = min(found, key=found.get) if found else MixedConfig(1, 128, 1, 0, 128)
-    if weights.startswith("float8") and cfg.step == 128 and scale_groups == 1:
-        cfg = cfg._replace(ahead=0)  # few instructions
     one_wave = pl.cdiv(m, cfg.tile_m) * pl.cdiv(n, 64 * cfg.consumers) <= sms
     if scale_groups > 1 and (one_wave or weights == "int4"):
         cfg = cfg._replace(cluster=1)
@@ -594,6 +612,8 @@ def _check_config(config, x, sms):
         or c.cluster > 1
         and c.split > 1
         or c.ahead < 0
+        or c.ordered
+        and (c.consumers == 1 or c.turns > 1)
         or groups > 1
         and (c.ahead or c.tile_m > 128)
         and (c.turns > 1 or c.split > 1 or c.consumers > 2)
@@ -603,8 +623,8 @@ def _check_config(config, x, sms):
             " to 256 (to 192 with 3 consumers, to 64 with a split), a split of 1, 2, 4 or 8, stages"
             " from 0, a step of 64 or 128, a group from 1, 1, 2 or 4 turns (consumers * turns up to"
             " 4, tile_m * consumers * turns up to 256), ahead from 0, and a cluster of 1 or 2 (1"
-            " with a split); with groups of scales and ahead or a tile_m above 128 up to 2"
-            f" consumers, 1 turn and no split; got {config}"
+            " with a split); ordered with 2 or 3 consumers and 1 turn; with groups of scales and"
+            f" ahead or a tile_m above 128 up to 2 consumers, 1 turn and no split; got {config}"
         )
     if groups > 1 and (x.k // groups % c.step or groups % c.split):
         raise ValueError(

@@ -242,7 +242,7 @@ def _mixed(c):
         ahead = c.pick(0, 2, 3) if groups < 2 or turns == split == 1 and consumers < 3 else 0
         c.options["config"] = ops.MixedConfig(
             consumers, tile, split, c.pick(0, 2, 3), step, c.rng.randint(1, 3), turns, ahead,
-            c.pick(1, 2) if split == 1 else 1,
+            c.pick(1, 2) if split == 1 else 1, consumers > 1 and turns == 1 and c.chance(0.3),
         )  # fmt: skip
     want = c.rounded(multiplied(x, factors.T), out, exact)
     if not exact:

@@ -100,9 +100,14 @@ CONFIGS = {  # with extents m, n, k, groups of scales
     C(2, 128, 1, 4, 64, ahead=4): (140, 300, 448, 1),
     C(2, 256, 1, 0, 64, ahead=2, cluster=2): (260, 500, 384, 1),
     C(1, 64, 1, 4, 64, turns=2, ahead=2, cluster=2): (60, 264, 512, 1),
-    C(2, 256, 1, 0, 64, cluster=2): (260, 504, 384, 3),  # halves, by the same accumulators
-    C(2, 128, 1, 0, 128, ahead=2): (140, 304, 512, 4),  # and by two
+    C(2, 256, 1, 0, 64, cluster=2): (260, 504, 384, 3),  # halves of the rows
+    C(2, 128, 1, 0, 128, ahead=2): (140, 304, 512, 4),
     C(2, 128, 1, 0, 64, ahead=4, cluster=2): (140, 302, 384, 3),
+    C(2, 176, 1, 0, 128, ordered=True): (340, 200, 512, 4),  # an accumulator beside the sums
+    C(2, 160, 1, 0, 64, cluster=2, ordered=True): (150, 300, 768, 3),
+    C(3, 48, 1, 3, 64, ordered=True): (50, 456, 320, 1),
+    C(2, 128, 1, 0, 128, ahead=2, ordered=True): (140, 300, 640, 0),
+    C(2, 256, 1, 0, 64, ordered=True): (300, 392, 384, 3),
     C(2, 192, 1, 1, 64): (150, 136, 768, 2),  # parts of groups, no slot to spare
     C(1, 16, 1, 2, 64, turns=2, ahead=3): (9, 130, 640, 0),
     C(1, 16, 1, 4, 64, turns=4): (9, 712, 768, 12),  # several tiles of a block
@@ -126,15 +131,17 @@ def test_what_callers_get(rng):
     np.testing.assert_array_equal(again, out)
 
 
-@pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
-def test_chosen_configurations(m):
+@pytest.mark.parametrize(
+    "m, tile", [(16, 16), (64, 64), (128, 128), (256, 128), (300, 160), (4096, 256)]
+)
+def test_chosen_configurations(m, tile):
     """No spills, and tensor cores that nothing serialises."""
     spec = plgpu.ShapeDtypeStruct
     for weights, groups in ((I4, 64), (I8, 0), (E4, 64)):
         given = [spec((m, 8192), BF16), spec((8192, 8192), weights)]
         given += [spec((groups, 8192), BF16)] if groups else []
         config = choose(m, 8192, 8192, max(groups, 1), weights=weights.name)
-        assert config.tile_m == min(m, 256 if m == 4096 else 128)
+        assert config.tile_m == tile
         assert config.split == 1 or m == 16
         used = mixed_matmul.kernel(*given, config=config).lower(*given).resources()
         assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
@@ -155,6 +162,7 @@ def test_chosen_configurations(m):
         (dict(config=2), TypeError, "must be a MixedConfig"),
         (dict(config=C(4)), ValueError, "has 1 to 3 consumers"),
         (dict(config=C(step=128)), ValueError, "multiple of the step"),
+        (dict(config=C(1, step=64, ordered=True)), ValueError, "ordered with 2 or 3 consumers"),
         (dict(config=C(3, 192, step=64)), ValueError, "a tile_m above 128 up to 2"),
         (
             dict(config=C(2, 16, step=64, turns=2, ahead=2)),
