@@ -20,8 +20,7 @@ groups for more than 176 rows of x, and an accumulator beside them, do not fit i
 the two halves of these rows are multiplied one after the other, by the same converted weights and
 in the same accumulators. With `ahead`, halves of 64 rows have accumulators of their own: one is
 added to the sums while the other is multiplied. Consumers that issue their products in order
-(`ordered`) fall out of step, so that one converts and adds while the other multiplies: they would
-finish a product together, as they share the tensor cores evenly."""
+(`ordered`) fall out of step, so that one converts and adds while the other multiplies."""
 
 import contextlib
 import functools
