@@ -241,6 +241,11 @@ def minimum(x, y):
     return combine("min", x, y) if isinstance(x, Dim) or isinstance(y, Dim) else min(x, y)
 
 
+def clamp(x, least, most):
+    """A size that is known to be from `least` to `most`, which ints say, with these bounds."""
+    return combine("min", combine("max", x, least), most)
+
+
 @accepts()
 def dim(name, *, min=1, max=MOST, multiple_of=1):
     """A size that a kernel learns when it is called, so that one program serves all of them.

@@ -22,7 +22,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._attention_scores import LEAST
+from ._attention_scores import LEAST, scalar
 from ._common import SMEM_BYTES, Ring, buffer, padded, swizzled
 
 _F32 = np.float32
@@ -79,7 +79,7 @@ class NarrowPlan:
         self.transposes = x.dtype.itemsize == 1
         self.dim, self.value_dim = width(x.dim), width(x.value_dim)
         self.check_block()
-        few = self.transposes and not x.page and not any(x.lengths)
+        few = self.transposes and not x.page and not any(x.lengths) and not x.whole
         self.registers = (_FEWER if few else _REGISTERS).get(self.consumers)
         self.readers = self.consumers + 1
         if self.transposes:
@@ -268,7 +268,8 @@ class Narrow:
 
     def rest(self, b, row):
         """The keys from a row to the end of a batch entry; None: what is beyond it is 0."""
-        return self.keys_of(b) - row if self.x.lengths[0] else None
+        there = self.x.lengths[0] or self.x.whole
+        return scalar(self.keys_of(b)) - row if there else None
 
     def convert_values(self, it, b, row):
         rest = self.rest(b, row)

@@ -26,6 +26,7 @@ from ._open_rows import in_shapes, views
 
 _F32 = np.float32
 _PARTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+_OPEN_PARTS = 1, 4, 16  # of programs for many batches or tables of angles
 _PART_COST, _MERGE_COST, _MERGED_MB_COST = 1, 1, 0.1
 _MB_OF_A_BLOCK = 4.0  # that memory delivers in the time of a block
 _LEAST_PART = 3  # blocks of a part
@@ -186,13 +187,16 @@ def tiles_of(x, cfg):
     return x.batch * x.heads * pl.cdiv(x.queries, cfg.consumers * 64)
 
 
-def parts_of(x, cfg, cores):
-    """Parts of the keys, where queries alone leave SMs without work."""
+def parts_of(x, cfg, cores, is_open=False):
+    """Parts of the keys, where queries alone leave SMs without work. is_open: of a program for many
+    batches."""
     tiles = tiles_of(x, cfg)
     if tiles >= 4 * cores:
         return 1
     blocks = _blocks_of_tiles(x, cfg)
-    some = [n for n in _PARTS if n == 1 or n * _LEAST_PART <= blocks.max()]
+    some = [
+        n for n in (_OPEN_PARTS if is_open else _PARTS) if n == 1 or n * _LEAST_PART <= blocks.max()
+    ]
     costs = {n: _cost(x, blocks, cores, n) for n in some}
     best = min(some, key=costs.get)
     return best if costs[best] < _GAIN * costs[1] else 1
@@ -216,12 +220,12 @@ def shares_of(x, cfg, cores, parts):
 
 
 class _Divided(SeveralKernels):
-    """Attention to parts of the keys, then the sum of the results. lse: the shape of the logarithms
-    of this call, where that of the kernel is known later."""
+    """Attention to parts of the keys, then the sum of the results. out, lse: the shapes of the
+    results of this call, where those of the kernel are known later."""
 
-    def __init__(self, x, parts, kernel, interpret, shares=None, lse=None):
+    def __init__(self, x, parts, kernel, interpret, shares=None, out=None, lse=None):
         self.parts, self.shares = kernel, shares
-        self.merge = views(merge(x, parts, interpret, shares), (None, None), (None, lse))
+        self.merge = views(merge(x, parts, interpret, shares), (None, None), (out, lse))
 
     def __call__(self, *operands, out=None, stream=None):
         return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
@@ -230,3 +234,10 @@ class _Divided(SeveralKernels):
 @cached
 def divided(*how, lse=None):
     return _Divided(*how, lse=lse)
+
+
+def divided_batches(x, parts, kernel, operands, out, interpret):
+    """The same for batches whose entries are one after the other. operands: the shapes in which the
+    kernel sees them; out: that of the result of this call."""
+    rows = x._replace(batch=1, queries=x.whole[0], whole=(), table=None)
+    return _Divided(rows, parts, views(kernel, operands, (None, None)), interpret, out=out)

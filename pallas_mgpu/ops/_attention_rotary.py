@@ -17,6 +17,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 from ._common import FLOATS, SeveralKernels
+from ._open_rows import ANY_ROWS, is_static, views
 from .rotary import kernel_of
 
 _PART = 8  # columns that are rotated at a time: more would need more registers
@@ -78,12 +79,27 @@ def rotation(x, of_keys, interpret, inverse=False):
     return kernel_of(shape, x.dtype, inverse, None, interpret, first)
 
 
+def _of_any_length(x, of_keys, interpret):
+    """The same, perhaps for any length of the arrays and of the tables."""
+    rows, heads = (x.keys, x.kv_heads) if of_keys else (x.queries, x.heads)
+    shape, first = (x.batch, rows, heads, x.dim), 0 if of_keys else x.first
+    kind = "rotation", x.batch, heads, x.dim, x.dtype, interpret
+    if first or x.batch * rows > ANY_ROWS[1] or is_static(kind, rows):
+        return rotation(x, of_keys, interpret)
+    most = ANY_ROWS[1] // x.batch * x.batch
+    whole = plgpu.dim("N", min=x.batch, max=most, multiple_of=x.batch)
+    each = x.batch, whole // x.batch, heads, x.dim
+    length = plgpu.dim("L")
+    kernel = kernel_of(each, x.dtype, False, None, interpret, rows=whole, length=length)
+    return views(kernel, ((1, x.batch * rows, heads, x.dim), None, None), (shape,))
+
+
 class Rotated(SeveralKernels):
     """Attention to rotated keys. queries: does a kernel before it rotate these, too?"""
 
     def __init__(self, x, kernel, queries, interpret):
-        self.attention, self.keys = kernel, rotation(x, True, interpret)
-        self.queries = rotation(x, False, interpret) if queries else None
+        self.attention, self.keys = kernel, _of_any_length(x, True, interpret)
+        self.queries = _of_any_length(x, False, interpret) if queries else None
 
     def __call__(self, q, k, v, *others, out=None, stream=None):
         *others, cos, sin = others

@@ -102,8 +102,9 @@ class Problem(NamedTuple):
     lengths: tuple[bool, bool] = (False, False)  # of keys, of queries: read when the kernel runs
     scales: tuple[int, int, int] = (0, 0, 0)  # dims of the arrays of q, k and v; 0: none
     # Where batch entries of open lengths are one after the other in one entry of the arrays: rows
-    # of q and of k.
+    # of q and of k, or pages of k.
     whole: tuple = ()
+    table: plgpu.Dim | None = None  # entries of the page table, which has one dim then
 
     @property
     def value_dim(self):
@@ -146,8 +147,21 @@ class Problem(NamedTuple):
         batch = 1 if self.whole else self.batch
         queries, keys = self.whole or (self.queries, self.keys)
         q = batch, queries, self.heads, self.dim
-        k = batch, keys, self.kv_heads
+        k = (keys, self.page) if self.table is not None else (batch, keys)
+        k = *k, self.kv_heads
         return q, (*k, self.dim), (*k, self.value_dim)
+
+    @property
+    def shapes_of_others(self):
+        """Of `others`; None: as they come."""
+        if not self.whole:
+            return [None for _ in self.others]
+        named = {n: (self.batch,) for n in ("kv_lengths", "q_lengths")}
+        named["page_table"] = (self.table,)
+        heads = self.heads, self.kv_heads, self.kv_heads
+        for n, count, dims in zip(("q_scale", "k_scale", "v_scale"), heads, self.scales):
+            named[n] = (self.batch, count)[-dims:]
+        return [named[n] for n in self.others]
 
     def padded_rows(self, multiple=_MULTIPLE):
         """Rows of the ranges of packed sequences."""

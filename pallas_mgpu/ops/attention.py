@@ -28,7 +28,7 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -73,6 +73,7 @@ _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
 _QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
 _ROWS = 2**31 - 2  # of an array, at most
+_ENTRIES = 1 << 16  # of a batch whose size is known when a kernel runs
 _WIDTHS = (64, 96, 128, 192, 256)
 _PAGES = 2  # numbers of pages that are loaded together
 _OUT = 128  # columns of O that leave at a time, at most
@@ -156,9 +157,9 @@ def _choose_narrow(queries, head_dim, causal, scores, kind):
     return AttentionConfig(consumers, block, 2, q_registers=head_dim <= 128)
 
 
-def _choose_for(x, queries, width):
+def _choose_for(x, queries, width, kind=""):
     """The configuration of a problem, tuned for a number of queries."""
-    kind = "paged" if x.page else ""
+    kind = "paged" if x.page else kind
     if x.is_narrow:
         kind = "widened" if x.kv_dtype else "placed" if x.page or any(x.lengths) else "narrow"
     config = choose(queries, width, x.causal, x.scores, kind)
@@ -223,8 +224,8 @@ class _Plan:
     def cleans(self):
         """Must values beyond the last key of a tile be made 0, which would not be 0 times a
         probability of 0?"""
-        ends = self.x.lengths[0] or self.x.scores.sequences
-        return bool(self.x.whole) or bool(ends) and not self.x.is_narrow
+        ends = self.x.lengths[0] or self.x.scores.sequences or self.x.whole
+        return bool(ends) and not self.x.is_narrow
 
     def scratch(self):
         x, consumers = self.x, self.consumers
@@ -433,7 +434,7 @@ class _Block(WarpSpecialized):
             first, found = k * count * size, []
             for i in range(count):  # all loads before the copies
                 at = row + first + i * size
-                page = self.page_table[b, jnp.minimum(at // x.page, last)]
+                page = self.page_table[self.in_table(b, jnp.minimum(at // x.page, last))]
                 page = jnp.clip(page, 0, self.k.shape[0] - 1)
                 found.append((first + i * size, size, (page, pl.ds(at % x.page, size), head)))
             for i, there, at in found:
@@ -441,6 +442,11 @@ class _Block(WarpSpecialized):
 
         count = math.gcd(block // size, _PAGES)
         lax.fori_loop(0, block // size // count, some, None)
+
+    def in_table(self, b, entry):
+        """The index of an entry of the page table."""
+        x = self.x
+        return (b, entry) if x.table is None else b * scalar(x.table // x.batch) + entry
 
     # ---- consumers
 
@@ -746,9 +752,11 @@ class _Block(WarpSpecialized):
             top = self.scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
-            if x.is_open and p.parts == 1:
+            if x.is_open and p.parts == 1 or x.whole:
                 keep = lax.broadcasted_iota(jnp.int32, (64,), 0) < scalar(x.queries) - at
-                where = pl.ds((b * x.heads + head) * scalar(x.queries) + at, 64)
+                first = b * x.heads + head if p.parts == 1 else b
+                where = pl.ds(first * scalar(x.queries) + at, 64)
+                where = where if p.parts == 1 else (0, where, row)
                 pl.store(self.lse, where, lse, mask=keep)
                 return
             at = pl.ds(at, 64)
@@ -956,12 +964,13 @@ def _kernel(x, cfg, cores, parts, interpret, shares=None):
     body = x.body(block, block)
     out_type = x.results
     if parts > 1:
-        all_heads = x.batch, x.queries, parts * x.heads
+        all_heads = *x.shapes[0][:2], parts * x.heads
         out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.out_dtype)
         out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
     ranges = [(x.padded_rows(),)] * 2 if x.scores.sequences else []
-    options |= in_shapes(*x.shapes, *ranges)
+    ranges += [(x.angles, x.dim // 2)] * 2 if x.angles else []
+    options |= in_shapes(*x.shapes, *ranges, *x.shapes_of_others)
     threads = plan.readers + 1
     return warp_specialized(
         body, plan, out_type, threads=threads, kernel_name="attention", **options
@@ -1088,16 +1097,29 @@ def _check_config(config):
 def _is_indexed(x):
     """Has it arrays with a length after another dim above 1, or indexed by it?"""
     f = x.scores
-    return f.bias or f.dropout or f.mask or x.angles or x.others or x.is_narrow
+    return f.bias or f.dropout or f.mask
+
+
+def _without_lengths(x):
+    """What distinguishes programs for any lengths."""
+    there = x.angles > 0
+    return x._replace(queries=0, keys=0, angles=int(there), first=int(there and x.first > 0))
+
+
+def _with_tables(x):
+    """A problem with open lengths, and tables of angles of any length."""
+    if not x.angles:
+        return x._replace(first=0)
+    return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)
 
 
 def _open(x, *how):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
     f = x.scores
-    if x.batch > 1 or _is_indexed(x):
+    if x.batch > 1 or _is_indexed(x) or x.others or x.is_narrow:
         return x, x.queries
-    kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
+    kind = _without_lengths(x)._replace(scores=f._replace(sequences=bool(f.sequences))), *how
     sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
     if x.keys < least:
@@ -1105,42 +1127,72 @@ def _open(x, *how):
     found = sizes_of(("attention", kind), sizes, _QUERIES, least)
     if found is None:
         return x, x.queries
-    x = x._replace(queries=found["N"], keys=found["M"])
+    x = _with_tables(x._replace(queries=found["N"], keys=found["M"]))
     if f.sequences:
         x = x._replace(scores=f._replace(sequences=found["S"] - 1))
     return x, found["N"].most
 
 
-def _flattened(x, widths, device, interpret):
+def _flattened(x, k, table, widths, divides, device, interpret):
     """The kernel of a batch whose lengths are known when it runs: the entries are one after the
-    other in the arrays that it gets. None where the kernel is that of the lengths."""
-    if x.batch == 1 or _is_indexed(x):
+    other in the arrays that it gets. Where there are arrays of lengths, these say how many entries.
+    k, table: the descriptions of keys and of the page table; divides: blocks may share the keys.
+    None where the kernel is that of the lengths."""
+    placed = any(x.lengths) or x.page > 0
+    if divides and (not placed or x.return_lse):
         return None
-    kind = "attention", x._replace(queries=0, keys=0), device, interpret
-    found = sizes_of(kind, {"N": x.queries, "M": x.keys}, _QUERIES)
+    if _is_indexed(x) or not placed and (x.batch == 1 or x.is_narrow):
+        return None
+    batch = 0 if any(x.lengths) else x.batch
+    sizes = {"N": x.queries, "M": x.keys}
+    sizes |= {"B": x.batch} if any(x.lengths) else {}
+    sizes |= {"P": k.shape[0]} if x.page else {}
+    kind = "attention", _without_lengths(x)._replace(batch=batch), device, interpret
+    found = sizes_of(kind, sizes, _QUERIES)
     if found is None:
         return None
-    rows = [
-        plgpu.dim(
-            n,
-            min=x.batch * d.least,
-            max=min(d.most, _ROWS // x.batch) * x.batch,
-            multiple_of=x.batch,
-        )
-        for n, d in found.items()
-    ]
-    lengths = [n // x.batch for n in rows]
-    whole = x._replace(queries=lengths[0], keys=lengths[1], whole=tuple(rows))
-    config = choose(found["N"].most, max(widths), x.causal, x.scores, "batches")
-    kernel = _kernel(whole, config, plgpu.sm_count(device), 1, interpret)
+    whole = _open_batch(x, found)
+    config = _choose_for(whole, found["N"].most, max(widths), "batches")
+    cores, parts = plgpu.sm_count(device), 1
+    if divides:
+        parts = _attention_parts.parts_of(x, config, cores, is_open=True)
+    kernel = _kernel(whole, config, cores, parts, interpret)
 
     def alone():
-        return _of_wgmma(x, None, widths, False, None, device, interpret, exact=True)
+        how = widths, False, None, device, interpret
+        return _of_wgmma(x, None, *how, (k, table), exact=True)
 
     q = x.batch, x.queries, x.heads
-    k = x.batch * x.keys, x.kv_heads
-    shapes = (1, x.batch * x.queries, x.heads, x.dim), (1, *k, x.dim), (1, *k, x.value_dim)
-    return _core.Reshaped(kernel, alone, shapes, ((*q, x.value_dim), *_logarithms(x)))
+    shapes = [(1, x.batch * x.queries, x.heads, x.dim)]
+    rows = 1, x.batch * x.keys, x.kv_heads
+    shapes += [None if x.page else (*rows, n) for n in (x.dim, x.value_dim)]
+    shapes += [None, None] if x.angles else []
+    shapes += [(table.size,) if name == "page_table" else None for name in x.others]
+    out = *q, x.value_dim
+    if parts > 1:
+        return _attention_parts.divided_batches(whole, parts, kernel, shapes, out, interpret)
+    return _core.Reshaped(kernel, alone, tuple(shapes), (out, *_logarithms(x)))
+
+
+def _open_batch(x, found):
+    """The problem whose batch entries are one after the other. found: the sizes of an entry."""
+    each = 1 if "B" in found else x.batch  # entries that are known
+    batch = plgpu.dim("B", max=_ENTRIES) if "B" in found else x.batch
+
+    def rows(name, least=1, most=_ROWS):
+        most = min(most, _ROWS // each) * each
+        return plgpu.dim(name, min=least * each, max=most, multiple_of=each)
+
+    n, m = found["N"], found["M"]
+    most = (_ROWS, _ROWS) if "B" in found else (n.most, m.most)
+    whole, table = (rows("N", n.least, most[0]), rows("M", m.least, most[1])), None
+    queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
+    if x.page:
+        table = rows("T", most=_ROWS // x.page)
+        keys = _sizes.clamp(table // batch, 1, _ROWS // x.page) * x.page
+        whole = whole[0], plgpu.dim("P", max=_ROWS // x.page)
+    x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
+    return _with_tables(x)
 
 
 def _logarithms(x):
@@ -1149,16 +1201,26 @@ def _logarithms(x):
 
 
 def _of_wgmma(
-    problem, config, widths, divides, block_mask, device, interpret, exact=False, widens=True
+    problem,
+    config,
+    widths,
+    divides,
+    block_mask,
+    device,
+    interpret,
+    cache,
+    exact=False,
+    widens=True,
 ):
     """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
-    blocks share the keys? exact: it is that of the lengths of a batch. widens: may a kernel before
+    blocks share the keys? cache: the descriptions of keys and of the page table; exact: it is that
+    of the lengths of a batch. widens: may a kernel before
     copy keys and values, which rounds them otherwise?"""
     cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
     shares = None
     given, queries, scores = problem, problem.queries, problem.scores
     if config is None and widens and pays(problem):
-        how = None, widths, divides, block_mask, device, interpret
+        how = None, widths, divides, block_mask, device, interpret, cache
         return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
     if config is None:
         few = True
@@ -1167,11 +1229,13 @@ def _of_wgmma(
             parts = _attention_parts.parts_of(problem, chosen, cores)
             few = 2 * _attention_parts.tiles_of(problem, chosen) <= cores
             shares = _attention_parts.shares_of(problem, chosen, cores, parts)
-        if not exact and (parts == 1 or not few):
-            found = _flattened(problem, widths, device, interpret)
+        if not exact:
+            found = _flattened(problem, *cache, widths, parts > 1 and few, device, interpret)
             if found is not None:
                 return found
         problem, queries = _open(problem, device, interpret)
+        if parts > 1 and problem.is_open and problem.angles:
+            parts = _attention_parts.parts_of(given, chosen, cores, is_open=True)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
         if width > 128:
@@ -1188,7 +1252,7 @@ def _of_wgmma(
     is_open = problem.is_open and problem.return_lse
     if is_open and parts == 1:
         alone = functools.partial(_kernel, given, config, cores, parts, interpret)
-        operands = (None,) * (3 + 2 * bool(scores.sequences))
+        operands = (None,) * (3 + 2 * bool(scores.sequences) + 2 * bool(problem.angles))
         kernel = _core.Reshaped(kernel, alone, operands, (None, *_logarithms(given)))
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)
@@ -1266,7 +1330,7 @@ def _choose(x):
         if of_blackwell:
             return _of_tensor_memory(problem, config, target, x.interpret)
         widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
-        how = widths, divides, x.block_mask, q.device, x.interpret
+        how = widths, divides, x.block_mask, q.device, x.interpret, (k, x.page_table)
         return _of_wgmma(problem, config, *how, widens=not invariant)
 
     return _attention_rotary.with_angles(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu.ops import AttentionConfig, attention
+from pallas_mgpu.ops import AttentionConfig, _open_rows, attention
 
 CHECKED = plgpu.InterpretParams(detect_races=True)
 bf16, e4m3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -67,7 +67,8 @@ def paged(rng, x, size, lengths):
 
 
 def check(rng, interpret, shape, dtypes, scales=(0, 0, 0), page=0, kv_lengths=None, q_lengths=None,
-          config=None, value_dim=None, **how):  # fmt: skip
+          config=None, value_dim=None, with_log=True, **how):  # fmt: skip
+    """The kernel of a call, whose result is compared."""
     batch, queries, keys, heads, kv_heads, dim = shape
     q = random(rng, (batch, queries, heads, dim), dtypes[0])
     k = random(rng, (batch, keys, kv_heads, dim), dtypes[1])
@@ -99,15 +100,17 @@ def check(rng, interpret, shape, dtypes, scales=(0, 0, 0), page=0, kv_lengths=No
         rng.bit_generator.state = state
         v, named["page_table"] = paged(rng, v, page, seen[0])
         np.testing.assert_array_equal(table, named["page_table"])
-    got, log = attention(
-        q, k, v, **named, return_lse=True, config=config, interpret=interpret, **how
-    )
+    options = {"return_lse": with_log, "config": config, "interpret": interpret, **named, **how}
+    got = attention(q, k, v, **options)
+    got, log = got if with_log else (got, None)
     assert got.dtype == (bf16 if q.dtype == e4m3 else q.dtype)
     got = np.asarray(got, np.float64)
     assert np.isfinite(got).all()
     error = np.sqrt(((got - want) ** 2).mean() / (want**2).mean())
     assert error < (0.035 if q.dtype == e4m3 else 4e-3 if q.dtype == bf16 else 6e-4), error
-    np.testing.assert_allclose(log, want_log, atol=2e-3, rtol=2e-3)
+    if with_log:
+        np.testing.assert_allclose(log, want_log, atol=2e-3, rtol=2e-3)
+    return attention.kernel(q, k, v, **options)
 
 
 NARROW = [
@@ -184,6 +187,61 @@ def test_keys_of_8_bits(rng, interpret, shape, dtype, how):
 @pytest.mark.parametrize("shape,how,interpret", on_both(WIDE, 0))
 def test_lengths_and_pages(rng, interpret, shape, how):
     check(rng, interpret, shape, (np.float16,) * 2, **how)
+
+
+@pytest.mark.parametrize(
+    "shape,dtypes,how",
+    [
+        *((shape, (np.float16,) * 2, how) for shape, how in WIDE),
+        *((shape, (e4m3,) * 2, how) for shape, how in NARROW[5:7]),
+        *((shape, (bf16, dtype), how) for shape, dtype, how in WIDENED[3:5]),
+    ],
+)
+def test_one_program_of_all_sizes(rng, monkeypatch, shape, dtypes, how):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    check(rng, CHECKED, shape, dtypes, **how)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"kv_lengths": [1400, 1700]}, {"kv_lengths": [16, 1630], "page": 48}, {"q_lengths": [4, 70]}],
+)
+def test_one_program_of_all_sizes_that_divides_keys(rng, monkeypatch, sizes):
+    """One entry has fewer blocks of keys than there are parts."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 16)
+    how = {"causal": True, "bottom_right": True, "with_log": False}
+    kernel = check(rng, CHECKED, (2, 70, 1700, 2, 1, 64), (np.float16,) * 2, **sizes, **how)
+    assert type(kernel).__name__ == "_Divided"
+
+
+def random_sizes(rng, kind):
+    """Descriptions of the operands of a call with lengths or pages, of any sizes."""
+    spec = plgpu.ShapeDtypeStruct
+    most = 65, *((130, 4000) if "few" in kind else (4000, 4000))
+    batch, queries, keys = (int(rng.integers(1, n)) for n in most)
+    dtype = e4m3 if kind == "8 bits" else bf16
+    q, k = (spec((batch, n, heads, 64), dtype) for n, heads in ((queries, 8), (keys, 2)))
+    given = {"kv_lengths": spec((batch,), np.int32)}
+    if kind != "lengths" and kind != "both lengths":
+        k = spec((int(rng.integers(1, 9999)), 64, 2, 64), dtype)
+        given["page_table"] = spec((batch, -(-keys // 64)), np.int32)
+    if kind == "both lengths":
+        given |= {"q_lengths": given["kv_lengths"], "return_lse": True}
+    return (q, k, k), given
+
+
+@pytest.mark.parametrize("kind", ["lengths", "both lengths", "pages", "8 bits", "few"])
+def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch, kind):
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 132)
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    made = set()
+    for _ in range(40):
+        operands, given = random_sizes(rng, kind)
+        kernel = attention.kernel(*operands, causal=True, bottom_right=True, **given)
+        parts = [kernel.parts, kernel.merge] if hasattr(kernel, "parts") else [kernel]
+        made |= {id(getattr(part, "kernel", part)) for part in parts}
+    assert len(made) <= 12
 
 
 def test_many_queries_have_the_bits_of_few(rng):
