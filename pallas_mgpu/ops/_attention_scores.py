@@ -42,7 +42,7 @@ class Scores(NamedTuple):
     right: int | None = None
     bottom_right: bool = False  # the diagonal ends at the last query and the last key
     softcap: float = 0.0
-    bias: tuple | None = None  # its shape
+    bias: tuple | None = None  # its shape; with open lengths it comes as one row
     dropout: float = 0.0
     sequences: int = 0  # packed ones; 0: every batch entry is one
     mask: object = None  # a Mask of block_mask.py
@@ -52,6 +52,13 @@ class Scores(NamedTuple):
     def adjusted(self):
         """Are scores changed before the softmax, other than by hiding pairs?"""
         return self.softcap != 0 or self.bias is not None or self.scaled
+
+    @property
+    def bias_pair(self):
+        """Neighbours that are read together of a bias with open lengths: 2 if rows are even."""
+        if not self.bias or not all(isinstance(n, plgpu.Dim) for n in self.bias[2:]):
+            return 1
+        return 1 + (self.bias[3].multiple % 2 == 0)
 
     @property
     def operands(self):
@@ -150,6 +157,15 @@ class Problem(NamedTuple):
         k = (keys, self.page) if self.table is not None else (batch, keys)
         k = *k, self.kv_heads
         return q, (*k, self.dim), (*k, self.value_dim)
+
+    @property
+    def shapes_of_options(self):
+        """Of `kernel_operands`; None: as they come."""
+        pair = self.scores.bias_pair
+        named = {"bias": (plgpu.dim("A"), pair)[:pair]} if self.is_open else {}
+        named |= {n: (self.padded_rows(),) for n in ("low", "high")}
+        named |= {n: (self.angles, self.dim // 2) for n in ("cos", "sin")}
+        return [named.get(n) for n in self.kernel_operands]
 
     @property
     def shapes_of_others(self):
@@ -481,6 +497,8 @@ class Tile:
     def bias(self):
         """float32, of the shape of the tile or broadcast to it."""
         ref, dims = self.refs["bias"], self.f.bias
+        if self.x.is_open:
+            return self.bias_in_row(ref, dims)
         ref = ref.at[0 if dims[0] == 1 else self.batch, 0 if dims[1] == 1 else self.head]
         sizes, starts = list(dims[2:]), [self.row, self.column]
         if self.by_keys:
@@ -500,6 +518,34 @@ class Tile:
         value = plgpu.load(ref.at[tuple(at)], layout=layout, mask=keep, other=0.0)
         return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, there)
 
+    def bias_in_row(self, ref, dims):
+        """The same where all of it is one row, since its lengths are not known."""
+        sizes, start = [scalar(n) for n in dims], jnp.int32(0)
+        for at, n, size in zip((self.batch, self.head), dims, sizes):
+            start = start if isinstance(n, int) and n == 1 else start * size + at
+        there = [k for k in (0, 1) if isinstance(dims[2 + k], plgpu.Dim)]
+        for k in there:
+            start = start * sizes[2 + k]
+        first = self.row, self.column
+        if not there:
+            return ref[start].astype(jnp.float32)
+        if len(there) == 1:
+            (k,) = there
+            layout, n = self.layout.reduce(1 - k), self.shape[k]
+            at = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
+            keep, at = first[k] + at < sizes[2 + k], (pl.ds(start + first[k], n),)
+            value = plgpu.load(ref, at, layout=layout, mask=keep, other=0.0)
+            return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, [k])
+        pair = self.f.bias_pair
+        shape = self.shape[0], self.shape[1] // pair
+        i, j = (lax.broadcasted_iota(jnp.int32, shape, k) for k in (0, 1))
+        i, j = i + first[0], j + first[1] // pair
+        keep, at = (i < sizes[2]) & (j < sizes[3] // pair), (start + i * sizes[3]) // pair + j
+        if pair > 1:
+            keep = lax.broadcast_in_dim(keep, (*shape, pair), [0, 1])
+        value = pl.load(ref, (at, slice(None))[:pair], mask=keep, other=0.0)
+        return value.astype(jnp.float32).reshape(self.shape)
+
     def drop(self, value):
         """The array with some elements 0 and the others multiplied by 1 / (1 - dropout)."""
         if not self.f.dropout:
@@ -513,6 +559,8 @@ class Tile:
             for k, start in enumerate((self.row, self.column))
         )
         query, at = (column, row) if self.by_keys else (row, column)
-        bits = mixed((query * u32(self.x.keys) + at) ^ key)
+        keys = self.x.keys
+        keys = u32(keys) if isinstance(keys, int) else scalar(keys).astype(u32)
+        bits = mixed((query * keys + at) ^ key)
         least = u32(min(round(self.f.dropout * 2**32), 2**32 - 1))
         return jnp.where(bits >= least, value * _F32(1 / (1 - self.f.dropout)), _F32(0))

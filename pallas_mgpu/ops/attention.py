@@ -968,9 +968,7 @@ def _kernel(x, cfg, cores, parts, interpret, shares=None):
         out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.out_dtype)
         out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
-    ranges = [(x.padded_rows(),)] * 2 if x.scores.sequences else []
-    ranges += [(x.angles, x.dim // 2)] * 2 if x.angles else []
-    options |= in_shapes(*x.shapes, *ranges, *x.shapes_of_others)
+    options |= in_shapes(*x.shapes, *x.shapes_of_options, *x.shapes_of_others)
     threads = plan.readers + 1
     return warp_specialized(
         body, plan, out_type, threads=threads, kernel_name="attention", **options
@@ -1095,22 +1093,46 @@ def _check_config(config):
 
 
 def _is_indexed(x):
-    """Has it arrays with a length after another dim above 1, or indexed by it?"""
+    """Has it arrays that are indexed by a length, or more elements than sizes can count?"""
     f = x.scores
-    return f.bias or f.dropout or f.mask
+    return f.mask or f.bias and math.prod(f.bias) > _ROWS
+
+
+def _has_pairs(x):
+    """Are rows of its bias read in pairs, by a program for even numbers of keys?"""
+    f = x.scores
+    return bool(f.bias) and f.bias[2] > 1 and f.bias[3] > 1 and x.keys % 2 == 0
 
 
 def _without_lengths(x):
     """What distinguishes programs for any lengths."""
-    there = x.angles > 0
-    return x._replace(queries=0, keys=0, angles=int(there), first=int(there and x.first > 0))
+    there, f = x.angles > 0, x.scores
+    if f.bias:
+        f = f._replace(bias=(*(n > 1 for n in f.bias), _has_pairs(x)))
+    x = x._replace(queries=0, keys=0, scores=f)
+    return x._replace(angles=int(there), first=int(there and x.first > 0))
 
 
-def _with_tables(x):
-    """A problem with open lengths, and tables of angles of any length."""
+def _with_options(x, given):
+    """A problem with open lengths, with a bias and tables of angles of any length. given: the
+    problem of a call."""
+    if x.scores.bias:
+        sizes = x.batch, x.heads, x.queries, x.keys
+        bias = tuple(n if d > 1 else 1 for n, d in zip(sizes, given.scores.bias))
+        x = x._replace(scores=x.scores._replace(bias=bias))
     if not x.angles:
         return x._replace(first=0)
     return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)
+
+
+def _flat_options(x):
+    """The shapes in which kernels with open lengths get their `kernel_operands`: x, in a call of
+    theirs."""
+    pair = 1 + _has_pairs(x)
+    return [
+        (math.prod(x.scores.bias) // pair, pair)[:pair] if name == "bias" else None
+        for name in x.kernel_operands
+    ]
 
 
 def _open(x, *how):
@@ -1119,7 +1141,8 @@ def _open(x, *how):
     f = x.scores
     if x.batch > 1 or _is_indexed(x) or x.others or x.is_narrow:
         return x, x.queries
-    kind = _without_lengths(x)._replace(scores=f._replace(sequences=bool(f.sequences))), *how
+    kind = _without_lengths(x)
+    kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences))), *how
     sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
     if x.keys < least:
@@ -1127,9 +1150,12 @@ def _open(x, *how):
     found = sizes_of(("attention", kind), sizes, _QUERIES, least)
     if found is None:
         return x, x.queries
-    x = _with_tables(x._replace(queries=found["N"], keys=found["M"]))
+    keys = found["M"]
+    if _has_pairs(x):
+        keys = plgpu.dim("M", min=least, max=keys.most, multiple_of=2)
+    x = _with_options(x._replace(queries=found["N"], keys=keys), x)
     if f.sequences:
-        x = x._replace(scores=f._replace(sequences=found["S"] - 1))
+        x = x._replace(scores=x.scores._replace(sequences=found["S"] - 1))
     return x, found["N"].most
 
 
@@ -1166,7 +1192,7 @@ def _flattened(x, k, table, widths, divides, device, interpret):
     shapes = [(1, x.batch * x.queries, x.heads, x.dim)]
     rows = 1, x.batch * x.keys, x.kv_heads
     shapes += [None if x.page else (*rows, n) for n in (x.dim, x.value_dim)]
-    shapes += [None, None] if x.angles else []
+    shapes += _flat_options(x)
     shapes += [(table.size,) if name == "page_table" else None for name in x.others]
     out = *q, x.value_dim
     if parts > 1:
@@ -1187,12 +1213,15 @@ def _open_batch(x, found):
     most = (_ROWS, _ROWS) if "B" in found else (n.most, m.most)
     whole, table = (rows("N", n.least, most[0]), rows("M", m.least, most[1])), None
     queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
+    if _has_pairs(x):
+        keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
     if x.page:
         table = rows("T", most=_ROWS // x.page)
         keys = _sizes.clamp(table // batch, 1, _ROWS // x.page) * x.page
         whole = whole[0], plgpu.dim("P", max=_ROWS // x.page)
+    given = x
     x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
-    return _with_tables(x)
+    return _with_options(x, given)
 
 
 def _logarithms(x):
@@ -1234,7 +1263,7 @@ def _of_wgmma(
             if found is not None:
                 return found
         problem, queries = _open(problem, device, interpret)
-        if parts > 1 and problem.is_open and problem.angles:
+        if parts > 1 and problem.is_open and problem.kernel_operands:
             parts = _attention_parts.parts_of(given, chosen, cores, is_open=True)
     if mask:
         config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
@@ -1250,10 +1279,11 @@ def _of_wgmma(
         return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)
     kernel = _kernel(problem, config, cores, parts, interpret)
     is_open = problem.is_open and problem.return_lse
-    if is_open and parts == 1:
+    flat = _flat_options(given) if problem.is_open else ()
+    if problem.is_open and (any(flat) or problem.return_lse and parts == 1):
         alone = functools.partial(_kernel, given, config, cores, parts, interpret)
-        operands = (None,) * (3 + 2 * bool(scores.sequences) + 2 * bool(problem.angles))
-        kernel = _core.Reshaped(kernel, alone, operands, (None, *_logarithms(given)))
+        results = (None, *_logarithms(given)) if parts == 1 else (None, None)
+        kernel = _core.Reshaped(kernel, alone, (None, None, None, *flat), results)
     if mask and block_mask is None:
         return _Masked(problem, kernel, interpret)
     if parts > 1:

@@ -9,6 +9,7 @@ from fuzz.ops_training import kept
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
+from pallas_mgpu.ops import _open_rows
 
 CHECKED = plgpu.InterpretParams(detect_races=True, on_race="raise")
 PACKED = [0, 100, 100, 130, 300], [0, 90, 150, 151, 310]
@@ -136,6 +137,49 @@ def test_forward(rng, name, interpret=CHECKED):
     o, lse = ops.attention(q, k, v, return_lse=True, interpret=interpret, **call)
     near(o, want, q.dtype)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
+OPEN = {  # sizes that are known when the kernel runs; other cases are above
+    "odd rows": ((2, 67, 4, 64, 201, 2), {"bias": (1, 1, 1, 1), "dropout": 0.2}),
+    "even rows": ((3, 70, 2, 64, 130, 1), {"bias": (0, 1, 1, 1), "causal": True}),
+    "one entry": ((1, 70, 2, 64, 131, 1), {"bias": (0, 1, 0, 1), "bottom_right": True,
+                                           "causal": True}),
+    "divided": ((1, 3, 2, 64, 1700, 1), {"bias": (0, 1, 1, 1), "dropout": 0.1}),
+}  # fmt: skip
+WITH_ARRAYS = [name for name in CASES if {"bias", "dropout"} & {*CASES[name][1]}]
+
+
+@pytest.mark.parametrize("name", [*WITH_ARRAYS, *OPEN])
+def test_one_program_of_all_sizes(rng, name, monkeypatch):
+    plgpu.clear_caches()
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 16 if name == "divided" else 2)
+    if name in OPEN:
+        monkeypatch.setitem(CASES, name, OPEN[name])
+    test_forward(rng, name)
+    plgpu.clear_caches()
+
+
+@pytest.mark.parametrize("most", [3000])
+@pytest.mark.parametrize("dims", [(0, 0, 0, 1), (1, 1, 0, 0), None])
+def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch, dims, most):
+    plgpu.clear_caches()
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 132)
+    made, spec = set(), plgpu.ShapeDtypeStruct
+    for _ in range(40):
+        n, m = (int(rng.integers(1, k)) for k in (most, 3000))
+        q, k = spec((1, n, 8, 64), np.float16), spec((1, m, 2, 64), np.float16)
+        if dims:
+            shape = (there and size or 1 for there, size in zip(dims, (1, 8, n, m)))
+            how = {"bias": spec((*shape,), np.float32)}
+        else:
+            how = {"dropout": 0.1, "seed": spec((1,), np.int32)}
+        found = ops.attention.kernel(q, k, k, causal=True, bottom_right=True, **how)
+        for part in (found.parts, found.merge) if hasattr(found, "parts") else (found,):
+            made.add(getattr(part, "kernel", part))
+    assert len(made) <= 12
+    plgpu.clear_caches()
 
 
 @pytest.mark.parametrize("causal", [False, True])
