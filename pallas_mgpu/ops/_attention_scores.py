@@ -163,6 +163,8 @@ class Problem(NamedTuple):
         """Of `kernel_operands`; None: as they come."""
         pair = self.scores.bias_pair
         named = {"bias": (plgpu.dim("A"), pair)[:pair]} if self.is_open else {}
+        if self.is_open and self.scores.mask:
+            named |= {"block_mask": (plgpu.dim("T"),), "mask_data": self.scores.mask.shape}
         named |= {n: (self.padded_rows(),) for n in ("low", "high")}
         named |= {n: (self.angles, self.dim // 2) for n in ("cos", "sin")}
         return [named.get(n) for n in self.kernel_operands]

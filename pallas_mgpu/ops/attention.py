@@ -65,7 +65,16 @@ from ._common import (
 )
 from ._open_rows import better, in_shapes, sizes_of
 from ._promises import batch_invariance
-from .block_mask import KEYS, ROWS, Mask, OfArrays, check_function, shape_of
+from .block_mask import (
+    KEYS,
+    ROWS,
+    Mask,
+    OfArrays,
+    at_entry,
+    check_function,
+    open_mask,
+    shape_of,
+)
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -160,6 +169,8 @@ def _choose_narrow(queries, head_dim, causal, scores, kind):
 def _choose_for(x, queries, width, kind=""):
     """The configuration of a problem, tuned for a number of queries."""
     kind = "paged" if x.page else kind
+    if x.scores.mask:
+        return choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
     if x.is_narrow:
         kind = "widened" if x.kv_dtype else "placed" if x.page or any(x.lengths) else "narrow"
     config = choose(queries, width, x.causal, x.scores, kind)
@@ -647,7 +658,8 @@ class _Block(WarpSpecialized):
         tail = None
         if p.cleans:  # the first block is that of the last keys
             end = now.end.end if isinstance(now.end, _Place) else now.end
-            rest = self.last_of(now.t) - (end - p.block)
+            listed = self.x.scores.mask  # blocks are those of a list
+            rest = self.last_of(now.t) - (now.end.column if listed else end - p.block)
             tail = lax.select(first & (now.t < p.total), jnp.clip(rest, 0, p.block), p.block)
         ended = lax.select(last, now.t, -1)
         return s, m, sums, ended, tail, lax.cond(last & (now.t < p.total), following, same, q)
@@ -888,8 +900,8 @@ class _MaskedBlock(_ScoredBlock):
 
     def entry(self, b, head, tile, i):
         """What the block mask says of block i of a tile; -1: how many there are."""
-        b, head = self.of_mask(b, head)
-        return self.block_mask[b, head, tile, i + 1]
+        x, of = self.x, self.of_mask(b, head)
+        return self.block_mask[at_entry(x.scores.mask, x.queries, x.keys, *of, tile, i + 1)]
 
     def of_mask(self, b, head):
         """What the mask distinguishes of a batch entry and a head."""
@@ -999,11 +1011,18 @@ class _Packed(SeveralKernels):
 
 
 class _Masked(SeveralKernels):
-    """The kernels of masks without a block mask: it, then attention."""
+    """The kernels of masks without a block mask: it, then attention. x: the problem of the call;
+    maybe_open: that of the kernel."""
 
-    def __init__(self, x, kernel, interpret):
-        self.blocks = OfArrays(x.scores.mask, x.queries, x.keys, interpret)
+    def __init__(self, x, maybe_open, kernel, interpret):
+        mask, sizes = x.scores.mask, (x.queries, x.keys)
         self.attention, self.data = kernel, x.scores.has_data
+        self.blocks = alone = OfArrays(mask, *sizes, interpret)
+        if maybe_open.is_open:
+            of = maybe_open
+            shapes = [(1, s[0] * s[1], *s[2:]) for s in x.shapes[:2]]
+            how = of.shapes[:2], shapes, shape_of(mask, *sizes), lambda: alone
+            self.blocks = OfArrays(of.scores.mask, of.queries, of.keys, interpret, *how)
 
     def __call__(self, q, k, v, *others, out=None, stream=None):
         others, data = (others[:-1], others[-1:]) if self.data else (others, ())
@@ -1022,7 +1041,8 @@ def _masked(q, k, mask, block_mask, data, how):
         raise ValueError(
             "attention: mask replaces causal, window and cu_seqlens; write them in the function"
         )
-    found = Mask(mask, q.shape[0], q.shape[2], data is not None)
+    shape = () if data is None else data.shape
+    found = Mask(mask, q.shape[0], q.shape[2], data is not None, shape)
     if block_mask is None:
         return found
     want = shape_of(found, q.shape[1], k.shape[1])
@@ -1092,10 +1112,11 @@ def _check_config(config):
         )
 
 
-def _is_indexed(x):
-    """Has it arrays that are indexed by a length, or more elements than sizes can count?"""
+def _is_large(x):
+    """Has it arrays of more elements than sizes can count?"""
     f = x.scores
-    return f.mask or f.bias and math.prod(f.bias) > _ROWS
+    blocks = shape_of(f.mask, x.queries, x.keys) if f.mask else (0,)
+    return max(math.prod(f.bias or (0,)), math.prod(blocks)) > _ROWS
 
 
 def _has_pairs(x):
@@ -1109,6 +1130,8 @@ def _without_lengths(x):
     there, f = x.angles > 0, x.scores
     if f.bias:
         f = f._replace(bias=(*(n > 1 for n in f.bias), _has_pairs(x)))
+    if f.mask:
+        f = f._replace(mask=f.mask.with_open_data(0))
     x = x._replace(queries=0, keys=0, scores=f)
     return x._replace(angles=int(there), first=int(there and x.first > 0))
 
@@ -1125,24 +1148,36 @@ def _with_options(x, given):
     return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)
 
 
+def _with_mask(x, call):
+    """A problem with open lengths, with a mask that reads data of any size; None: of this one."""
+    mask = x.scores.mask
+    if not mask:
+        return x
+    arrays = call.q, call.k, call.mask_data
+    mask = open_mask(mask, arrays, x.queries, x.keys, x.shapes[:2])
+    return mask and x._replace(scores=x.scores._replace(mask=mask))
+
+
 def _flat_options(x):
     """The shapes in which kernels with open lengths get their `kernel_operands`: x, in a call of
     theirs."""
-    pair = 1 + _has_pairs(x)
-    return [
-        (math.prod(x.scores.bias) // pair, pair)[:pair] if name == "bias" else None
-        for name in x.kernel_operands
-    ]
+    pair, f, named = 1 + _has_pairs(x), x.scores, {}
+    if f.bias:
+        named["bias"] = (math.prod(f.bias) // pair, pair)[:pair]
+    if f.mask:
+        named["block_mask"] = (math.prod(shape_of(f.mask, x.queries, x.keys)),)
+    return [named.get(name) for name in x.kernel_operands]
 
 
-def _open(x, *how):
+def _open(x, call):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
     f = x.scores
-    if x.batch > 1 or _is_indexed(x) or x.others or x.is_narrow:
+    if x.batch > 1 or _is_large(x) or x.others or x.is_narrow:
         return x, x.queries
     kind = _without_lengths(x)
-    kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences))), *how
+    kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences)))
+    kind = kind, call.q.device, call.interpret
     sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
     if x.keys < least:
@@ -1153,51 +1188,54 @@ def _open(x, *how):
     keys = found["M"]
     if _has_pairs(x):
         keys = plgpu.dim("M", min=least, max=keys.most, multiple_of=2)
-    x = _with_options(x._replace(queries=found["N"], keys=keys), x)
+    given, x = x, _with_options(x._replace(queries=found["N"], keys=keys), x)
     if f.sequences:
         x = x._replace(scores=x.scores._replace(sequences=found["S"] - 1))
-    return x, found["N"].most
+    x = _with_mask(x, call)
+    return (x, found["N"].most) if x else (given, given.queries)
 
 
-def _flattened(x, k, table, widths, divides, device, interpret):
+def _flattened(x, widths, divides, call):
     """The kernel of a batch whose lengths are known when it runs: the entries are one after the
     other in the arrays that it gets. Where there are arrays of lengths, these say how many entries.
-    k, table: the descriptions of keys and of the page table; divides: blocks may share the keys.
-    None where the kernel is that of the lengths."""
+    divides: blocks may share the keys. None where the kernel is that of the lengths."""
     placed = any(x.lengths) or x.page > 0
     if divides and (not placed or x.return_lse):
         return None
-    if _is_indexed(x) or not placed and (x.batch == 1 or x.is_narrow):
+    if _is_large(x) or not placed and (x.batch == 1 or x.is_narrow):
         return None
     batch = 0 if any(x.lengths) else x.batch
     sizes = {"N": x.queries, "M": x.keys}
     sizes |= {"B": x.batch} if any(x.lengths) else {}
-    sizes |= {"P": k.shape[0]} if x.page else {}
-    kind = "attention", _without_lengths(x)._replace(batch=batch), device, interpret
+    sizes |= {"P": call.k.shape[0]} if x.page else {}
+    interpret = call.interpret
+    kind = "attention", _without_lengths(x)._replace(batch=batch), call.q.device, interpret
     found = sizes_of(kind, sizes, _QUERIES)
-    if found is None:
+    whole = found and _with_mask(_open_batch(x, found), call)
+    if whole is None:
         return None
-    whole = _open_batch(x, found)
     config = _choose_for(whole, found["N"].most, max(widths), "batches")
-    cores, parts = plgpu.sm_count(device), 1
+    cores, parts = plgpu.sm_count(call.q.device), 1
     if divides:
         parts = _attention_parts.parts_of(x, config, cores, is_open=True)
     kernel = _kernel(whole, config, cores, parts, interpret)
 
     def alone():
-        how = widths, False, None, device, interpret
-        return _of_wgmma(x, None, *how, (k, table), exact=True)
+        return _of_wgmma(x, None, widths, False, call, exact=True)
 
     q = x.batch, x.queries, x.heads
     shapes = [(1, x.batch * x.queries, x.heads, x.dim)]
     rows = 1, x.batch * x.keys, x.kv_heads
     shapes += [None if x.page else (*rows, n) for n in (x.dim, x.value_dim)]
     shapes += _flat_options(x)
-    shapes += [(table.size,) if name == "page_table" else None for name in x.others]
+    shapes += [(call.page_table.size,) if name == "page_table" else None for name in x.others]
     out = *q, x.value_dim
     if parts > 1:
         return _attention_parts.divided_batches(whole, parts, kernel, shapes, out, interpret)
-    return _core.Reshaped(kernel, alone, tuple(shapes), (out, *_logarithms(x)))
+    kernel = _core.Reshaped(kernel, alone, tuple(shapes), (out, *_logarithms(x)))
+    if x.scores.mask and call.block_mask is None:
+        return _Masked(x, whole, kernel, interpret)
+    return kernel
 
 
 def _open_batch(x, found):
@@ -1229,28 +1267,20 @@ def _logarithms(x):
     return [(x.batch, x.heads, x.queries)] * x.return_lse
 
 
-def _of_wgmma(
-    problem,
-    config,
-    widths,
-    divides,
-    block_mask,
-    device,
-    interpret,
-    cache,
-    exact=False,
-    widens=True,
-):
+def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
     """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
-    blocks share the keys? cache: the descriptions of keys and of the page table; exact: it is that
-    of the lengths of a batch. widens: may a kernel before
-    copy keys and values, which rounds them otherwise?"""
-    cores, parts, width, mask = plgpu.sm_count(device), 1, max(widths), problem.scores.mask
-    shares = None
+    blocks share the keys? call: the arguments, by name; exact: the kernel itself, of the lengths of
+    a batch. widens: may a kernel before copy keys and values, which rounds them otherwise?"""
+    interpret, cores = call.interpret, plgpu.sm_count(call.q.device)
+    parts, width, mask, shares = 1, max(widths), problem.scores.mask, None
     given, queries, scores = problem, problem.queries, problem.scores
     if config is None and widens and pays(problem):
-        how = None, widths, divides, block_mask, device, interpret, cache
-        return Widened(problem, lambda x: _of_wgmma(x, *how), interpret)
+        return Widened(problem, lambda x: _of_wgmma(x, None, widths, divides, call), interpret)
+    if mask and width > 128:
+        raise NotImplementedError(
+            f"attention: mask= with a head_dim of up to 128, got {problem.dim} and, of v,"
+            f" {problem.value_dim}; use bias="
+        )
     if config is None:
         few = True
         if divides:
@@ -1259,19 +1289,12 @@ def _of_wgmma(
             few = 2 * _attention_parts.tiles_of(problem, chosen) <= cores
             shares = _attention_parts.shares_of(problem, chosen, cores, parts)
         if not exact:
-            found = _flattened(problem, *cache, widths, parts > 1 and few, device, interpret)
+            found = _flattened(problem, widths, parts > 1 and few, call)
             if found is not None:
                 return found
-        problem, queries = _open(problem, device, interpret)
+            problem, queries = _open(problem, call)
         if parts > 1 and problem.is_open and problem.kernel_operands:
             parts = _attention_parts.parts_of(given, chosen, cores, is_open=True)
-    if mask:
-        config = choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
-        if width > 128:
-            raise NotImplementedError(
-                f"attention: mask= with a head_dim of up to 128, got {problem.dim} and, of v,"
-                f" {problem.value_dim}; use bias="
-            )
     config = config or _choose_for(problem, queries, width)
     _check_config(config)
     if shares and not problem.is_open:
@@ -1284,8 +1307,8 @@ def _of_wgmma(
         alone = functools.partial(_kernel, given, config, cores, parts, interpret)
         results = (None, *_logarithms(given)) if parts == 1 else (None, None)
         kernel = _core.Reshaped(kernel, alone, (None, None, None, *flat), results)
-    if mask and block_mask is None:
-        return _Masked(problem, kernel, interpret)
+    if mask and call.block_mask is None and not exact:
+        return _Masked(given, problem, kernel, interpret)
     if parts > 1:
         lse = _logarithms(given)[0] if is_open else None
         return _attention_parts.divided(problem, parts, kernel, interpret, lse=lse)
@@ -1360,8 +1383,7 @@ def _choose(x):
         if of_blackwell:
             return _of_tensor_memory(problem, config, target, x.interpret)
         widths = _width(dim) if of_hopper else dim, _width(v.shape[3]) if of_hopper else dim
-        how = widths, divides, x.block_mask, q.device, x.interpret, (k, x.page_table)
-        return _of_wgmma(problem, config, *how, widens=not invariant)
+        return _of_wgmma(problem, config, widths, divides, x, widens=not invariant)
 
     return _attention_rotary.with_angles(
         problem, kernel, angles, of_hopper and not mask, x.interpret

@@ -2,8 +2,14 @@
 
 A block of the grid has one tile of queries. It goes through the blocks of keys and evaluates the
 mask on all pairs of each: a block without a pair that is there is left out, one in which all are
-there needs no mask later."""
+there needs no mask later.
 
+Where lengths are known when the kernel runs, the block mask is one row, and the operands that the
+mask belongs to say what the lengths are. Of the data of a mask the first extent above 1 is known
+then, too, unless the function needs it as an int."""
+
+import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +21,11 @@ from pallas_mgpu._caches import cached
 
 from .._names import show
 from ._common import overlap_launches
+from ._open_rows import better, in_shapes, sizes_of, views
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
 _PART = 16  # keys that registers hold at a time
+_LENGTHS = 0, 1 << 24  # edges of the programs for any lengths
 
 
 class Mask(NamedTuple):
@@ -27,6 +35,7 @@ class Mask(NamedTuple):
     batch: int
     heads: int
     data: bool  # an array that the function reads
+    shape: tuple = ()  # of the data
 
     def keep(self, sizes, at, shape, data, layout=None):
         """Which pairs are there. sizes: numbers of queries and keys; at: batch entry, head, first
@@ -43,6 +52,21 @@ class Mask(NamedTuple):
             raise TypeError(f"mask must return booleans, got {got}")
         return jnp.broadcast_to(found, shape) & (i < sizes[0]) & (j < sizes[1])
 
+    def with_open_data(self, size):
+        """The mask whose data have the size as their first extent above 1."""
+        k = next((k for k, n in enumerate(self.shape) if n > 1), None)
+        if k is None:
+            return self
+        return self._replace(shape=(*self.shape[:k], size, *self.shape[k + 1 :]))
+
+
+def at_entry(mask, queries, keys, b, h, tile, i):
+    """The index of entry i of a tile in the block mask, of one row where lengths are open."""
+    if not isinstance(queries, plgpu.Dim):
+        return b, h, tile, i
+    *_, tiles, width = shape_of(mask, queries, keys)
+    return (((b * mask.heads + h) * jnp.asarray(tiles) + tile) * jnp.asarray(width) + i,)
+
 
 def shape_of(mask, queries, keys):
     """Of the array of a block mask: for each tile the number of its blocks, and for each of them
@@ -51,13 +75,17 @@ def shape_of(mask, queries, keys):
 
 
 @cached
-def kernel(mask, queries, keys, interpret):
-    """Kernel: the block mask; its argument is the data of the mask, or any array."""
+def kernel(mask, queries, keys, interpret, like=()):
+    """Kernel: the block mask; its argument is the data of the mask, or any array. like: where
+    lengths are open, the shapes of q and k, which are the first arguments then."""
     *grid, width = shape_of(mask, queries, keys)
 
     def body(data, out):
         overlap_launches()
         b, h, tile = (lax.axis_index(n) for n in ("batch", "head", "tile"))
+
+        def entry(i):
+            return at_entry(mask, queries, keys, b, h, tile, i)
 
         # what lies beyond the last query does not make a block one that needs the mask
         beyond = tile * ROWS + lax.broadcasted_iota(jnp.int32, (ROWS, _PART), 0) >= queries
@@ -75,7 +103,7 @@ def kernel(mask, queries, keys, interpret):
 
             @pl.when(some)
             def _():
-                out[b, h, tile, count + 1] = 2 * block + 1 - every.astype(jnp.int32)
+                out[entry(count + 1)] = 2 * block + 1 - every.astype(jnp.int32)
 
             return count + some.astype(jnp.int32)
 
@@ -83,28 +111,88 @@ def kernel(mask, queries, keys, interpret):
 
         @pl.when(count == 0)
         def _():
-            out[b, h, tile, 1] = jnp.int32(1)  # a block of which nothing is there
+            out[entry(1)] = jnp.int32(1)  # a block of which nothing is there
 
-        out[b, h, tile, 0] = jnp.maximum(count, 1)
+        out[entry(0)] = jnp.maximum(count, 1)
 
+    def of_arrays(q, k, *others):
+        body(others[0] if mask.data else q, others[-1])
+
+    shape = (math.prod((*grid, width)),) if like else (*grid, width)
     return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((*grid, width), np.int32),
+        of_arrays if like else body,
+        out_type=plgpu.ShapeDtypeStruct(shape, np.int32),
         grid=tuple(grid),
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="block_mask",
+        **in_shapes(*like, *[mask.shape] * (mask.data and bool(like))),
     )
 
 
 class OfArrays:
-    """The kernel as a function of q, k and the data."""
+    """The kernel as a function of q, k and the data. like, shapes: where lengths are open, the
+    shapes of q and k that the kernel has and that this call has."""
 
-    def __init__(self, mask, queries, keys, interpret):
-        self.kernel = kernel(mask, queries, keys, interpret)
+    def __init__(self, mask, queries, keys, interpret, like=(), shapes=(), result=None, alone=None):
+        self.open = bool(like)
+        self.kernel = kernel(mask, queries, keys, interpret, like)
+        if like:
+            operands = *shapes, *[None] * mask.data
+            self.kernel = views(self.kernel, operands, (result,), alone)
 
     def __call__(self, q, k, data=None, *, out=None, stream=None):
+        if self.open:
+            operands = (q, k) if data is None else (q, k, data)
+            return self.kernel(*operands, out=out, stream=stream)
         return self.kernel(q if data is None else data, out=out, stream=stream)
+
+
+@cached
+def _is_for_any_size(mask, queries, keys, like, dtypes):
+    """Can its function be traced with data of a size that is not known?"""
+    shapes = [[getattr(n, "least", n) for n in shape] for shape in (*like, mask.shape)]
+    given = [plgpu.ShapeDtypeStruct(tuple(s), d) for s, d in zip(shapes, dtypes)]
+    try:
+        kernel(mask, queries, keys, None, like).lower(*given)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def open_mask(mask, arrays, queries, keys, like):
+    """The mask for data of any size; None if its function needs this one. arrays: descriptions of
+    q, k and the data of a call; queries, keys: the open lengths; like: as above."""
+    if not mask.data:
+        return mask
+    found = mask.with_open_data(plgpu.dim("D"))
+    dtypes = tuple(x.dtype for x in arrays)
+    if found is mask or _is_for_any_size(found, queries, keys, like, dtypes):
+        return found
+    return None
+
+
+def _of_lengths(mask, q, k, data, interpret):
+    """What computes block masks of these lengths."""
+    batch, sizes = q.shape[0], {"N": q.shape[1], "M": k.shape[1]}
+    alone = functools.partial(OfArrays, mask, *sizes.values(), interpret)
+    data_of_any_size = mask.with_open_data(0)
+    rest = [(x.shape[2:], x.dtype) for x in (q, k)], data and data.dtype
+    found = sizes_of(("block_mask", data_of_any_size, batch, str(rest), q.device), sizes, _LENGTHS)
+    if found is None:
+        return alone()
+    rows = [
+        plgpu.dim(n, min=batch, max=d.most // batch * batch, multiple_of=batch)
+        for n, d in found.items()
+    ]
+    lengths = [n // batch for n in rows]
+    like = tuple((1, n, *x.shape[2:]) for n, x in zip(rows, (q, k)))
+    found = open_mask(mask, (q, k, data), *lengths, like)
+    if found is None:
+        return alone()
+    shapes = tuple((1, batch * n, *x.shape[2:]) for n, x in zip(sizes.values(), (q, k)))
+    result = shape_of(mask, *sizes.values())
+    return OfArrays(found, *lengths, interpret, like, shapes, result, alone)
 
 
 def check_function(name, mask):
@@ -116,6 +204,7 @@ def check_function(name, mask):
 
 
 @plgpu.specialize
+@better
 def block_mask(q, k, *, mask_data=None, mask=None, by_batch=False, by_head=False, interpret=None):
     """The blocks of keys that each tile of 128 queries needs, for :func:`attention` (Hopper).
 
@@ -136,6 +225,10 @@ def block_mask(q, k, *, mask_data=None, mask=None, by_batch=False, by_head=False
                 f"block_mask: {name} must have four dims, none of them 0, got shape {x.shape}"
             )
     found = Mask(
-        mask, q.shape[0] if by_batch else 1, q.shape[2] if by_head else 1, mask_data is not None
+        mask,
+        q.shape[0] if by_batch else 1,
+        q.shape[2] if by_head else 1,
+        mask_data is not None,
+        () if mask_data is None else mask_data.shape,
     )
-    return OfArrays(found, q.shape[1], k.shape[1], interpret)
+    return _of_lengths(found, q, k, mask_data, interpret)

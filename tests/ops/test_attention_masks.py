@@ -1,11 +1,14 @@
 """Masks that are functions, block masks, and keys that are divided among blocks."""
 
+import functools
+
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
-from pallas_mgpu.ops import AttentionConfig, attention, block_mask
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu.ops import AttentionConfig, _open_rows, attention, block_mask
 
 INTERPRET = [plgpu.InterpretParams(detect_races=True, seeds=2), "emulate"]
 
@@ -40,6 +43,14 @@ def strided(b, h, i, j):
 
 def same_document(b, h, i, j, documents):
     return (documents[i] == documents[j]) & (j <= i)
+
+
+def ancestors(b, h, i, j, spans):
+    return (spans[j, 0] <= spans[i, 0]) & (spans[i, 0] < spans[j, 1])
+
+
+def needs_an_int(b, h, i, j, documents):
+    return (documents[i] == documents[j]) & (j < jnp.arange(documents.shape[0]).max())
 
 
 def nothing(b, h, i, j):
@@ -103,6 +114,54 @@ def test_masks(rng, mask, n, m, dim, interpret):
         o, lse = attention(q, k, v, return_lse=True, **how, **more)
         np.testing.assert_allclose(np.asarray(o).astype(np.float64), want, atol=2e-2)
         np.testing.assert_allclose(lse, want_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "mask", [prefix, strided, same_document, nothing], ids=lambda f: f.__name__
+)
+def test_one_program_of_all_sizes(rng, monkeypatch, mask):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    for n, m, dim in ((300, 300, 64), (131, 190, 128)):
+        test_masks(rng, mask, n, m, dim, INTERPRET[0])
+
+
+@pytest.mark.parametrize("mask", [same_document, ancestors, needs_an_int], ids=lambda f: f.__name__)
+def test_random_sizes_and_data(rng, monkeypatch, mask):
+    """Few programs, unless the mask computes with the number of its data."""
+    monkeypatch.setattr(_open_rows, "STATIC", 1)
+    made, blocks_made = set(), set()
+    for n, m in rng.integers(1, 400, (12, 2)):
+        n, m = int(n), int(m)
+        q = rng.standard_normal((1, n, 2, 64)).astype(np.float16)
+        k, v = rng.standard_normal((2, 1, m, 1, 64)).astype(np.float16)
+        data = np.sort(rng.integers(0, 3, max(n, m))).astype(np.int32)
+        data = np.stack([data, data + 2], 1) if mask is ancestors else data
+        how = {"mask": mask, "mask_data": data, "interpret": True}
+        function = mask
+        if mask is needs_an_int:
+            function = lambda b, h, i, j, d: (d[i] == d[j]) & (j < len(d) - 1)  # noqa: E731
+        keep = pairs(function, 1, 1, n, m, data)
+        got = attention(q, k, v, **how)
+        np.testing.assert_allclose(got, expected(q, k, v, keep)[0], atol=4e-3)
+        found = attention.kernel(q, k, v, **how)
+        made.add(getattr(found.attention, "kernel", found.attention))
+        blocks_made.add(getattr(found.blocks.kernel, "kernel", found.blocks.kernel))
+    few = mask is not needs_an_int
+    assert (len(made) <= 4) == (len(blocks_made) <= 4) == few
+
+
+def test_open_sizes_under_vmap(rng, monkeypatch):
+    q = rng.standard_normal((3, 1, 40, 2, 64)).astype(np.float16)
+    k = rng.standard_normal((3, 1, 70, 1, 64)).astype(np.float16)
+    bias = rng.standard_normal((3, 1, 2, 40, 70)).astype(np.float16)
+    found = []
+    for static in (0, 99):
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        plgpu.clear_caches()
+        for how in ({}, {"mask": prefix}):
+            f = functools.partial(attention, interpret=True, **how)
+            found.append(plgpu.vmap(lambda q, k, b, f=f: f(q, k, k, bias=b))(q, k, bias))
+    np.testing.assert_array_equal(found[:2], found[2:])
 
 
 def test_masks_and_bias(rng):
