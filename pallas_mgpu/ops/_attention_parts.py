@@ -1,10 +1,14 @@
 """Attention to keys that are divided among blocks, where queries alone leave SMs without work: into
 how many parts, and the kernel that merges their results.
 
-Each number of parts is a program, so there are few of them. What they cost is counted in blocks of
-keys of one SM. A part costs one block more than it has, the sum one and a tenth of one for each MB
-of its operands; while an SM does a block, memory delivers 4 MB of keys and values. Fitted to 54
-shapes on an H100, most of them random (benchmarks/NOTEBOOK.md).
+Each number of parts is a program, so there are few of them. Programs with open lengths compute the
+number from the lengths: as many parts as give each SM one, each of them at least `_LEAST_PART`
+blocks. The results of the parts are one after the other then.
+
+What parts cost is counted in blocks of keys of one SM. A part costs one block more than it has, the
+sum one and a tenth of one for each MB of its operands; while an SM does a block, memory delivers
+4 MB of keys and values. Fitted to 54 shapes on an H100, most of them random
+(benchmarks/NOTEBOOK.md).
 
 Where all tiles have the same blocks and equal parts leave the last wave half empty, all blocks of
 all tiles are one row that is divided into equal shares, one for each SM: a tile has as many parts
@@ -16,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, scalar
@@ -26,12 +31,13 @@ from ._open_rows import in_shapes, views
 
 _F32 = np.float32
 _PARTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
-_OPEN_PARTS = 1, 4, 16  # of programs for many batches or tables of angles
+_TOGETHER = 8  # parts whose results are loaded together, where their number is not known
 _PART_COST, _MERGE_COST, _MERGED_MB_COST = 1, 1, 0.1
 _MB_OF_A_BLOCK = 4.0  # that memory delivers in the time of a block
 _LEAST_PART = 3  # blocks of a part
 _ALIKE = 3  # blocks by which tiles may differ that are still done in waves
 _SHARES_COST = 1.03  # what shares take of the time that is computed for them
+_MOST = 2**31 - 2  # rows of an array
 _SHARED_BLOCKS = 1 << 24  # of keys, whose numbers do not overflow
 _GAIN = 0.95  # what divided keys take of the time of whole ones, at most
 
@@ -133,11 +139,8 @@ def merge(x, parts, interpret, shares=None):
         pl.store(out, (b, row, head, group, slice(None)), value, mask=there)
         if x.return_lse:
             at = b, head, row
-            if x.is_open:
-                at = ((b * x.heads + head) * scalar(x.queries) + row,)
             pl.store(out_lse, at, base + jnp.log(total), mask=keep & (group == 0))
 
-    all_heads = x.batch, x.queries, parts * x.heads
     return plgpu.kernel(
         body,
         out_type=x.results,
@@ -145,7 +148,6 @@ def merge(x, parts, interpret, shares=None):
         grid_names=("tile",),
         interpret=interpret,
         kernel_name="attention_merge",
-        **in_shapes((*all_heads, x.value_dim), all_heads),
     )
 
 
@@ -187,19 +189,32 @@ def tiles_of(x, cfg):
     return x.batch * x.heads * pl.cdiv(x.queries, cfg.consumers * 64)
 
 
-def parts_of(x, cfg, cores, is_open=False):
-    """Parts of the keys, where queries alone leave SMs without work. is_open: of a program for many
-    batches."""
+def parts_of(x, cfg, cores):
+    """Parts of the keys, where queries alone leave SMs without work."""
     tiles = tiles_of(x, cfg)
     if tiles >= 4 * cores:
         return 1
     blocks = _blocks_of_tiles(x, cfg)
-    some = [
-        n for n in (_OPEN_PARTS if is_open else _PARTS) if n == 1 or n * _LEAST_PART <= blocks.max()
-    ]
+    some = [n for n in _PARTS if n == 1 or n * _LEAST_PART <= blocks.max()]
     costs = {n: _cost(x, blocks, cores, n) for n in some}
     best = min(some, key=costs.get)
     return best if costs[best] < _GAIN * costs[1] else 1
+
+
+def open_parts(x, cfg, cores):
+    """How many parts programs with open lengths make; x: with such lengths, or those of a call."""
+    f, blocks = x.scores, pl.cdiv(x.keys, cfg.block)
+    right = 0 if x.causal else f.right
+    if f.left is not None and right is not None:  # what the rows of a tile see
+        blocks = _sizes.minimum(blocks, (cfg.consumers * 64 + f.left + right) // cfg.block + 2)
+    fitting = _sizes.minimum(cores // tiles_of(x, cfg), blocks // _LEAST_PART)
+    return _sizes.clamp(fitting, 2, _PARTS[-1])
+
+
+def open_parts_pay(x, cfg, cores):
+    """Are so many parts faster than whole keys? x: a problem with the lengths of a call."""
+    parts, blocks = open_parts(x, cfg, cores), _blocks_of_tiles(x, cfg)
+    return _cost(x, blocks, cores, parts) < _GAIN * _cost(x, blocks, cores, 1)
 
 
 def shares_of(x, cfg, cores, parts):
@@ -220,24 +235,108 @@ def shares_of(x, cfg, cores, parts):
 
 
 class _Divided(SeveralKernels):
-    """Attention to parts of the keys, then the sum of the results. out, lse: the shapes of the
-    results of this call, where those of the kernel are known later."""
+    """Attention to parts of the keys, then the sum of the results."""
 
-    def __init__(self, x, parts, kernel, interpret, shares=None, out=None, lse=None):
+    def __init__(self, x, parts, kernel, interpret, shares=None):
         self.parts, self.shares = kernel, shares
-        self.merge = views(merge(x, parts, interpret, shares), (None, None), (out, lse))
+        self.merge = merge(x, parts, interpret, shares)
 
     def __call__(self, *operands, out=None, stream=None):
         return self.merge(*self.parts(*operands, stream=stream), out=out, stream=stream)
 
 
 @cached
-def divided(*how, lse=None):
-    return _Divided(*how, lse=lse)
+def divided(*how):
+    return _Divided(*how)
 
 
-def divided_batches(x, parts, kernel, operands, out, interpret):
-    """The same for batches whose entries are one after the other. operands: the shapes in which the
-    kernel sees them; out: that of the result of this call."""
-    rows = x._replace(batch=1, queries=x.whole[0], whole=(), table=None)
-    return _Divided(rows, parts, views(kernel, operands, (None, None)), interpret, out=out)
+# ---- open lengths --------------------------------------------------------------------------------
+
+
+@cached
+def _merge_open(rows, batch, shape, out_dtype, return_lse, interpret):
+    """Kernel: the sum of results that are one after the other, of `rows` rows each. Arguments: the
+    results, their logarithms, the queries and, where the batch is not known, an array of its size.
+    shape: heads, the width of a query, that of a result."""
+    heads, dim, value_dim = shape
+    groups, layout = value_dim // 8, plgpu.Layout.TCGEN05_TMEM_NATIVE(8)
+    units, whole = rows * heads * groups, plgpu.dim("R")
+    parts = whole // rows
+
+    def body(o, lse, *others):
+        overlap_launches()
+        out, out_lse = others[-2:] if return_lse else (others[-1], None)
+        o, out = (ref.reshape((1, -1, heads, groups, 8)) for ref in (o, out))
+        lane = plgpu.layout_cast(jnp.arange(128), layout.reduce(1))
+        at = lax.axis_index("tile") * 128 + lane
+        keep = at < units
+        at = jnp.minimum(at, units - 1)
+        at, group = at // groups, at % groups
+        row, head = at // heads, at % heads
+
+        def add(j, state):
+            top, total, value = state
+            numbers = [j * _TOGETHER + i for i in range(_TOGETHER)]
+            places = [jnp.minimum(n, parts - 1) * scalar(rows) + row for n in numbers]
+            logs = [lse[0, at, head] for at in places]
+            values = [o[0, at, head, group].astype(_F32) for at in places]
+            logs = [jnp.where(n < parts, log, _F32(-np.inf)) for n, log in zip(numbers, logs)]
+            new = functools.reduce(jnp.maximum, logs, top)
+            base = jnp.where(new == -np.inf, _F32(0), new)
+            weights = [jnp.exp(log - base) for log in (top, *logs)]
+            total = functools.reduce(jnp.add, weights[1:], total * weights[0])
+            wide = [lax.broadcast_in_dim(w, (128, 8), [0]) for w in weights]
+            products = [w * v for w, v in zip(wide, (value, *values))]
+            return new, total, functools.reduce(jnp.add, products)
+
+        none = plgpu.layout_cast(jnp.zeros((128,), _F32), layout.reduce(1))
+        start = none - np.inf, none, plgpu.layout_cast(jnp.zeros((128, 8), _F32), layout)
+        top, total, value = lax.fori_loop(0, pl.cdiv(parts, _TOGETHER), add, start)
+        factor = jnp.where(total == 0, _F32(0), 1 / total)
+        value = (value * lax.broadcast_in_dim(factor, (128, 8), [0])).astype(out_dtype)
+        there = lax.broadcast_in_dim(keep, (128, 8), [0])
+        pl.store(out, (0, row, head, group, slice(None)), value, mask=there)
+        if return_lse:
+            each = scalar(rows // batch)
+            at = (row // each * heads + head) * each + row % each
+            top = jnp.where(top == -np.inf, _F32(0), top) + jnp.log(total)
+            pl.store(out_lse, (at,), top, mask=keep & (group == 0))
+
+    out_type = plgpu.ShapeDtypeStruct((1, rows, heads, value_dim), out_dtype)
+    if return_lse:
+        out_type = out_type, plgpu.ShapeDtypeStruct((rows * heads,), _F32)
+    like = (1, rows, heads, dim), *([(batch,)] if isinstance(batch, plgpu.Dim) else [])
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(pl.cdiv(units, 128),),
+        grid_names=("tile",),
+        interpret=interpret,
+        kernel_name="attention_merge",
+        **in_shapes((1, whole, heads, value_dim), (1, whole, heads), *like),
+    )
+
+
+class DividedOpen(SeveralKernels):
+    """The same for lengths that are known when the kernels run. x: the problem of the call; whole:
+    that of the kernel; operands: the shapes in which it gets its arguments; size: the number of the
+    argument that says how many batch entries there are, if one does; alone(): what does it for
+    these lengths."""
+
+    def __init__(self, x, whole, kernel, operands, size, interpret, alone):
+        self.parts = views(kernel, operands, (None, None))
+        self.size, self.alone, batch = size, alone, whole.batch
+        least = batch if size is None else 1
+        rows = plgpu.dim("N", min=least, max=_MOST // least * least, multiple_of=least)
+        shape = x.heads, x.dim, x.value_dim
+        kernel = _merge_open(rows, batch, shape, x.out_dtype, x.return_lse, interpret)
+        operands = None, None, operands[0], *([] if size is None else [None])
+        out = x.batch, x.queries, x.heads, x.value_dim
+        self.merge = views(kernel, operands, (out, *[(x.batch, x.heads, x.queries)] * x.return_lse))
+
+    def __call__(self, *operands, out=None, stream=None):
+        if any(isinstance(x, Batched) for x in operands):  # they have no views
+            return self.alone()(*operands, out=out, stream=stream)
+        found = self.parts(*operands, stream=stream)
+        like = operands[:1] if self.size is None else (operands[0], operands[self.size])
+        return self.merge(*found, *like, out=out, stream=stream)

@@ -412,7 +412,8 @@ class Ranges:
     def of_lengths(self, columns, rows):
         """The same for numbers of columns and rows that are known when the kernel runs."""
         found = copy.copy(self)
-        found.columns, found.rows = columns, self.rows if isinstance(rows, int) else rows
+        found.columns = columns
+        found.rows = self.rows if isinstance(rows, (int, plgpu.Dim)) else rows
         found.shift = columns - rows if self.ends else 0
         return found
 

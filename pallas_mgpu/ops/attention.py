@@ -28,11 +28,12 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, _sizes, lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import (
+    _attention_open,
     _attention_parts,
     _attention_rotary,
     _attention_scores,
@@ -72,7 +73,6 @@ from .block_mask import (
     OfArrays,
     at_entry,
     check_function,
-    open_mask,
     shape_of,
 )
 
@@ -80,9 +80,6 @@ _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
-_QUERIES = (0, 64, 128, 1 << 24)  # edges of the programs for any lengths: by their consumers
-_ROWS = 2**31 - 2  # of an array, at most
-_ENTRIES = 1 << 16  # of a batch whose size is known when a kernel runs
 _WIDTHS = (64, 96, 128, 192, 256)
 _PAGES = 2  # numbers of pages that are loaded together
 _OUT = 128  # columns of O that leave at a time, at most
@@ -284,6 +281,8 @@ class _Place(typing.NamedTuple):
     low: typing.Any  # all rows of the consumer see the keys from here
     high: typing.Any  # to here
     column: typing.Any  # the first key of the next block
+    b: typing.Any = None  # with open lengths, which make it slow to compute: the batch entry
+    head: typing.Any = None  # and the head, if its scores need it
 
 
 class _Block(WarpSpecialized):
@@ -319,15 +318,30 @@ class _Block(WarpSpecialized):
             head, tile = tile // p.q_tiles, tile % p.q_tiles
             return tile, part, head % x.heads, head // x.heads
         group = self.group
-        band, inside = t // (group * p.q_tiles), t % (group * p.q_tiles)
-        width = jnp.int32(group) if p.group else group
-        if not p.group or p.all_heads % group:
-            width = jnp.maximum(jnp.minimum(p.all_heads - band * group, group), 1)
-        tile, head = lax.div(inside, width), band * group + lax.rem(inside, width)
+        if x.is_open:
+            tile, head = self.open_tile_of(t)
+        else:
+            band, inside = t // (group * p.q_tiles), t % (group * p.q_tiles)
+            width = jnp.int32(group)
+            if p.all_heads % group:
+                width = jnp.maximum(jnp.minimum(p.all_heads - band * group, group), 1)
+            tile, head = lax.div(inside, width), band * group + lax.rem(inside, width)
         if p.uneven:
             tile = jnp.maximum(p.q_tiles - 1 - tile, 0)  # longest first
         part, head = (head % p.parts, head // p.parts) if p.parts > 1 else (0, head)
         return tile, part, head % x.heads, head // x.heads
+
+    def open_tile_of(self, t):
+        """The same with divisors that are known when the kernel runs, by few divisions."""
+        p, group = self.plan, self.group
+        if p.group:
+            head = jnp.clip(t // p.q_tiles, 0, p.all_heads - 1)
+            return jnp.maximum(t - head * p.q_tiles, 0), head
+        band = t // (group * p.q_tiles)
+        inside = jnp.maximum(t - band * (group * p.q_tiles), 0)
+        width = jnp.maximum(jnp.minimum(p.all_heads - band * group, group), 1)
+        tile = lax.div(inside, width)
+        return tile, jnp.clip(band * group + (inside - tile * width), 0, p.all_heads - 1)
 
     def shared_tile(self, t):
         """Where keys are divided into shares: the tile of number t, counted over all heads, its
@@ -659,7 +673,7 @@ class _Block(WarpSpecialized):
         if p.cleans:  # the first block is that of the last keys
             end = now.end.end if isinstance(now.end, _Place) else now.end
             listed = self.x.scores.mask  # blocks are those of a list
-            rest = self.last_of(now.t) - (now.end.column if listed else end - p.block)
+            rest = self.last_of(now) - (now.end.column if listed else end - p.block)
             tail = lax.select(first & (now.t < p.total), jnp.clip(rest, 0, p.block), p.block)
         ended = lax.select(last, now.t, -1)
         return s, m, sums, ended, tail, lax.cond(last & (now.t < p.total), following, same, q)
@@ -679,9 +693,9 @@ class _Block(WarpSpecialized):
             lax.fori_loop(now.tail // n, self.plan.block // n, part, None)
             plgpu.commit_smem()
 
-    def last_of(self, t):
+    def last_of(self, now):
         """A key after all that queries of a tile see: beyond it there may be anything."""
-        return self.keys_of(self.tile_of(t)[3])
+        return self.keys_of(self.tile_of(now.t)[3])
 
     def masked(self, now, s):
         """Scores, masked if this block needs it."""
@@ -751,6 +765,8 @@ class _Block(WarpSpecialized):
         p, x = self.plan, self.x
         tile, part, head, b = self.tile_of(t)
         at, row = tile * p.rows + me * 64, part * x.heads + head  # of the results of the parts
+        if x.whole:
+            row = head
         sums = jnp.sum(sums, axis=1)
         value = value * _along_rows(self.reciprocal(sums), p.value_dim)
         value = self.result(value, b, head).astype(x.out_dtype)
@@ -759,32 +775,40 @@ class _Block(WarpSpecialized):
             first = pl.multiple_of(lax.optimization_barrier(jnp.int32(0)), 64)
         for c in range(0, p.value_dim, p.out):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.send(me, value[:, c : c + p.out], b, at, (row, pl.ds(first + c, p.out)))
+            place = b, part, at
+            self.send(me, value[:, c : c + p.out], place, (row, pl.ds(first + c, p.out)))
         if x.return_lse:
             top = self.scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
             if x.is_open and p.parts == 1 or x.whole:
                 keep = lax.broadcasted_iota(jnp.int32, (64,), 0) < scalar(x.queries) - at
-                first = b * x.heads + head if p.parts == 1 else b
-                where = pl.ds(first * scalar(x.queries) + at, 64)
-                where = where if p.parts == 1 else (0, where, row)
+                where = pl.ds((b * x.heads + head) * scalar(x.queries) + at, 64)
+                if p.parts != 1:
+                    where = 0, pl.ds(self.row_of(b, part) + at, 64), row
                 pl.store(self.lse, where, lse, mask=keep)
                 return
             at = pl.ds(at, 64)
             there = (b, row, at) if p.parts == 1 else (b, at, row)
             store(self.lse_smem.at[me], lse, self.lse.at[there], engine="plain")
 
-    def send(self, me, value, b, row, columns):
+    def row_of(self, b, part):
+        """The first row of a batch entry in the results of a part, which are one after the other
+        where lengths are open."""
+        x = self.x
+        row = b * scalar(x.queries)
+        return row if self.plan.parts == 1 else part * scalar(x.whole[0]) + row
+
+    def send(self, me, value, place, columns):
         """Stores a consumer's rows; where the rows of the next batch entry follow, those that are
         left of this one."""
-        x, buffer = self.x, self.o_smem.at[me]
+        x, buffer, (b, part, row) = self.x, self.o_smem.at[me], place
         if not x.whole:
             return store(buffer, value, self.o.at[(b, pl.ds(row, 64), *columns)])
         rows = jnp.clip(scalar(x.queries) - row, 0, 64)
 
         def target(start, count):
-            return self.o.at[(*rows_in(x, b, row + start, count, x.queries), *columns)]
+            return self.o.at[(0, pl.ds(self.row_of(b, part) + (row + start), count), *columns)]
 
         store_some(buffer, value, rows, target)
 
@@ -833,11 +857,27 @@ class _ScoredBlock(_Block):
         row, n = tile * self.plan.rows + me * 64, self.plan.block
         end = (first + count) * n
         place = _Place(end, first * n, *self.ranges_of(b).of_all(row, 64), end - n)
-        return t, row, place, self.factor_of(t)
+        return t, row, self.in_head(place, t), self.factor_of(t)
 
-    def last_of(self, t):
+    def in_head(self, place, t):
+        """The place with what is carried of the head and the batch entry of tile t."""
+        f = self.x.scores
+        if not self.x.is_open:
+            return place
+        _, _, head, b = self.tile_of(t)
+        return place._replace(b=b, head=head if f.bias or f.dropout or f.mask else None)
+
+    def entry_of(self, now):
+        """The batch entry of a tile."""
+        if now.end.b is not None:
+            return now.end.b
+        return self.tile_of(lax.select(now.t < self.plan.total, now.t, 0))[3]
+
+    def last_of(self, now):
+        if self.x.is_open and not self.x.scores.sequences:
+            return self.keys_of(now.end.b)
         if not self.x.scores.sequences:
-            return super().last_of(t)
+            return super().last_of(now)
         return self.ranges.arrays[1][scalar(self.x.queries) - 1]  # no row sees more keys
 
     def goes_on(self, now):
@@ -860,9 +900,10 @@ class _ScoredBlock(_Block):
 
     def tile(self, now):
         """This block's part of the scores."""
-        t = lax.select(now.t < self.plan.total, now.t, 0)
-        _, _, head, b = self.tile_of(t)
-        shape = 64, self.plan.block
+        b, head, shape = now.end.b, now.end.head, (64, self.plan.block)
+        if not self.x.is_open:
+            t = lax.select(now.t < self.plan.total, now.t, 0)
+            _, _, head, b = self.tile_of(t)
         return Tile(self.x, self.refs, b, head, now.row, now.end.column, shape, by_keys=False)
 
     def adjust(self, now, s):
@@ -878,9 +919,7 @@ class _ScoredBlock(_Block):
         return lax.cond(self.hidden(now), mask, lambda s: s, s)
 
     def keep(self, now, shape):
-        b = 0
-        if any(self.x.lengths):
-            b = self.tile_of(lax.select(now.t < self.plan.total, now.t, 0))[3]
+        b = self.entry_of(now) if any(self.x.lengths) else 0
         return self.ranges_of(b).keep(now.row, now.end.column, shape)
 
     def reciprocal(self, sums):
@@ -916,25 +955,31 @@ class _MaskedBlock(_ScoredBlock):
         tile, _, _, _ = self.tile_of(t)
         _, count = self.blocks_of(t, tile, 0)
         row, n = tile * self.plan.rows + me * 64, self.plan.block
-        return t, row, self.at(t, _Place(count * n, 0 * count, *[count] * 3)), self.factor_of(t)
+        place = self.in_head(_Place(count * n, 0 * count, *[count] * 3), t)
+        return t, row, self.at(t, row, place), self.factor_of(t)
 
-    def at(self, t, place):
+    def at(self, t, row, place):
         """The place with what is known of its block."""
-        tile, _, head, b = self.tile_of(t)
+        if self.x.is_open:
+            tile, head, b = row // self.plan.rows, place.head, place.b
+        else:
+            tile, _, head, b = self.tile_of(t)
         i = jnp.maximum(place.end // self.plan.block - 1, 0)
         found = self.entry(b, head, tile, i)
         return place._replace(low=found % 2, column=found // 2 * self.plan.block)
 
     def same_tile(self, now):
-        return self.at(now.t, now.end._replace(end=now.end.end - self.plan.block))
+        return self.at(now.t, now.row, now.end._replace(end=now.end.end - self.plan.block))
 
     def hidden(self, now):
         return now.end.low > 0
 
     def keep(self, now, shape):
         mask, sizes = self.x.scores.mask, (self.x.queries, self.x.keys)
-        t = lax.select(now.t < self.plan.total, now.t, 0)
-        _, _, head, b = self.tile_of(t)
+        head, b = now.end.head, now.end.b
+        if not self.x.is_open:
+            t = lax.select(now.t < self.plan.total, now.t, 0)
+            _, _, head, b = self.tile_of(t)
         at = *self.of_mask(b, head), now.row, now.end.column
         return mask.keep(sizes, at, shape, self.refs.get("mask_data"), plgpu.Layout.WGMMA)
 
@@ -976,7 +1021,8 @@ def _kernel(x, cfg, cores, parts, interpret, shares=None):
     body = x.body(block, block)
     out_type = x.results
     if parts > 1:
-        all_heads = *x.shapes[0][:2], parts * x.heads
+        rows = parts * x.whole[0] if x.whole else x.queries
+        all_heads = x.shapes[0][0], rows, x.heads if x.whole else parts * x.heads
         out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.out_dtype)
         out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
@@ -1112,159 +1158,53 @@ def _check_config(config):
         )
 
 
-def _is_large(x):
-    """Has it arrays of more elements than sizes can count?"""
-    f = x.scores
-    blocks = shape_of(f.mask, x.queries, x.keys) if f.mask else (0,)
-    return max(math.prod(f.bias or (0,)), math.prod(blocks)) > _ROWS
-
-
-def _has_pairs(x):
-    """Are rows of its bias read in pairs, by a program for even numbers of keys?"""
-    f = x.scores
-    return bool(f.bias) and f.bias[2] > 1 and f.bias[3] > 1 and x.keys % 2 == 0
-
-
-def _without_lengths(x):
-    """What distinguishes programs for any lengths."""
-    there, f = x.angles > 0, x.scores
-    if f.bias:
-        f = f._replace(bias=(*(n > 1 for n in f.bias), _has_pairs(x)))
-    if f.mask:
-        f = f._replace(mask=f.mask.with_open_data(0))
-    x = x._replace(queries=0, keys=0, scores=f)
-    return x._replace(angles=int(there), first=int(there and x.first > 0))
-
-
-def _with_options(x, given):
-    """A problem with open lengths, with a bias and tables of angles of any length. given: the
-    problem of a call."""
-    if x.scores.bias:
-        sizes = x.batch, x.heads, x.queries, x.keys
-        bias = tuple(n if d > 1 else 1 for n, d in zip(sizes, given.scores.bias))
-        x = x._replace(scores=x.scores._replace(bias=bias))
-    if not x.angles:
-        return x._replace(first=0)
-    return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)
-
-
-def _with_mask(x, call):
-    """A problem with open lengths, with a mask that reads data of any size; None: of this one."""
-    mask = x.scores.mask
-    if not mask:
-        return x
-    arrays = call.q, call.k, call.mask_data
-    mask = open_mask(mask, arrays, x.queries, x.keys, x.shapes[:2])
-    return mask and x._replace(scores=x.scores._replace(mask=mask))
-
-
-def _flat_options(x):
-    """The shapes in which kernels with open lengths get their `kernel_operands`: x, in a call of
-    theirs."""
-    pair, f, named = 1 + _has_pairs(x), x.scores, {}
-    if f.bias:
-        named["bias"] = (math.prod(f.bias) // pair, pair)[:pair]
-    if f.mask:
-        named["block_mask"] = (math.prod(shape_of(f.mask, x.queries, x.keys)),)
-    return [named.get(name) for name in x.kernel_operands]
-
-
-def _open(x, call):
-    """The problem, maybe with lengths that are known when the kernel runs, and the number of
-    queries that its program is tuned for."""
-    f = x.scores
-    if x.batch > 1 or _is_large(x) or x.others or x.is_narrow:
-        return x, x.queries
-    kind = _without_lengths(x)
-    kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences)))
-    kind = kind, call.q.device, call.interpret
-    sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
-    least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
-    if x.keys < least:
-        return x, x.queries
-    found = sizes_of(("attention", kind), sizes, _QUERIES, least)
-    if found is None:
-        return x, x.queries
-    keys = found["M"]
-    if _has_pairs(x):
-        keys = plgpu.dim("M", min=least, max=keys.most, multiple_of=2)
-    given, x = x, _with_options(x._replace(queries=found["N"], keys=keys), x)
-    if f.sequences:
-        x = x._replace(scores=x.scores._replace(sequences=found["S"] - 1))
-    x = _with_mask(x, call)
-    return (x, found["N"].most) if x else (given, given.queries)
-
-
 def _flattened(x, widths, divides, call):
     """The kernel of a batch whose lengths are known when it runs: the entries are one after the
     other in the arrays that it gets. Where there are arrays of lengths, these say how many entries.
     divides: blocks may share the keys. None where the kernel is that of the lengths."""
-    placed = any(x.lengths) or x.page > 0
-    if divides and (not placed or x.return_lse):
-        return None
-    if _is_large(x) or not placed and (x.batch == 1 or x.is_narrow):
+    several = x.batch > 1 or any(x.lengths) or x.page > 0 or x.is_narrow or divides
+    if _attention_open.is_large(x) or x.scores.sequences or not several:
         return None
     batch = 0 if any(x.lengths) else x.batch
     sizes = {"N": x.queries, "M": x.keys}
     sizes |= {"B": x.batch} if any(x.lengths) else {}
     sizes |= {"P": call.k.shape[0]} if x.page else {}
     interpret = call.interpret
-    kind = "attention", _without_lengths(x)._replace(batch=batch), call.q.device, interpret
-    found = sizes_of(kind, sizes, _QUERIES)
-    whole = found and _with_mask(_open_batch(x, found), call)
+    kind = (
+        "attention",
+        _attention_open.without_lengths(x)._replace(batch=batch),
+        call.q.device,
+        interpret,
+    )
+    found = sizes_of(kind, sizes, _attention_open.edges(x))
+    whole = found and _attention_open.with_mask(_attention_open.open_batch(x, found), call)
     if whole is None:
         return None
     config = _choose_for(whole, found["N"].most, max(widths), "batches")
     cores, parts = plgpu.sm_count(call.q.device), 1
-    if divides:
-        parts = _attention_parts.parts_of(x, config, cores, is_open=True)
+    if divides and _attention_parts.open_parts_pay(x, config, cores):
+        parts = _attention_parts.open_parts(whole, config, cores)
     kernel = _kernel(whole, config, cores, parts, interpret)
 
     def alone():
-        return _of_wgmma(x, None, widths, False, call, exact=True)
+        return _of_wgmma(x, None, widths, divides, call, exact=True)
 
     q = x.batch, x.queries, x.heads
     shapes = [(1, x.batch * x.queries, x.heads, x.dim)]
     rows = 1, x.batch * x.keys, x.kv_heads
     shapes += [None if x.page else (*rows, n) for n in (x.dim, x.value_dim)]
-    shapes += _flat_options(x)
+    shapes += _attention_open.flat_options(x, whole)
     shapes += [(call.page_table.size,) if name == "page_table" else None for name in x.others]
     out = *q, x.value_dim
-    if parts > 1:
-        return _attention_parts.divided_batches(whole, parts, kernel, shapes, out, interpret)
-    kernel = _core.Reshaped(kernel, alone, tuple(shapes), (out, *_logarithms(x)))
+    if parts != 1:
+        names = "q", "k", "v", *x.kernel_operands, *x.others
+        size = next((names.index(n) for n in ("kv_lengths", "q_lengths") if n in names), None)
+        how = kernel, shapes, size, interpret, alone
+        return _attention_parts.DividedOpen(x, whole, *how)
+    kernel = _core.Reshaped(kernel, alone, tuple(shapes), (out, *_attention_open.logarithms(x)))
     if x.scores.mask and call.block_mask is None:
         return _Masked(x, whole, kernel, interpret)
     return kernel
-
-
-def _open_batch(x, found):
-    """The problem whose batch entries are one after the other. found: the sizes of an entry."""
-    each = 1 if "B" in found else x.batch  # entries that are known
-    batch = plgpu.dim("B", max=_ENTRIES) if "B" in found else x.batch
-
-    def rows(name, least=1, most=_ROWS):
-        most = min(most, _ROWS // each) * each
-        return plgpu.dim(name, min=least * each, max=most, multiple_of=each)
-
-    n, m = found["N"], found["M"]
-    most = (_ROWS, _ROWS) if "B" in found else (n.most, m.most)
-    whole, table = (rows("N", n.least, most[0]), rows("M", m.least, most[1])), None
-    queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
-    if _has_pairs(x):
-        keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
-    if x.page:
-        table = rows("T", most=_ROWS // x.page)
-        keys = _sizes.clamp(table // batch, 1, _ROWS // x.page) * x.page
-        whole = whole[0], plgpu.dim("P", max=_ROWS // x.page)
-    given = x
-    x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
-    return _with_options(x, given)
-
-
-def _logarithms(x):
-    """The shape of the logarithms, if there are any."""
-    return [(x.batch, x.heads, x.queries)] * x.return_lse
 
 
 def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
@@ -1292,26 +1232,24 @@ def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
             found = _flattened(problem, widths, parts > 1 and few, call)
             if found is not None:
                 return found
-            problem, queries = _open(problem, call)
-        if parts > 1 and problem.is_open and problem.kernel_operands:
-            parts = _attention_parts.parts_of(given, chosen, cores, is_open=True)
+            problem, queries = _attention_open.open_lengths(problem, call)
+        if problem.is_open:
+            parts = 1
     config = config or _choose_for(problem, queries, width)
     _check_config(config)
     if shares and not problem.is_open:
         kernel = _kernel(problem, config, cores, shares.parts, interpret, shares)
         return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)
     kernel = _kernel(problem, config, cores, parts, interpret)
-    is_open = problem.is_open and problem.return_lse
-    flat = _flat_options(given) if problem.is_open else ()
-    if problem.is_open and (any(flat) or problem.return_lse and parts == 1):
+    flat = _attention_open.flat_options(given, problem) if problem.is_open else ()
+    if problem.is_open and (any(flat) or problem.return_lse):
         alone = functools.partial(_kernel, given, config, cores, parts, interpret)
-        results = (None, *_logarithms(given)) if parts == 1 else (None, None)
-        kernel = _core.Reshaped(kernel, alone, (None, None, None, *flat), results)
+        shapes = None, None, None, *flat
+        kernel = _core.Reshaped(kernel, alone, shapes, (None, *_attention_open.logarithms(given)))
     if mask and call.block_mask is None and not exact:
         return _Masked(given, problem, kernel, interpret)
     if parts > 1:
-        lse = _logarithms(given)[0] if is_open else None
-        return _attention_parts.divided(problem, parts, kernel, interpret, lse=lse)
+        return _attention_parts.divided(problem, parts, kernel, interpret)
     return _Packed(problem, kernel, interpret) if scores.sequences else kernel
 
 

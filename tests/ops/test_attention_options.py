@@ -160,8 +160,8 @@ def test_one_program_of_all_sizes(rng, name, monkeypatch):
     plgpu.clear_caches()
 
 
-@pytest.mark.parametrize("most", [3000])
-@pytest.mark.parametrize("dims", [(0, 0, 0, 1), (1, 1, 0, 0), None])
+@pytest.mark.parametrize("most", [100, 3000])
+@pytest.mark.parametrize("dims", [(0, 1, 1, 1), (0, 0, 0, 1), (1, 1, 0, 0), None])
 def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch, dims, most):
     plgpu.clear_caches()
     monkeypatch.setattr(_open_rows, "STATIC", 3)

@@ -1,0 +1,145 @@
+"""Problems of attention whose lengths are known when a kernel runs: which sizes stand for the
+lengths of a call, and in which shapes kernels get arrays that lengths index.
+
+A size may be the first extent above 1 of an array alone. So the entries of a batch are one after
+the other in the arrays that a kernel gets, and a bias, a block mask and a page table are one row.
+Where there are arrays of lengths, these say how many entries there are."""
+
+import math
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _sizes
+
+from ._open_rows import sizes_of
+from .block_mask import open_mask, shape_of
+
+_MOST = 1 << 24  # of lengths
+_ROWS = 2**31 - 2  # of an array, at most
+_ENTRIES = 1 << 16  # of a batch whose size is known when a kernel runs
+
+
+def edges(x):
+    """Edges between numbers of queries, whose programs have other tiles."""
+    one = x.scores.adjusted or x.scores.dropout  # tile for all that a warpgroup alone has not
+    return (0, 64, _MOST) if one else (0, 64, 128, _MOST)
+
+
+def is_large(x):
+    """Has it arrays of more elements than sizes can count?"""
+    f = x.scores
+    blocks = shape_of(f.mask, x.queries, x.keys) if f.mask else (0,)
+    return max(math.prod(f.bias or (0,)), math.prod(blocks)) > _ROWS
+
+
+def dims_of_bias(x):
+    """Which dims of a problem its bias has. Of one query the row may be that of all queries, or its
+    own, which is likely where heads have theirs."""
+    batch, heads, queries, keys = x.scores.bias
+    own = queries == x.queries and (queries > 1 or heads > 1)
+    return batch > 1, heads > 1, own, keys == x.keys
+
+
+def has_pairs(x):
+    """Are rows of its bias read in pairs, by a program for even numbers of keys? Few queries do
+    without, so that there are few programs."""
+    there = x.scores.bias and all(dims_of_bias(x)[2:])
+    return bool(there) and x.keys % 2 == 0 and x.queries > edges(x)[-2]
+
+
+def without_lengths(x):
+    """What distinguishes programs for any lengths."""
+    there, f = x.angles > 0, x.scores
+    if f.bias:
+        f = f._replace(bias=dims_of_bias(x))
+    if f.mask:
+        f = f._replace(mask=f.mask.with_open_data(0))
+    x = x._replace(queries=0, keys=0, scores=f)
+    return x._replace(angles=int(there), first=int(there and x.first > 0))
+
+
+def with_options(x, given):
+    """A problem with open lengths, with a bias and tables of angles of any length. given: the
+    problem of a call."""
+    if x.scores.bias:
+        sizes = x.batch, x.heads, x.queries, x.keys
+        bias = tuple(n if there else 1 for n, there in zip(sizes, dims_of_bias(given)))
+        x = x._replace(scores=x.scores._replace(bias=bias))
+    if not x.angles:
+        return x._replace(first=0)
+    return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)
+
+
+def with_mask(x, call):
+    """A problem with open lengths, with a mask that reads data of any size; None: of this one."""
+    mask = x.scores.mask
+    if not mask:
+        return x
+    arrays = call.q, call.k, call.mask_data
+    mask = open_mask(mask, arrays, x.queries, x.keys, x.shapes[:2])
+    return mask and x._replace(scores=x.scores._replace(mask=mask))
+
+
+def flat_options(x, whole):
+    """The shapes in which a kernel gets its `kernel_operands`. x, whole: the problems of the call
+    and, with open lengths, of the kernel."""
+    f, named, pair = x.scores, {}, whole.scores.bias_pair
+    if f.bias:
+        named["bias"] = (math.prod(f.bias) // pair, pair)[:pair]
+    if f.mask:
+        named["block_mask"] = (math.prod(shape_of(f.mask, x.queries, x.keys)),)
+    return [named.get(name) for name in x.kernel_operands]
+
+
+def open_lengths(x, call):
+    """The problem, maybe with lengths that are known when the kernel runs, and the number of
+    queries that its program is tuned for."""
+    f = x.scores
+    if x.batch > 1 or is_large(x) or x.others or x.is_narrow:
+        return x, x.queries
+    kind = without_lengths(x)
+    kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences)))
+    kind = kind, call.q.device, call.interpret
+    sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
+    least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
+    if x.keys < least:
+        return x, x.queries
+    found = sizes_of(("attention", kind), sizes, edges(x), least)
+    if found is None:
+        return x, x.queries
+    keys = found["M"]
+    if has_pairs(x):
+        keys = plgpu.dim("M", min=least, max=keys.most, multiple_of=2)
+    given, x = x, with_options(x._replace(queries=found["N"], keys=keys), x)
+    if f.sequences:
+        x = x._replace(scores=x.scores._replace(sequences=found["S"] - 1))
+    x = with_mask(x, call)
+    return (x, found["N"].most) if x else (given, given.queries)
+
+
+def open_batch(x, found):
+    """The problem whose batch entries are one after the other. found: the sizes of an entry."""
+    each = 1 if "B" in found else x.batch  # entries that are known
+    batch = plgpu.dim("B", max=_ENTRIES) if "B" in found else x.batch
+
+    def rows(name, least=1, most=_ROWS):
+        most = min(most, _ROWS // each) * each
+        return plgpu.dim(name, min=least * each, max=most, multiple_of=each)
+
+    n, m = found["N"], found["M"]
+    most = (_ROWS, _ROWS) if "B" in found else (n.most, m.most)
+    whole, table = (rows("N", n.least, most[0]), rows("M", m.least, most[1])), None
+    queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
+    if has_pairs(x):
+        keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
+    if x.page:
+        table = rows("T", most=_ROWS // x.page)
+        keys = _sizes.clamp(table // batch, 1, _ROWS // x.page) * x.page
+        whole = whole[0], plgpu.dim("P", max=_ROWS // x.page)
+    given = x
+    x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
+    return with_options(x, given)
+
+
+def logarithms(x):
+    """The shape of the logarithms, if there are any."""
+    return [(x.batch, x.heads, x.queries)] * x.return_lse
