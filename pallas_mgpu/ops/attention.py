@@ -169,7 +169,8 @@ def _choose_for(x, queries, width, kind=""):
     if x.scores.mask:
         return choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
     if x.is_narrow:
-        kind = "widened" if x.kv_dtype else "placed" if x.page or any(x.lengths) else "narrow"
+        placed = x.page or any(x.lengths) or x.whole
+        kind = "widened" if x.kv_dtype else "placed" if placed else "narrow"
     config = choose(queries, width, x.causal, x.scores, kind)
     if x.is_narrow:
         n = grain(x)
