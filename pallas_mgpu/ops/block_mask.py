@@ -20,7 +20,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from .._names import show
-from ._common import overlap_launches
+from ._common import Chained, overlap_launches
 from ._open_rows import better, in_shapes, sizes_of, views
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
@@ -39,7 +39,7 @@ class Mask(NamedTuple):
 
     def keep(self, sizes, at, shape, data, layout=None):
         """Which pairs are there. sizes: numbers of queries and keys; at: batch entry, head, first
-        query and key; data: a ref."""
+        query and key; data: a ref; layout: of attention's scores."""
         b, h, *first = at
         i, j = (lax.broadcasted_iota(jnp.int32, shape, n) for n in (0, 1))
         if layout is not None:
@@ -50,7 +50,15 @@ class Mask(NamedTuple):
         got = getattr(found, "dtype", found)
         if got != np.bool_:
             raise TypeError(f"mask must return booleans, got {got}")
-        return jnp.broadcast_to(found, shape) & (i < sizes[0]) & (j < sizes[1])
+        found = jnp.broadcast_to(found, shape)
+
+        def cut(found):
+            return found & (i < sizes[0]) & (j < sizes[1])
+
+        if layout is not None or not isinstance(sizes[0], plgpu.Dim):
+            return cut(found)  # there are registers for no branch
+        ends = [x + count > size for x, count, size in zip(first, shape, sizes)]
+        return lax.cond(ends[0] | ends[1], cut, lambda found: found, found)
 
     def with_open_data(self, size):
         """The mask whose data have the size as their first extent above 1."""
@@ -130,7 +138,7 @@ def kernel(mask, queries, keys, interpret, like=()):
     )
 
 
-class OfArrays:
+class OfArrays(Chained):
     """The kernel as a function of q, k and the data. like, shapes: where lengths are open, the
     shapes of q and k that the kernel has and that this call has."""
 
