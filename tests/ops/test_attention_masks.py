@@ -150,6 +150,22 @@ def test_random_sizes_and_data(rng, monkeypatch, mask):
     assert (len(made) <= 4) == (len(blocks_made) <= 4) == few
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("options, programs", [({}, 2), ({"mask": prefix}, 2)], ids=str)
+def test_several_kernels_are_compiled_before_a_call(tmp_path, monkeypatch, options, programs):
+    """As a thread does for calls that come often."""
+    monkeypatch.setenv("PALLAS_MGPU_CACHE_DIR", str(tmp_path))
+    queries = 300 if options else 3
+    q, k = (
+        plgpu.ArrayInfo((1, n, heads, 64), np.dtype(np.float16), 0, True)
+        for n, heads in ((queries, 4), (1300, 2))
+    )
+    spec = [plgpu.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, k)]
+    found = attention.kernel(*spec, **options).compile(q, k, k)
+    assert found == plgpu.ArrayInfo(q.shape, q.dtype, 0, True)
+    assert len(list(tmp_path.rglob("*.cubin"))) == programs
+
+
 def test_open_sizes_under_vmap(rng, monkeypatch):
     q = rng.standard_normal((3, 1, 40, 2, 64)).astype(np.float16)
     k = rng.standard_normal((3, 1, 70, 1, 64)).astype(np.float16)
