@@ -9,6 +9,7 @@ where their keys are, one after the other for each batch entry, if that needs li
 is room for as many pages as the table has. So are small pages of 16 bits, whose copies to shared
 memory cost a fifth of the time of attention."""
 
+import functools
 import math
 
 import pallas_mgpu as plgpu
@@ -17,6 +18,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import Chained, overlap_launches
+from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
 
 _LEAST, _LEAST_OF_PAGES = 1024, 4096  # queries to a head of keys; for small pages of 16 bits
 _SMALL = 32  # keys of a small page, at most
@@ -69,7 +71,7 @@ def _widen(shape, dtype, to, scale_dims, interpret):
             keep = lax.broadcasted_iota(jnp.int32, (height, dim), 0) < rest
             pl.store(out, at, widened(pl.load(x, at, mask=keep, other=0)), mask=keep)
 
-        if keys % height == 0:
+        if isinstance(keys, int) and keys % height == 0:
             whole()
         else:
             pl.when(rest >= height)(whole)
@@ -82,7 +84,22 @@ def _widen(shape, dtype, to, scale_dims, interpret):
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="attention_widen",
+        **in_shapes(shape, *[None] * (scale_dims > 0)),
     )
+
+
+def _widen_any(shape, *how):
+    """The same, perhaps for any number of rows: the entries of the batch are one then."""
+    batch, keys, heads, dim = shape
+    *_, scale_dims, _ = how
+    if scale_dims == 2:  # whose scales are those of an entry
+        return _widen(shape, *how)
+    rows, _ = rows_of(("attention_widen", heads, dim, how), batch * keys, ANY_ROWS)
+    if isinstance(rows, int):
+        return _widen(shape, *how)
+    flat, none = (1, batch * keys, heads, dim), [None] * (scale_dims > 0)
+    alone = functools.partial(_widen, shape, *how)
+    return views(_widen((1, rows, heads, dim), *how), (flat, *none), (shape,), alone)
 
 
 @cached
@@ -144,7 +161,7 @@ class Widened(Chained):
             how = x.cached, x.dtype, scale_dims
             if x.page:
                 return _widen_pages(shape, x.page, *how, x.lengths[0], interpret)
-            return _widen(shape, *how, interpret)
+            return _widen_any(shape, *how, interpret)
 
         self.widen_k, self.widen_v = widen(k, x.scales[1]), widen(v, x.scales[2])
         self.attention = make(x._replace(kv_dtype=None, page=0, scales=(x.scales[0], 0, 0)))

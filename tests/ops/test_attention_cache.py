@@ -194,7 +194,7 @@ def test_lengths_and_pages(rng, interpret, shape, how):
     [
         *((shape, (np.float16,) * 2, how) for shape, how in WIDE),
         *((shape, (e4m3,) * 2, how) for shape, how in NARROW[5:7]),
-        *((shape, (bf16, dtype), how) for shape, dtype, how in WIDENED[3:5]),
+        *((shape, (bf16, dtype), how) for shape, dtype, how in WIDENED[3:8]),
     ],
 )
 def test_one_program_of_all_sizes(rng, monkeypatch, shape, dtypes, how):
