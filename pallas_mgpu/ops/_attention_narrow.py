@@ -32,7 +32,7 @@ _WIDTHS = (64, 128, 256)  # of rows on the chip
 _RAISED, _LAZY = _F32(6), _F32(2)
 _FEWER = {2: (24, 40, 224), 3: (24, 40, 136)}  # of the first two, for transpositions alone
 _REGISTERS = {2: (40, 56, 208), 3: (40, 56, 128)}  # of the producer, the converter, a consumer
-_PLACED = {2: (32, 48, 216), 3: (40, 56, 128)}  # for transpositions with lengths or pages
+_PLACED = {2: (32, 48, 216)}  # for transpositions of 128 columns with lengths or pages
 
 
 def width(dim):
@@ -81,8 +81,11 @@ class NarrowPlan:
         self.dim, self.value_dim = width(x.dim), width(x.value_dim)
         self.check_block()
         placed = x.page or any(x.lengths) or x.whole
-        registers = (_PLACED if placed else _FEWER) if self.transposes else _REGISTERS
-        self.registers = registers.get(self.consumers)
+        self.registers = _REGISTERS.get(self.consumers)
+        if self.transposes and not placed:
+            self.registers = _FEWER.get(self.consumers)
+        elif self.transposes and self.value_dim == 128:
+            self.registers = _PLACED.get(self.consumers, self.registers)
         self.readers = self.consumers + 1
         if self.transposes:
             self.left = plgpu.Layout.WGMMA_8BIT
