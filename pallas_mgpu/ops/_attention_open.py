@@ -14,7 +14,7 @@ from ._open_rows import sizes_of
 from .block_mask import open_mask, shape_of
 
 _MOST = 1 << 24  # of lengths
-ROWS = 2**31 - 2  # of an array, at most
+MOST_ROWS = 2**31 - 2  # of an array, at most
 _ENTRIES = 1 << 16  # of a batch whose size is known when a kernel runs
 
 
@@ -28,7 +28,7 @@ def is_large(x):
     """Has it arrays of more elements than sizes can count?"""
     f = x.scores
     blocks = shape_of(f.mask, x.queries, x.keys) if f.mask else (0,)
-    return max(math.prod(f.bias or (0,)), math.prod(blocks)) > ROWS
+    return max(math.prod(f.bias or (0,)), math.prod(blocks)) > MOST_ROWS
 
 
 def dims_of_bias(x):
@@ -121,20 +121,20 @@ def open_batch(x, found):
     each = 1 if "B" in found else x.batch  # entries that are known
     batch = plgpu.dim("B", max=_ENTRIES) if "B" in found else x.batch
 
-    def rows(name, least=1, most=ROWS):
-        most = min(most, ROWS // each) * each
+    def rows(name, least=1, most=MOST_ROWS):
+        most = min(most, MOST_ROWS // each) * each
         return plgpu.dim(name, min=least * each, max=most, multiple_of=each)
 
     n, m = found["N"], found["M"]
-    most = (ROWS, ROWS) if "B" in found else (n.most, m.most)
+    most = (MOST_ROWS, MOST_ROWS) if "B" in found else (n.most, m.most)
     whole, table = (rows("N", n.least, most[0]), rows("M", m.least, most[1])), None
     queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
     if has_pairs(x):
         keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
     if x.page:
-        table = rows("T", most=ROWS // x.page)
-        keys = _sizes.clamp(table // batch, 1, ROWS // x.page) * x.page
-        whole = whole[0], plgpu.dim("P", max=ROWS // x.page)
+        table = rows("T", most=MOST_ROWS // x.page)
+        keys = _sizes.clamp(table // batch, 1, MOST_ROWS // x.page) * x.page
+        whole = whole[0], plgpu.dim("P", max=MOST_ROWS // x.page)
     given = x
     x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
     return with_options(x, given)

@@ -40,7 +40,7 @@ from . import (
 from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import ROWS, kernel, statistics, with_views
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
-from ._attention_open import ROWS
+from ._attention_open import MOST_ROWS
 from ._common import SeveralKernels
 from ._open_rows import sizes_of
 from ._padding import cropping, of_any_rows, padding
@@ -267,7 +267,7 @@ def _open(x, *how):
     if found is None:
         return x
     if x.batch > 1:
-        rows = [plgpu.dim(n, min=x.batch, max=ROWS, multiple_of=x.batch) for n in ("N", "M")]
+        rows = [plgpu.dim(n, min=x.batch, max=MOST_ROWS, multiple_of=x.batch) for n in ("N", "M")]
         lengths = [n // x.batch for n in rows]
         return x._replace(queries=lengths[0], keys=lengths[1], whole=tuple(rows))
     x = x._replace(queries=found["N"], keys=found["M"])
