@@ -247,6 +247,32 @@ const int64_t *pm_reg_list(pm_gen *e, const pm_layout *src, const pm_layout *dst
   return map;
 }
 
+typedef struct slice {
+  int rank; /* of the source */
+  int64_t dim[PM_MAX_RANK], start[PM_MAX_RANK];
+} slice;
+
+static void project_slice(const void *ctx, const int64_t *dst, int64_t *src) {
+  const slice *s = ctx;
+  for (int k = 0; k < s->rank; k++) src[k] = dst[s->dim[k]] + s->start[k];
+}
+
+const int64_t *pm_slice_registers(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  uint32_t n;
+  const int64_t *starts = pm_attr_list(e->g, op, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(e->g, op, PM_ATTR_SIZES, &n);
+  slice s = {.rank = pm_typeof(e->g, in)->rank};
+  int next = 0;
+  for (int k = 0; k < s.rank; k++) {
+    s.start[k] = starts[k];
+    s.dim[k] = sizes[k] == PM_DROPPED ? PM_MAX_RANK - 1 : next++; /* an index that is 0 */
+  }
+  if (next == PM_MAX_RANK || !pm_wants_array(e, in) || !pm_wants_array(e, out)) return NULL;
+  if (!pm_moves_in_registers(e->g, op)) return NULL;
+  return pm_reg_list(e, pm_layout_in(e, in), pm_layout_in(e, out), project_slice, &s);
+}
+
 const char *pm_list_text(pm_gen *e, const pm_layout *src, const pm_layout *dst, const int64_t *list,
                          const char *reg) {
   return map_text(e, dst, list, pm_layout_regs(dst), pm_layout_regs(src), reg);

@@ -63,6 +63,7 @@ static bool is_group_convert(pm_gen *e, pm_opid op) { return find_group_convert(
 
 static void emit_group_convert(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
+  if (e->slot[out].form == PM_FORM_WORDS) return; /* with the accumulator that it converts */
   const group_convert c = find_group_convert(e, op);
   const long long n = pm_regs_of(e, out), by = c.n, from = c.from;
   pm_note(e, op, "");
@@ -126,11 +127,25 @@ static bool is_array_barrier(pm_gen *e, pm_opid op) {
   return bits == 32 || (bits == 16 && pm_regs_of(e, o->out) % 2 == 0);
 }
 
-/* Is this the only use of an array that was made in the same block? */
+/* Is this the last use of an array that was made in the same block, and of the values that have its
+ * variable, too, because their ops only rename registers? */
 static bool ends_here(const pm_gen *e, pm_opid op, pm_val v) {
-  const pm_opid def = pm_value_of(e->g, v)->def;
-  return def && e->uses[v] == 1 && pm_is_array(e, v) &&
-         pm_get(e->g, def)->parent == pm_get(e->g, op)->parent;
+  const pm_graph *g = e->g;
+  const pm_opid def = pm_value_of(g, v)->def;
+  const char *variable = e->slot[v].text;
+  if (!def || pm_get(g, def)->parent != pm_get(g, op)->parent || !pm_is_array(e, v)) return false;
+  int64_t later = 0; /* uses that do not stand in the block between the two */
+  for (pm_val w = 1; w < g->values.n; w++) {
+    if (e->slot[w].text == variable) later += e->uses[w];
+  }
+  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
+  for (uint32_t k = pm_position(g, def); k <= pm_position(g, op); k++) {
+    const uint32_t n = pm_get(g, b->ops.at[k])->n_in;
+    for (uint32_t i = 0; i < n; i++) {
+      later -= e->slot[pm_in(g, b->ops.at[k], i)].text == variable;
+    }
+  }
+  return !later;
 }
 
 static void emit_array_barrier(pm_gen *e, pm_opid op) {

@@ -200,7 +200,10 @@ static void make_in_place(pm_gen *e, pm_blk block, pm_val first, const char **wo
   const pm_opid y = pm_terminator(e->g, block);
   for (uint32_t k = 0; k < pm_get(e->g, y)->n_in; k++) {
     const pm_val v = pm_in(e->g, y, k);
-    if (!words[k] && pm_is_array(e, first + k) && pm_wants_array(e, v) && !e->into[v]) {
+    if (e->into[v] || !pm_wants_array(e, v)) continue;
+    if (words[k]) {
+      if (e->only_words[v]) e->into[v] = words[k];
+    } else if (pm_is_array(e, first + k)) {
       e->into[v] = e->slot[first + k].text;
     }
   }
@@ -278,13 +281,15 @@ pm_code pm_cuda_SCOPE(pm_gen *e, pm_opid op) {
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "scope");
   const pm_op *o = pm_get(e->g, op);
+  const char **words = PM_NEW(e->arena, const char *, o->n_out + 1); /* no branches meet */
   for (uint32_t k = 0; k < o->n_out; k++) {
-    if (e->uses[o->out + k]) pm_declare(e, o->out + k, o->out + k);
+    if (!e->uses[o->out + k]) continue;
+    if (e->only_words[o->out + k]) words[k] = pm_declare_words(e, o->out + k);
+    else pm_declare(e, o->out + k, o->out + k);
   }
-  const char **none = PM_NEW(e->arena, const char *, o->n_out + 1); /* no branches meet */
   pm_begin(e, "{");
   if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) enter_together(e, op);
-  PM_TRY(emit_branch(e, op, 0, none));
+  PM_TRY(emit_branch(e, op, 0, words));
   pm_end(e);
   return PM_OK;
 }

@@ -32,6 +32,17 @@ void pm_bind_registers(pm_gen *e, pm_opid op, const char *map) {
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, pm_at(e, in, map));
 }
 
+/* The same of words; register 2 r of the result is number map of the operand. */
+static void bind_words(pm_gen *e, pm_opid op, const char *map) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const int64_t n = pm_regs_of(e, out);
+  pm_note(e, op, "slice");
+  const char *name = pm_declare_words(e, out);
+  pm_unroll(e, n / 2);
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[(%s) / 2];", (long long)(n / 2), name,
+          e->slot[in].text, map);
+}
+
 /* The operand is one number for all elements: so is the result. */
 bool pm_bind_scalar(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0);
@@ -125,28 +136,25 @@ pm_code pm_cuda_PACK(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_SLICE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  uint32_t n;
-  const int64_t *starts = pm_attr_list(e->g, op, PM_ATTR_STARTS, &n);
-  const int64_t *sizes = pm_attr_list(e->g, op, PM_ATTR_SIZES, &n);
-  from f = {.rank = pm_typeof(e->g, in)->rank};
-  int next = 0;
-  for (int k = 0; k < f.rank; k++) {
-    f.start[k] = starts[k];
-    f.dim[k] = sizes[k] == PM_DROPPED ? PM_MAX_RANK - 1 : next++; /* an index that is 0 */
-  }
-  if (pm_bind_scalar(e, op)) return PM_OK;
+  const bool words = e->only_words[out];
+  if (!words && pm_bind_scalar(e, op)) return PM_OK;
   if (!pm_moves_in_registers(e->g, op)) {
+    uint32_t n;
+    const int64_t *starts = pm_attr_list(e->g, op, PM_ATTR_STARTS, &n);
+    const int64_t *sizes = pm_attr_list(e->g, op, PM_ATTR_SIZES, &n);
     pm_view view = pm_scratch_view(pm_typeof(e->g, in));
-    for (int k = 0; k < f.rank; k++) {
+    for (int k = 0; k < pm_typeof(e->g, in)->rank; k++) {
       view.offset += starts[k] * view.dim[k].inner;
       view.dim[k].size = sizes[k];
     }
     return pm_through_scratch(e, op, &view);
   }
-  if (next == PM_MAX_RANK || !pm_wants_array(e, out)) return pm_no_registers(e, op);
-  const char *map = pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_dims, &f, "r");
-  if (!map) return pm_no_registers(e, op);
-  pm_bind_registers(e, op, map);
+  const int64_t *from = pm_slice_registers(e, op);
+  if (!from) return pm_no_registers(e, op);
+  const char *map =
+      pm_list_text(e, pm_layout_in(e, in), pm_layout_in(e, out), from, words ? "2 * r" : "r");
+  if (words) bind_words(e, op, map);
+  else pm_bind_registers(e, op, map);
   return PM_OK;
 }
 

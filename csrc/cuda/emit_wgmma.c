@@ -145,10 +145,15 @@ static bool is_written(const pm_graph *g, pm_val acc) {
 
 /* ---- waits -------------------------------------------------------------------------------- */
 
-/* A in registers: words of one, two or four values in the order of the layout. How many */
-static int64_t put_words_of_a(pm_gen *e, pm_val a) {
+/* A in registers: words of one, two or four values in the order of the layout; `read` only, they
+ * are those of a value that has the form. How many */
+static int64_t put_words_of_a(pm_gen *e, pm_val a, bool read) {
   const pm_type *t = pm_typeof(e->g, a);
   const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
+  if (read && e->slot[a].form == PM_FORM_WORDS) {
+    pm_line(e, "const u32* const a = %s;", e->slot[a].text);
+    return words;
+  }
   pm_line(e, "u32 a[%lld];", (long long)words);
   if (e->slot[a].form != PM_FORM_SCALAR) {
     pm_pack(e, "a", a, a);
@@ -216,7 +221,7 @@ static void keep_operands(pm_gen *e, awaited *w, pm_blk block, uint32_t until) {
       if (w->left-- > 0) continue;
       if (pm_typeof(g, a)->kind != PM_ARRAY || !is_replaced_before(g, a, w->wait)) continue;
       pm_begin(e, "{");
-      pm_line(e, "keep_operand<%lld>(a);", (long long)put_words_of_a(e, a));
+      pm_line(e, "keep_operand<%lld>(a);", (long long)put_words_of_a(e, a, true));
       pm_end(e);
     }
   }
@@ -268,15 +273,25 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* The slice of an accumulator in PTX into an array. */
-static void read_ptx(pm_gen *e, const part *p, const char *array) {
+/* What the array that op makes of an accumulator is converted to at once; else the array itself. */
+static pm_val converted(const pm_gen *e, pm_opid op) {
+  const pm_val array = pm_get(e->g, op)->out;
+  const pm_op *user = pm_get(e->g, e->user[array]);
+  const bool once = e->uses[array] == 1 && user->parent == pm_get(e->g, op)->parent;
+  return once && user->n_out == 1 && !user->n_regions && e->only_words[user->out] ? user->out
+                                                                                  : array;
+}
+
+/* The slice of an accumulator in PTX into an array of type `to`, 16-bit elements as words. */
+static void read_ptx(pm_gen *e, const part *p, pm_dtype to, const char *array) {
+  const int64_t of_word = pm_dtypes[to].bytes < 4 ? 2 : 1;
   const char *acc = e->slot[p->view.base].text;
   const bool whole = p->columns == p->base_columns;
   const int64_t parts = whole ? 1 : p->rows / 64, n = p->rows * p->columns / 128 / parts;
   for (int64_t m = 0; m < parts; m++) {
     const char *fn =
-        pm_ptx_read(e, acc, (pm_dtype)p->view.dtype, p->first + m * p->base_columns / 2, n);
-    pm_line(e, m ? "%s(&%s[%lld]);" : "%s(%s);", fn, array, (long long)(m * n));
+        pm_ptx_read(e, acc, (pm_dtype)p->view.dtype, to, p->first + m * p->base_columns / 2, n);
+    pm_line(e, m ? "%s(&%s[%lld]);" : "%s(%s);", fn, array, (long long)(m * n / of_word));
   }
 }
 
@@ -358,11 +373,19 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   if (n >= 0 && !is_awaited(e->g, op, n)) wait_for_products(e, op, n);
   const bool in_ptx = e->in_ptx[p.view.base];
   if (!in_ptx) pin(e, &p);
+  const pm_val narrow = in_ptx ? converted(e, op) : out;
+  if (narrow != out) {
+    PM_TRY(pm_check_layout(e, op, out, 0));
+    const char *words = pm_declare_words(e, narrow);
+    pm_bind(e, out, words, PM_FORM_ARRAY); /* which nothing reads */
+    read_ptx(e, &p, pm_typeof(e->g, narrow)->dtype, words);
+    return PM_OK;
+  }
   const char *name = pm_declare(e, out, out), *acc = e->slot[p.view.base].text;
   if (!pm_is_array(e, out)) return pm_check_layout(e, op, out, 0);
   PM_TRY(pm_check_layout(e, op, out, 0));
   if (in_ptx) {
-    read_ptx(e, &p, name);
+    read_ptx(e, &p, (pm_dtype)p.view.dtype, name);
     return PM_OK;
   }
   const int64_t regs = pm_regs_of(e, out);
@@ -469,8 +492,9 @@ enum { MOST_STEPS = 8 };
 /* A in registers; all words in front of the first statement, if there are several. Held, where a
  * loop does not change them. */
 static void pack_a(pm_gen *e, pm_opid op, pm_val a, bool several) {
-  const int64_t words = put_words_of_a(e, a);
-  if (pm_repeats(e->g, a, op)) pm_line(e, "hold_operand<u32, %lld>(a);", (long long)words);
+  const bool repeats = pm_repeats(e->g, a, op);
+  const int64_t words = put_words_of_a(e, a, !repeats && !several);
+  if (repeats) pm_line(e, "hold_operand<u32, %lld>(a);", (long long)words);
   if (several) pm_line(e, "%s(a);", pm_ptx_pin(e, PM_F16, words));
 }
 

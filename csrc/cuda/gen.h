@@ -355,6 +355,8 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
 /* the same as numbers, -1 where a register of dst is padding; and their text */
 const int64_t *pm_reg_list(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                            const void *ctx);
+/* the same of the op, a slice; NULL: it is not made in registers */
+const int64_t *pm_slice_registers(pm_gen *e, pm_opid op);
 const char *pm_list_text(pm_gen *e, const pm_layout *src, const pm_layout *dst, const int64_t *list,
                          const char *reg);
 /* prints a table of n small numbers, negative ones as 0; the text of its entry k */
@@ -482,7 +484,8 @@ const char *pm_ptx_tmem_reduce(pm_gen *e, const pm_tcgen05_move *m, uint32_t par
  * f(d) that copies them to an array, f() that declares them or makes them zero. */
 const char *pm_ptx_declare(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n);
-const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype t, int64_t first, int64_t n);
+const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype t, pm_dtype to, int64_t first,
+                        int64_t n);
 const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 
 #endif

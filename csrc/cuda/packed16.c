@@ -2,8 +2,9 @@
  *
  * Loops and branches carry arrays as words, because the compiler would keep each element in a
  * register of its own wherever branches join. After that they are arrays of elements again, except
- * 16-bit arrays of which only words are needed: by products, by stmatrix, by loops. These are never
- * unpacked, so the compiler need not find out that the unpacking is unused. */
+ * 16-bit arrays of which only words are needed: by products, by stmatrix, by loops, by slices of
+ * whole words of which only words are needed. These are never unpacked, so the compiler need not
+ * find out that the unpacking is unused. */
 #include "gen.h"
 
 bool pm_is_packed(const pm_gen *e, pm_val v) {
@@ -25,8 +26,30 @@ static bool is_matrix_access(pm_gen *e, pm_opid op, pm_val array, bool store) {
   return pm_is_matrix(e, pm_value_layout(e->g, array), &v, store);
 }
 
-/* Can words go from the region of an op to its results? */
+/* Are results of an op words at its end, whatever becomes of them? */
 static bool yields_words(int code) { return pm_is_loop(code) || pm_is_branch(code); }
+
+static bool is_slice_of_words(pm_gen *e, pm_opid op) {
+  const int64_t *from = pm_slice_registers(e, op), n = pm_regs_of(e, pm_get(e->g, op)->out);
+  bool whole = from && n % 2 == 0;
+  for (int64_t r = 0; whole && r < n; r += 2)
+    whole = from[r] >= 0 && from[r] % 2 == 0 && from[r + 1] == from[r] + 1;
+  return whole;
+}
+
+/* The array whose words are those of v: what a scope ends with, or what v is a slice of. Else 0 */
+static pm_val source_of(pm_gen *e, pm_val v) {
+  const pm_opid def = pm_value_of(e->g, v)->def;
+  if (!def) return 0;
+  switch (pm_get(e->g, def)->code) {
+    case PM_OP_SCOPE: {
+      const pm_opid end = pm_terminator(e->g, pm_region(e->g, def, 0));
+      return pm_in(e->g, end, v - pm_get(e->g, def)->out);
+    }
+    case PM_OP_SLICE: return is_slice_of_words(e, def) ? pm_in(e->g, def, 0) : 0;
+    default: return 0;
+  }
+}
 
 /* Is v a carry in the body of a loop, which its condition does not read? */
 static bool is_carry(const pm_gen *e, pm_val v, pm_opid op) {
@@ -49,23 +72,47 @@ static bool makes_words(pm_gen *e, pm_val v) {
   switch (pm_get(e->g, val->def)->code) {
     case PM_OP_LOAD: return is_matrix_access(e, val->def, v, false);
     case PM_OP_CONVERT: return pm_typeof(e->g, pm_in(e->g, val->def, 0))->dtype == PM_F32;
-    default: return false;
+    default: return source_of(e, v) != 0;
   }
 }
 
 static bool takes_words(pm_gen *e, pm_opid op, uint32_t k) {
   const pm_op *o = pm_get(e->g, op);
+  const pm_val v = pm_in(e->g, op, k);
   const pm_opid parent = e->g->blocks.at[o->parent].parent;
   const uint32_t bounds = pm_has_index(o) ? 2 : 0;
   if (pm_is_loop(o->code)) return k >= bounds && pm_is_packed(e, o->out + k - bounds);
   switch (o->code) {
     case PM_OP_WGMMA: return k == 1;
     case PM_OP_STORE: return k == 1 && is_matrix_access(e, op, pm_in(e->g, op, 1), true);
-    case PM_OP_YIELD:
-      return parent && yields_words(pm_get(e->g, parent)->code) &&
-             pm_is_packed(e, pm_get(e->g, parent)->out + k);
-    default: return false;
+    case PM_OP_YIELD: {
+      const pm_val out = parent ? pm_get(e->g, parent)->out + k : 0;
+      if (!parent || yields_words(pm_get(e->g, parent)->code)) return out && pm_is_packed(e, out);
+      return e->only_words[out] && source_of(e, out) == v;
+    }
+    default: return o->n_out == 1 && e->only_words[o->out] && source_of(e, o->out) == v;
   }
+}
+
+/* Leaves out what has no words or is needed otherwise. Did it find such a value? */
+static bool reject_words(pm_gen *e) {
+  const pm_graph *g = e->g;
+  bool found = false;
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+      bool *only = &e->only_words[pm_in(g, op, k)];
+      if (!*only || takes_words(e, op, k)) continue;
+      *only = false;
+      found = true;
+    }
+  }
+  for (pm_val v = 1; v < g->values.n; v++) {
+    const pm_val source = e->only_words[v] ? source_of(e, v) : 0;
+    if (!source || e->only_words[source]) continue;
+    e->only_words[v] = false;
+    found = true;
+  }
+  return found;
 }
 
 void pm_find_words(pm_gen *e) {
@@ -75,12 +122,7 @@ void pm_find_words(pm_gen *e) {
     e->only_words[v] = pm_typeof(g, v)->kind == PM_ARRAY && (t == PM_F16 || t == PM_BF16) &&
                        pm_is_packed(e, v) && e->uses[v] && makes_words(e, v);
   }
-  for (pm_opid op = 1; op < g->ops.n; op++) {
-    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
-      const pm_val v = pm_in(g, op, k);
-      if (e->only_words[v] && !takes_words(e, op, k)) e->only_words[v] = false;
-    }
-  }
+  while (reject_words(e)) continue;
 }
 
 /* ---- text -------------------------------------------------------------------------------- */
@@ -92,10 +134,11 @@ const char *pm_new_words(pm_gen *e, pm_val v, const char *stem) {
 }
 
 const char *pm_declare_words(pm_gen *e, pm_val v) {
-  const char *name = pm_name_of(e, v);
+  const char *name = e->into[v] ? e->into[v] : pm_name_of(e, v);
+  pm_bind(e, v, name, PM_FORM_WORDS);
+  if (e->into[v]) return name;
   pm_line(e, "u32 %s[%lld]; // %s", name, (long long)words_of(e, v),
           pm_type_text(e->arena, pm_typeof(e->g, v)));
-  pm_bind(e, v, name, PM_FORM_WORDS);
   return name;
 }
 

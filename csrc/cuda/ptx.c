@@ -92,25 +92,34 @@ const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
   return add_own(e, name, t.at);
 }
 
-const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, int64_t n) {
-  const char *name = part_name(e, acc, "read", first, n), *type = pm_dtypes[d].short_name;
+const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype d, pm_dtype to, int64_t first,
+                        int64_t n) {
+  const bool pairs = to != d; /* to 16 bits, which is an instruction for each word */
+  const char *type = pm_dtypes[d].short_name, *narrow = pm_dtypes[to].short_name;
+  const char *what = pairs ? pm_str(e, "read_%s", narrow) : "read";
+  const char *name = part_name(e, acc, what, first, n);
+  const char letter = !pairs && d == PM_F32 ? 'f' : 'r';
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "// copies registers %lld to %lld\nFN void %s(%s* d) {\n", (long long)first,
-          (long long)(first + n - 1), name, pm_cpp_type(d));
+  pm_putf(&t, "// copies registers %lld to %lld%s\nFN void %s(%s* d) {\n", (long long)first,
+          (long long)(first + n - 1), pairs ? pm_str(e, ", as %s", narrow) : "", name,
+          pairs ? "u32" : pm_cpp_type(d));
+  if (pairs) n /= 2;
   for (int64_t from = 0; from < n; from += READ_AT_ONCE) {
     const int64_t count = pm_min(n - from, READ_AT_ONCE);
     pm_put(&t, "  asm volatile(\"");
     for (int64_t k = 0; k < count; k++) {
-      pm_putf(&t, "%smov.%s %%%lld, %s_%lld;", k ? " " : "", type, (long long)k, acc,
-              (long long)(first + from + k));
+      const long long word = from + k, at = first + (pairs ? 2 : 1) * word;
+      pm_put(&t, k ? " " : "");
+      if (pairs)
+        pm_putf(&t, "cvt.rn.%sx2.f32 %%%lld, %s_%lld, %s_%lld;", narrow, (long long)k, acc, at + 1,
+                acc, at);
+      else pm_putf(&t, "mov.%s %%%lld, %s_%lld;", type, (long long)k, acc, at);
     }
     pm_put(&t, "\"\n    : ");
-    for (int64_t k = 0; k < count; k++) {
-      pm_putf(&t, "%s\"=%s\"(d[%lld])", k ? ", " : "", d == PM_F32 ? "f" : "r",
-              (long long)(from + k));
-    }
+    for (int64_t k = 0; k < count; k++)
+      pm_putf(&t, "%s\"=%c\"(d[%lld])", k ? ", " : "", letter, (long long)(from + k));
     pm_put(&t, ");\n");
   }
   pm_put(&t, "}\n");

@@ -191,6 +191,12 @@ class _KernelPlan(Plan):
         )
         # slots after the steps of a tile, for what the product is added to
         self.there = self.chunks if x.accumulate else 0
+        # The result is the sums in 16 bits. Read as such, they are half as many registers to the
+        # compiler.
+        used = x.bias_dtype is not None, x.activation, x.forms != UNSCALED, x.accumulate, x.keep
+        divided = cfg.split > 1, cfg.slices > 1, self.shares
+        exact = x.sums != jnp.float32 or x.out_dtype.itemsize != 2
+        self.plain = not any((*used, *divided, exact, x.swapped))
 
     def scratch(self):
         x, cfg = self.x, self.cfg
@@ -269,6 +275,7 @@ class _Block(WarpSpecialized):
     """One block of the kernel, while it is traced."""
 
     done = None  # semaphores of shared tiles
+    narrow = False  # sums are read in the dtype of the result
 
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
@@ -531,8 +538,9 @@ class _Block(WarpSpecialized):
         return of_rows, scales.load_columns(columns, self.plan.width, self.plan.chunk)
 
     def sum(self, me, it0, meanwhile=None, steps=None):
-        """This consumer's part of the tile, float32 in registers, in a list; and what meanwhile()
-        returns, which is called under the last product. steps: all of K by default."""
+        """This consumer's part of the tile in registers, in a list, float32 unless self.narrow; and
+        what meanwhile() returns, which is called under the last product. steps: all of K by
+        default."""
         p, x, ring, late = self.plan, self.x, self.ring, bool(self.cfg.lag)
         steps = p.steps if steps is None else steps
 
@@ -552,10 +560,11 @@ class _Block(WarpSpecialized):
 
             lax.fori_loop(0, steps, step, None)
             loaded = meanwhile and meanwhile()
-            value = acc[...]
             if late:
+                plgpu.wgmma_wait(0)
                 ring.release(it0 + (steps - 1))
-            return [value], loaded
+            value = acc[...]
+            return [value.astype(x.out_dtype) if self.narrow else value], loaded
 
         return pl.run_scoped(multiply, plgpu.ACC((p.height, p.cols), x.sums))
 
@@ -635,7 +644,7 @@ class _Block(WarpSpecialized):
         number = 0
         for c, part in enumerate(self.parts_of(values)):
             where = row, col + c * p.chunk
-            if x.out_dtype != x.sums:
+            if x.out_dtype != x.sums and not self.narrow:
                 part = part.astype(jnp.float32)
             if scaled is not None:
                 part = scaled(c, part)
@@ -694,7 +703,9 @@ def _kernel(x, cfg, sms, interpret, scales=()):
     def body(a, b, *refs, **scratch):
         overlap_launches()
         found = x.named(a, b, *refs) | plan.refs(scratch)
-        _Block(plan, found | {"done": _semaphores(plan)}).run()
+        block = _Block(plan, found | {"done": _semaphores(plan)})
+        block.narrow = plan.plain
+        block.run()
 
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     out_type = (out_type, out_type) if x.keep else out_type

@@ -630,7 +630,6 @@ breaks(
         "others->at[others->n++] = (pm_piece){n, d->size, div};",
         "others->at[others->n++] = (pm_piece){n, d->size, 0};",
     ),
-    slices_begin_at_0=("pm_cuda_SLICE", "f.start[k] = starts[k];", "f.start[k] = starts[k] * 0;"),
     sums_of_one_value_count_wrongly=(
         "reduce_splat",
         'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);',
@@ -796,8 +795,8 @@ breaks(
     ),
     accumulators_are_not_pinned=(
         "pm_cuda_ACC_LOAD",
-        "if (!in_ptx) pin(e, &p); const char *name = pm_declare(e, out, out)",
-        "const char *name = pm_declare(e, out, out)",
+        "if (!in_ptx) pin(e, &p);",
+        "",
     ),
 )
 breaks(
@@ -1134,7 +1133,7 @@ breaks(
     f"{COMPILERS}::test_what_is_held",
     operands_of_loops_are_not_held=(
         "pack_a",
-        "if (pm_repeats(e->g, a, op)) pm_line",
+        "if (repeats) pm_line",
         "if (!op) pm_line",
     ),
 )

@@ -183,7 +183,11 @@ breaks(
 breaks(
     f"{CUDA}/ptx.c",
     PTX,
-    parts_of_ptx_are_read_from_the_first=("pm_ptx_read", "(first + from + k));", "(first + k));"),
+    parts_of_ptx_are_read_from_the_first=(
+        "pm_ptx_read",
+        "at = first + (pairs ? 2 : 1) * word;",
+        "at = (pairs ? 2 : 1) * word;",
+    ),
     the_last_of_ptx_is_not_zero=(
         "pm_ptx_zero",
         'for (int64_t k = 0; k < n; k++) { pm_putf(&t, "%smov.%s %s_%lld, %s;"',
