@@ -4,7 +4,9 @@
 
 `first`: context and NVRTC are loaded (another kernel ran), NVRTC's own cache is off (--no-cache),
 our disk cache is empty. `cached`: a second process, kernel in our disk cache, context loaded.
-Process-first costs beside."""
+Process-first costs beside. Then what a program that calls one function of `ops` waits for in a new
+process: until it is imported, and until its first result is there (without a GPU: until it is
+compiled), with an empty disk cache and with the kernel in it."""
 
 import argparse
 import json
@@ -62,11 +64,33 @@ times = dict(numpy=t1 - t0, imported=t2 - t1, first_kernel=t3 - t2, call=t5 - t4
 print(json.dumps(dict(times, ok=ok)))
 """
 
+FIRST = r"""
+import json, sys, time
+t0 = time.perf_counter()
+import numpy as np
+import ml_dtypes
+from pallas_mgpu import ops
+import pallas_mgpu as plgpu
+t1 = time.perf_counter()
+shapes = {"matmul": [(4096, 4096)] * 2, "attention": [(4, 4096, 16, 128)] * 3,
+          "softmax": [(8192, 4096)]}[sys.argv[2]]
+f, options = getattr(ops, sys.argv[2]), {"causal": True} if sys.argv[2] == "attention" else {}
+arrays = [np.ones(x, ml_dtypes.bfloat16) for x in shapes]
+t2 = time.perf_counter()
+if sys.argv[1] == "gpu":
+    arrays = [plgpu.device_put(x) for x in arrays]
+    f(*arrays, **options)
+    plgpu.synchronize()
+else:
+    f.kernel(*arrays, **options).lower(*arrays).cubin()
+print(json.dumps(dict(imported=t1 - t0, call=time.perf_counter() - t2, ok=True)))
+"""
 
-def child(cache, serial, gpu):
+
+def child(cache, what, gpu, program=CHILD):
     env = dict(os.environ, PALLAS_MGPU_CACHE_DIR=cache, PALLAS_MGPU_NVRTC_OPTIONS="--no-cache")
     out = subprocess.run(
-        [sys.executable, "-c", CHILD, "gpu" if gpu else "cpu", str(serial)],
+        [sys.executable, "-c", program, "gpu" if gpu else "cpu", str(what)],
         env=env,
         capture_output=True,
         text=True,
@@ -107,6 +131,15 @@ def main():
     row("import numpy and ml_dtypes", first + cached, "numpy")
     if gpu:
         row("host time of the second call of the matmul", first, "second")
+    for name in ("matmul", "attention", "softmax"):
+        runs = {"empty disk cache": [], "from the disk cache": []}
+        for _ in range(5):
+            with tempfile.TemporaryDirectory() as cache:
+                for samples in runs.values():
+                    samples.append(child(cache, name, gpu, FIRST))
+        for state, samples in runs.items():
+            row(f"first call of ops.{name} in a process, {state}", samples, "call")
+        row(f"imports in front of it ({name})", sum(runs.values(), []), "imported")
 
 
 if __name__ == "__main__":

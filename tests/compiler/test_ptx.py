@@ -7,10 +7,12 @@ import re
 
 import ml_dtypes
 import numpy as np
+import pytest
 from test_catalogue import ENTRY, Body, catalogue, ptx_of
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import pl
+from pallas_mgpu.ops import matmul
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 NAMES = {BF16: "bf16", F16: "f16", F32: "f32", np.int32: "i32", np.uint32: "u32"}
@@ -258,3 +260,22 @@ def test_registers_of_ptx():
     (zero,) = re.findall(r"FN void \w+_zero\(\) {(.*?)\n}", text, re.S)
     found = re.findall(rf"mov\.f32 {acc}_(\d+), 0f00000000;", zero)
     assert found == [str(k) for k in range(136)]
+
+
+@pytest.mark.parametrize("dtype,name", [(F16, "f16"), (ml_dtypes.bfloat16, "bf16")])
+def test_registers_of_ptx_as_words(dtype, name):
+    """Word k of what is read in 16 bits has the registers 2 k and 2 k + 1, the lower one first."""
+    a, b = shape((256, 128), dtype), shape((128, 256), dtype)
+    text = matmul.kernel(a, b).lower(a, b).as_text("cuda")
+    found = re.findall(rf"FN void (\w+)_read_{name}_0_(\d+)\(u32\* d\) {{(.*?)\n}}", text, re.S)
+    ((acc, n, code),) = found
+    seen = []
+    for statement in code.split("asm volatile")[1:]:
+        joined = re.sub(r'"\s*"', "", statement)
+        pattern = rf"cvt\.rn\.{name}x2\.f32 %(\d+), {acc}_(\d+), {acc}_(\d+);"
+        words = [tuple(map(int, x)) for x in re.findall(pattern, joined)]
+        outputs = re.findall(r'"=r"\(d\[(\d+)\]\)', statement)
+        assert [k for k, *_ in words] == list(range(len(outputs)))
+        seen += [(int(d), low, high) for d, (_, high, low) in zip(outputs, words, strict=True)]
+    assert seen == [(k, 2 * k, 2 * k + 1) for k in range(int(n) // 2)]
+    assert f"{acc}_read_0" not in text and "cvt_rn_" not in text.split("__global__")[1]
