@@ -574,6 +574,23 @@ breaks(
     while_tests_the_opposite=("pm_cuda_WHILE", '"if (!%s) break;"', '"if (%s) break;"'),
 )
 breaks(
+    f"{CUDA}/access.c",
+    f"{ARRAYS}::test_reductions",
+    f"{ARRAYS}::test_reduction_propagates_nan",
+    f"{ARRAYS}::test_extrema_of_integers_at_their_ends",
+    f"{ARRAYS}::test_sums_of_negative_zeros",
+    f"{ARRAYS}::test_full_reduction_of_a_vector",
+    f"{ARRAYS}::test_layout_conversion_through_smem",
+    f"{ARRAYS}::test_broadcasts",
+    f"{ARRAYS}::test_reshape_and_slice",
+    *FUZZ,
+    slices_begin_at_0=(
+        "pm_slice_registers",
+        "s.start[k] = starts[k];",
+        "s.start[k] = starts[k] * 0;",
+    ),
+)
+breaks(
     f"{CUDA}/emit_registers.c",
     f"{ARRAYS}::test_reductions",
     f"{ARRAYS}::test_reduction_propagates_nan",

@@ -188,6 +188,7 @@ breaks(
         "at = first + (pairs ? 2 : 1) * word;",
         "at = (pairs ? 2 : 1) * word;",
     ),
+    words_of_sums_are_exchanged=("pm_ptx_read", "acc, at + 1, acc, at);", "acc, at, acc, at + 1);"),
     the_last_of_ptx_is_not_zero=(
         "pm_ptx_zero",
         'for (int64_t k = 0; k < n; k++) { pm_putf(&t, "%smov.%s %s_%lld, %s;"',
