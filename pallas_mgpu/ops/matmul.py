@@ -1302,7 +1302,10 @@ def _own_program(a, b, **options):
         return None
     rows, typical = rows_of(kind, x.m, _EDGES)
     sms = plgpu.sm_count(a.device)
-    if isinstance(rows, int) or _time_of(x, typical, sms, True) < _GAIN * _time_of(x, x.m, sms):
+    if isinstance(rows, int):
+        return None
+    slower = _time_of(x, typical, sms, True) >= _GAIN * _time_of(x, x.m, sms)
+    if not slower and not _fetches_zeros(x, typical, sms):
         return None
 
     def make():
@@ -1315,6 +1318,19 @@ def _own_program(a, b, **options):
         return product
 
     return make
+
+
+def _fetches_zeros(x, m, sms):
+    """Does the program of many numbers of rows, which is tuned for m, fetch rows that A does not
+    have, and that a program for x.m alone leaves out?"""
+    cfg = choose(m, x.n, x.k, sms, x.ta, x.tb, True)
+    if isinstance(cfg, FewRowsConfig):
+        return False
+    height, sharers = cfg.consumers * cfg.consumer_rows, cfg.cluster_n
+    if cfg.swapped:
+        height, sharers = cfg.tile_n, cfg.cluster
+    _, part, _ = _parts(plgpu.dim("M", max=m), height, 1, sharers, 8)[0]
+    return -x.m % part >= 8 * sharers
 
 
 def _time_of(x, m, sms, is_open=False):
