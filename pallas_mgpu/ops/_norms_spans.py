@@ -22,7 +22,8 @@ whatever element the row starts, so that there are no bank conflicts. Long rows,
 are processed in parts, of which only the last has a mask. With softmax, parts begin with the piece
 in which the row begins, 16 bytes for each lane, and the first one has a mask, too. Weights and
 biases with the alignment of the row come through SMEM where there is room; otherwise each part
-would wait for them.
+would wait for them. A row that registers hold is one part: they have its weight, too, or, with
+`stream`, SMEM has it.
 
 The warpgroups of a block and the blocks of a cluster divide a row, and send each other the
 statistics of their segments by asynchronous stores, so only the receiver waits. No lane reads what
@@ -112,16 +113,17 @@ class Plan:
         self.full_tiles = not isinstance(over, plgpu.Dim) and over == 0
         self.divide(cfg, max(sizes))
         self.streamed = {}  # vectors that come through SMEM, by number
-        if self.parts > 1 and self.exact and self.n > _CACHED:
+        if self.exact and (cfg.stream or self.parts > 1 and self.n > _CACHED):
             pitch = self.width if self.segments > 1 else 0
             for i, v in enumerate(x.vectors):
                 if v is not None and x.aligned[1 + i]:
-                    self.stream(i, Span(self.n, self.width, pitch, v.itemsize))
+                    room = SMEM_BYTES - 2048 if cfg.stream else STREAMED_BYTES
+                    self.stream(i, Span(self.n, self.width, pitch, v.itemsize), room)
 
-    def stream(self, i, span):
+    def stream(self, i, span, room):
         """Has vector number i come through SMEM, if there is room."""
         self.streamed[i] = span
-        if self.smem_bytes() > STREAMED_BYTES:
+        if self.smem_bytes() > room:
             del self.streamed[i]
 
     def divide(self, cfg, size):
@@ -241,6 +243,7 @@ class Block:
         self.plan = p = plan
         vars(self).update(refs)
         self.op, self.n, self.shared = p.problem.op(), p.n, p.segments > 1
+        self.op.fast = p.problem.dtype == p.problem.out_dtype == jnp.bfloat16
         self.shape, self.sizes = (p.height, p.part), [p.width] * (p.segments - 1) + [p.last]
         self.thread = lax.axis_index("wg") if p.threads > 1 else 0
         rank = lax.axis_index("c") if p.cluster > 1 else 0
@@ -266,7 +269,7 @@ class Block:
         for i, span in p.streamed.items():
             span.load(self.vectors[i], bases[i], self.buffer(i), self.vectors_full.at[self.thread])
         # while the row comes
-        early = self.vectors_of(0, True, {}) if p.parts == 1 else None
+        early = self.vectors_of(0, True, {}) if p.parts == 1 and not p.streamed else None
         plgpu.barrier_wait(full)
         self.held = self.read(0) if p.parts == 1 else None
         self.make_statistics()

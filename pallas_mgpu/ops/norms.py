@@ -5,11 +5,11 @@ copies of some run under the arithmetic of others. TMA brings the tile to SMEM, 
 place there, and leaves by TMA. Short rows stay in registers between their statistics and their
 result; longer ones are read from SMEM again, in parts that take few registers.
 
-Rows too long for that, and those that begin anywhere, are spans of a flat array, _norms_spans.py,
-which the blocks of a cluster share: each makes the statistics of its segment, sends them to all
-through the SMEM of the cluster, and every block puts them together in the same order. A ring of
-chunks for each SM, _norms_ring.py, is there if a configuration asks for it. Results repeat bit for
-bit.
+Rows too long for that, those that begin anywhere, and those whose weight comes while the row does
+are spans of a flat array, _norms_spans.py. The blocks of a cluster share long ones: each makes the
+statistics of its segment, sends them to all through the SMEM of the cluster, and every block puts
+them together in the same order. A ring of chunks for each SM, _norms_ring.py, is there if a
+configuration asks for it. Results repeat bit for bit.
 
 Along another axis than the last a tile is columns: as many as make rows of 128 bytes, or fewer
 where the axis is long. Blocks of a cluster share its rows, and exchange statistics of each column.
@@ -42,6 +42,7 @@ from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
+_LOG2E = math.log2(math.e)
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
@@ -55,6 +56,7 @@ _COLUMN_BYTES = 16384  # of a block's part of it, as long as the cluster can gro
 _COLUMN_STAGED_BYTES = 135168  # the most that such a part has
 _DIVIDED_BYTES = 49152  # from which it comes and leaves in parts: fewer blocks fit on an SM
 _BARRIERS = 32  # of one allocation
+_EARLY_BYTES = 4096  # of a row whose weight and bias come while it does
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 _NARROW = 512  # elements of a row up to which it always has them so
 _NARROW_TILE = 4096  # elements of a tile of such rows, if there are many
@@ -70,9 +72,10 @@ class NormConfig(NamedTuple):
     above then have no effect); 0: no ring. ``consumers``: pairs of warpgroups in a block that
     process the chunks, 1 to 3. ``programs``: the number of blocks; 0: one for each SM. ``unroll``:
     chunks of a row that are unrolled where a ring keeps weights in registers; fewer compile faster;
-    0: all. ``stream``: a weight or bias that registers have no room for comes through SMEM, too.
-    ``spans``: bulk copies bring rows of the last axis to SMEM at whatever address they begin; a
-    tile may have several rows of up to 2048 elements if neither blocks nor warpgroups share them.
+    0: all. ``stream``: a weight or bias that registers have no room for comes through SMEM, too;
+    with ``spans``, every one. ``spans``: bulk copies bring rows of the last axis to SMEM at
+    whatever address they begin; a tile may have several rows of up to 2048 elements if neither
+    blocks nor warpgroups share them.
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
     columns. ``divided``: each part of columns comes and leaves by copies of its own, so that the
     first ones are read while others are on their way.
@@ -109,6 +112,16 @@ def _most(acc, x, _):
 class _Softmax:
     fill = -math.inf
     numbers = 2
+    fast = False  # an exponential takes one multiplication and addition: for bfloat16
+
+    def exp(self, x, base):
+        """exp(x - base)."""
+        if not self.fast:
+            return jnp.exp(x - base)
+        # below 2^13 the rounding of a product changes less than that of the result; from there on
+        # numbers are equal, or so far apart that the result is 0
+        factor = jnp.where(jnp.abs(base) < 2.0**13, _LOG2E, 1.0)
+        return jnp.exp2(x * factor - base * factor)
 
     def local(self, tile):
         most = tile.most(tile.each(_most, -math.inf))
@@ -116,9 +129,9 @@ class _Softmax:
         base = jnp.where(most == -math.inf, 0.0, most) if tile.shared else most
         self.base = base
         if tile.held is not None:
-            tile.held = jnp.exp(tile.held - base)
+            tile.held = self.exp(tile.held, base)
             return most, tile.total(tile.held)
-        return most, tile.total(tile.each(lambda acc, x, _: acc + jnp.exp(x - base), 0.0))
+        return most, tile.total(tile.each(lambda acc, x, _: acc + self.exp(x, base), 0.0))
 
     def joined(self, tile, segments):
         most = functools.reduce(jnp.maximum, [m for m, _ in segments])
@@ -152,7 +165,7 @@ class _Softmax:
         return most, tile.total(stats[1] * jnp.exp(stats[0] - self.base))
 
     def result(self, tile, x):
-        return (x if tile.held is not None else jnp.exp(x - self.base)) * self.scale
+        return (x if tile.held is not None else self.exp(x, self.base)) * self.scale
 
 
 class _RMSNorm:
@@ -694,7 +707,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
     weighted = name != "softmax"
     long = n > _HELD and n * itemsize >= _BLOCK_BYTES + (not weighted)
     uneven = n > _NARROW and n * itemsize % _WARPS
-    if by_spans and (long or uneven or not staged):
+    early = weighted and n * itemsize >= _EARLY_BYTES
+    if by_spans and (long or uneven or early or not staged):
         return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
@@ -728,14 +742,21 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
 
 def _choose_spans(name, n, itemsize):
     odd, size = n * itemsize % 16 != 0, n * itemsize
-    if _NARROW < n <= _norms_spans.SHORT and not odd:  # a warp has a row, or the four have two
+    early = name != "softmax" and size >= _EARLY_BYTES and size % _WARPS == 0
+    # registers hold the vectors, too, of few enough columns
+    most = {("rms_norm", 2): 6144, ("rms_norm", 4): _HELD, ("layer_norm", 4): 3072}
+    if early and n <= most.get((name, itemsize), 0):
+        return NormConfig(spans=True)
+    short = n <= _norms_spans.SHORT and not early
+    if short and n > _NARROW and not odd:  # a warp has a row, or the four have two
         return NormConfig(4 if 3 * n <= _norms_spans.SHORT else 2, spans=True)
-    if n <= _norms_spans.SHORT:
+    if short:
         vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
         lanes = _norms_spans.span_lanes(n, vector, itemsize)
         at_once = 128 // lanes  # rows of the four warps
         return NormConfig(max(round(2048 / n / at_once), 1) * at_once, spans=True)
-    if n <= _HELD:  # registers hold them, but for those whose statistics take most
+    if n <= _HELD and not early:
+        # registers hold them, but for those whose statistics take most
         parts = name == "layer_norm" and itemsize == 2
         return NormConfig(part=(1024 if n <= 4096 else 2048) if parts else 0, spans=True)
     if odd:  # lanes read and write few bytes at a time
@@ -746,9 +767,16 @@ def _choose_spans(name, n, itemsize):
     # weight and bias take as much shared memory as the row, or parts wait for them
     vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
     cluster = _blocks(size, _BLOCK_BYTES // max(vectors, 1))
-    cluster = max(cluster, 2) if vectors else cluster
+    # registers hold the segment, shared memory the vectors
+    held = {"rms_norm": cluster in (1, 8), "layer_norm": size <= _BLOCK_BYTES // 2 * cluster}
+    fits = size <= _BLOCK_BYTES * cluster and size % (_WARPS * cluster) == 0
+    if held.get(name) and fits:
+        return NormConfig(1, cluster, stream=True, spans=True)
+    cluster = max(cluster, 2) if vectors and size >= _BLOCK_BYTES else cluster
     room = pl.cdiv(size, cluster) * (1 + vectors) <= _norms_spans.STREAMED_BYTES
-    return NormConfig(1, cluster, 2048 if room else 4096, spans=True)
+    # longer parts if a segment has a whole number of them
+    whole = itemsize == 2 and n % (4096 * cluster) == 0
+    return NormConfig(1, cluster, 2048 if room and not whole else 4096, spans=True)
 
 
 def _choose_columns(n, inner, itemsize, staged):

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.covering(1, share=True)
 __all__ = ["no_warnings"]  # a fixture
 
 
-def spans(height=1, cluster=1, part=0, threads=1):
-    return NormConfig(height, cluster, part, spans=True, threads=threads)
+def spans(height=1, cluster=1, part=0, threads=1, stream=False):
+    return NormConfig(height, cluster, part, spans=True, threads=threads, stream=stream)
 
 
 CASES = [
@@ -39,6 +39,9 @@ CASES = [
     ((4, 6008), F32, spans(1, 1, 512, threads=2)),
     ((3, 12808), BF16, spans(1, 2, 1024, threads=2)),
     ((2, 12801), BF16, spans(1, 1, 1024, threads=3)),
+    ((3, 4096), BF16, spans(stream=True)),  # vectors through shared memory
+    ((3, 4104), F32, spans(1, 2, stream=True)),
+    ((3, 4104), F16, spans(1, 2, 1024, threads=2, stream=True)),
 ]
 
 
@@ -46,6 +49,30 @@ CASES = [
 @pytest.mark.parametrize("shape, dtype, config", CASES, ids=str)
 def test_rows_that_begin_anywhere(run, rng, name, shape, dtype, config):
     check(run, name, arrays(rng, name, shape, dtype), config=config)
+
+
+@pytest.mark.parametrize("config", [spans(), spans(1, 2, 512)], ids=["row", "segments"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_softmax_of_large_numbers(run, dtype, config):
+    """Exponents are differences of products, which are rounded, or would overflow."""
+    most = float(plgpu.numpy.finfo(dtype).max)
+    numbers = np.array(
+        [0.0, 300.0, 8160.0, 8192.0, 6e4, 1e6, 2.0**28 - 2**20, 2.0**28, 1e30, most / 2, most]
+    )
+    numbers = np.concatenate([numbers, -numbers])
+    numbers = numbers[np.abs(numbers) <= most]
+    x = np.full((len(numbers), 2056), -most, np.float32)
+    x[:, 3::7] = numbers[:, None]
+    x[:, 1030:] = numbers[:, None] * (1 - 2.0**-7)  # in the other segment, above or below
+    x[:, 5] = -np.inf
+    x = x.astype(dtype)
+    with np.errstate(over="ignore"):
+        e = np.exp(x.astype(np.float64) - x.max(1, keepdims=True).astype(np.float64))
+    interpret = None if run.way == "cuda" else True
+    got = run.call(softmax.kernel(x, config=config, interpret=interpret), x)
+    np.testing.assert_allclose(
+        got.astype(np.float64), e / e.sum(1, keepdims=True), rtol=5e-3, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape, config", [((5, 777), spans(4)), ((3, 5001), spans(1, 2, 1024))])
