@@ -86,7 +86,7 @@ I8 = np.zeros((32, 32), np.int8)
             "int32 is for int8 operands",
         ),
         (dict(out_dtype=np.int32, activation="relu"), TypeError, "without scales, bias and act"),
-        (dict(out_dtype=np.int8), TypeError, "out_dtype must be float16, bfloat16 or float32"),
+        (dict(out_dtype=np.int8), TypeError, "must be float16, bfloat16, float32 or int32, got"),
         (dict(bias=np.zeros(32, np.int32)), ValueError, "bias must be float16 or"),
         (
             dict(scale_a=np.ones((32, 1), F32), scale_b=np.ones((1, 1), F32), config=C(step=32)),

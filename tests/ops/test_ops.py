@@ -515,7 +515,7 @@ def test_out_and_spellings(rng):
         (dict(activation=3), TypeError, "activation must be a function, one of .*got 3"),
         (dict(activation=lambda x: x.sum()), ValueError, "activation must return an array of"),
         (dict(out_dtype="int32"), TypeError, "out_dtype must be float16, bfloat16 or float32"),
-        (dict(out_dtype="half"), TypeError, "^matmul: out_dtype must be .*, got 'half'"),
+        (dict(out_dtype="f17"), TypeError, "^matmul: out_dtype must be .*, got 'f17'"),
         (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),

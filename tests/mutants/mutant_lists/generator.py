@@ -1150,8 +1150,8 @@ breaks(
     f"{COMPILERS}::test_what_is_held",
     operands_of_loops_are_not_held=(
         "pack_a",
-        "if (repeats) pm_line",
-        "if (!op) pm_line",
+        "repeats = pm_repeats(e->g, a, op)",
+        "repeats = !op",
     ),
 )
 breaks(
