@@ -413,6 +413,16 @@ class Autotuned:
         return {n: s for n, s in samples.items() if n not in slow}
 
 
+def _takes_config(function):
+    """Can it be called with config=?"""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # unknown
+        return True
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return "config" in by_name or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def autotune(
     configs,
     *,
@@ -441,8 +451,8 @@ def autotune(
     which they execute as far as the first call of the function. The choice is kept in the compile
     cache, for each GPU, driver, NVRTC, version of this package and text of the module.
     ``f.tune(*args)`` returns it without a call. Keyword arguments are passed on. TypeError for what
-    is no function or cannot be imported, ValueError if no configurations are given or ``prune``
-    leaves none, RuntimeError if none works or no child process starts.
+    is no function, has no argument ``config`` or cannot be imported, ValueError if there are no
+    configurations or ``prune`` leaves none, RuntimeError if none works or no child process starts.
     """
     configs = list(configs)
     if not configs or len({repr(c) for c in configs}) != len(configs):
@@ -462,6 +472,8 @@ def autotune(
     def wrap(function):
         if not (callable(function) and hasattr(function, "__qualname__")):
             raise TypeError(f"autotune: expected a function, got {show(function)}")
+        if not _takes_config(function):
+            raise TypeError(f"autotune: {function.__qualname__} has no argument config=")
         options = timeout, workers, rounds
         return Autotuned(function, configs, key, prune, check, listener, timer, options)
 

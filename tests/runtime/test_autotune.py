@@ -171,6 +171,8 @@ def test_errors():
         plgpu.autotune([1])(3)
     with pytest.raises(TypeError, match="expected a function, got functools.partial"):
         plgpu.autotune([1])(functools.partial(min, 3))
+    with pytest.raises(TypeError, match="wraps has no argument config="):
+        plgpu.autotune([1])(functools.wraps)
     none = plgpu.autotune([1, 2], prune=lambda c, x: False)(lambda x, config: x)
     with pytest.raises(ValueError, match="prune leaves no configuration"):
         none(1)
