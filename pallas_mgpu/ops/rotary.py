@@ -273,8 +273,9 @@ def rotary_backward(grad, x, cos, sin, weight, *, eps=1e-6, interpret=None):
     float32 (Hopper).
 
     grad: the gradient of the result, of the shape of ``x``; the others: the arguments of rotary.
-    The statistics are computed again from ``x``. Results repeat bit for bit. Without a weight, the
-    gradient is ``rotary(grad, cos, sin, inverse=True)``.
+    The statistics are computed again from ``x``. Results repeat bit for bit, but for the one time
+    that a number of rows gets a program of its own. Without a weight, the gradient is
+    ``rotary(grad, cos, sin, inverse=True)``.
 
     Returns the gradient of ``x`` and that of ``weight``, like these. TypeError, ValueError for
     other dtypes and shapes.
