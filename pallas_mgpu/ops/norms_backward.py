@@ -733,8 +733,8 @@ def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, config=None, 
     grad: the gradient of the result; x, weight, eps: the arguments of rms_norm; float16, bfloat16
     or float32. add: an array like ``x`` that is added to the gradient of ``x``, for example that of
     a residual branch. config: a :class:`NormBackwardConfig`, for aligned rows from 512 elements on.
-    The statistics of the rows are computed again from ``x``. Results repeat bit for bit, but for the
-    one time that a number of rows gets a program of its own.
+    The statistics of the rows are computed again from ``x``. Results repeat bit for bit, but for
+    the one time that a number of rows gets a program of its own.
 
     Returns the gradient of ``x``, or with ``weight`` the pair of gradients, like ``x`` and like
     ``weight``. TypeError, ValueError for other dtypes and shapes.
