@@ -85,6 +85,13 @@ class Dim:
     def _key(self):
         return self.how, self.a, self.b, self.name, self.least, self.most, self.multiple
 
+    @property
+    def _written(self):
+        """The same with the expressions inside as such tuples: these are compared as they are
+        written, not by what they are when the kernel is called."""
+        a, b = (x._written if isinstance(x, Dim) else x for x in (self.a, self.b))
+        return self.how, a, b, self.name, self.least, self.most, self.multiple
+
     def __hash__(self):
         return hash((Dim, self._key))
 
@@ -131,7 +138,7 @@ class Dim:
         other = _size(other)
         if other is None:
             return NotImplemented
-        if self._key == other._key:
+        if self is other or self._written == other._written:
             return sign in ("==", "<=", ">=")
         disjoint = self.most < other.least or self.least > other.most
         same = self.least == self.most == other.least == other.most

@@ -319,6 +319,19 @@ def test_arithmetic_and_what_bounds_decide():
         assert again(size) == size and hash(again(size)) == hash(size)
 
 
+def test_expressions_are_compared_by_their_values():
+    def body(_, o):
+        a, b = pl.cdiv(M, 8) * 3, pl.cdiv(M, 16) * 5
+        o[0] = jnp.where(a <= b, 1, 0)
+        o[1] = jnp.where(a == b, 1, 0)
+
+    out_type = plgpu.ShapeDtypeStruct((2,), np.int32)
+    f = plgpu.kernel(body, out_type=out_type, in_shapes=((M,),), interpret=True)
+    for m in (1, 9, 17, 33, 47, 49, 73):
+        a, b = -(-m // 8) * 3, -(-m // 16) * 5
+        np.testing.assert_array_equal(f(np.zeros(m, F32)), [a <= b, a == b])
+
+
 def test_what_is_missing_says_so():
     def nothing(x, o):
         o[0] = x[0]
