@@ -119,7 +119,7 @@ class _Softmax:
         if not self.fast:
             return jnp.exp(x - base)
         # below 2^13 the rounding of a product changes less than that of the result; from there on
-        # numbers are equal, or so far apart that the result is 0
+        # numbers are equal, or 32 and more apart: the result is below 2^-32 with either base
         factor = jnp.where(jnp.abs(base) < 2.0**13, _LOG2E, 1.0)
         return jnp.exp2(x * factor - base * factor)
 
