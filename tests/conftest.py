@@ -178,3 +178,13 @@ def here(offset=0):
     """(file, line) of the caller, for checking where errors point."""
     frame = sys._getframe(1)
     return frame.f_code.co_filename, frame.f_lineno + offset
+
+
+@pytest.fixture
+def one_sm(monkeypatch):
+    """A GPU of one SM, so that there are more tiles than SMs: gradients of attention convert dQ in
+    blocks that have none."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 1)
+    plgpu.clear_caches()
+    yield
+    plgpu.clear_caches()

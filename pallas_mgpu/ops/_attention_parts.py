@@ -26,7 +26,7 @@ from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, scalar
-from ._common import Chained, overlap_launches
+from ._common import SeveralKernels, overlap_launches
 from ._open_rows import in_shapes, views
 
 _F32 = np.float32
@@ -234,7 +234,7 @@ def shares_of(x, cfg, cores, parts):
     return Shares(tiles, blocks, rows, cores) if fast and _memory_cost(x) < 0.85 * cost else None
 
 
-class _Divided(Chained):
+class _Divided(SeveralKernels):
     """Attention to parts of the keys, then the sum of the results."""
 
     def __init__(self, x, parts, kernel, interpret, shares=None):
@@ -317,7 +317,7 @@ def _merge_open(rows, batch, shape, out_dtype, return_lse, interpret):
     )
 
 
-class DividedOpen(Chained):
+class DividedOpen(SeveralKernels):
     """The same for lengths that are known when the kernels run. x: the problem of the call; whole:
     that of the kernel; operands: the shapes in which it gets its arguments; size: the number of the
     argument that says how many batch entries there are, if one does; alone(): what does it for

@@ -16,7 +16,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._common import FLOATS, Chained
+from ._common import FLOATS, SeveralKernels
 from ._open_rows import ANY_ROWS, is_static, views
 from .rotary import kernel_of
 
@@ -94,7 +94,7 @@ def _of_any_length(x, of_keys, interpret):
     return views(kernel, ((1, x.batch * rows, heads, x.dim), None, None), (shape,))
 
 
-class Rotated(Chained):
+class Rotated(SeveralKernels):
     """Attention to rotated keys. queries: does a kernel before it rotate these, too?"""
 
     def __init__(self, x, kernel, queries, interpret):

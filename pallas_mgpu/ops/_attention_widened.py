@@ -17,7 +17,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import Chained, overlap_launches
+from ._common import SeveralKernels, overlap_launches
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
 
 _LEAST, _LEAST_OF_PAGES = 1024, 4096  # queries to a head of keys; for small pages of 16 bits
@@ -148,7 +148,7 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
     )
 
 
-class Widened(Chained):
+class Widened(SeveralKernels):
     """Attention to keys and values of 16 bits, after those of 8 bits have been widened."""
 
     def __init__(self, x, make, interpret):

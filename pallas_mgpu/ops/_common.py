@@ -136,29 +136,6 @@ def compile_for(kernel, operands):
     return tuple(outs) if len(outs) > 1 else outs[0]
 
 
-class Chained(SeveralKernels):
-    """What does nothing with arrays but call kernels, its attributes."""
-
-    def compile(self, *given):
-        """Compiles all kernels, for the cache on disk, which calls read. given: descriptions of the
-        arrays. It is what a call does, with kernels that are compiled instead of launched; returns
-        what describes the results."""
-        dry = copy.copy(self)
-        for name, x in vars(self).items():
-            if isinstance(x, (_core.Kernel, Chained)):
-                setattr(dry, name, functools.partial(_compiled, x))
-        return dry(*given)
-
-
-def _compiled(kernel, *given, out=None, stream=None):
-    if isinstance(kernel, Chained):
-        return kernel.compile(*given)
-    kernel.lower(*given).resources()
-    device = given[0].device
-    outs = [plgpu.ArrayInfo(o.shape, o.dtype, device, True) for o in kernel.definition.outs]
-    return tuple(outs) if len(outs) > 1 else outs[0]
-
-
 class WarpSpecialized:
     """A block of a warp-specialised kernel, while its body is traced.
 

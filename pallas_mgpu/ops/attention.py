@@ -51,9 +51,9 @@ from ._attention_warp_mma import MmaAttentionConfig
 from ._attention_widened import Widened, pays
 from ._common import (
     SMEM_BYTES,
-    Chained,
     CountedTiles,
     Ring,
+    SeveralKernels,
     StaticTiles,
     WarpSpecialized,
     buffer,
@@ -1037,7 +1037,7 @@ def _kernel(x, cfg, cores, parts, interpret, shares=None):
 _OTHERS = ("bias", "seed"), ("cos", "sin")  # operands before and after the ranges
 
 
-class _Packed(Chained):
+class _Packed(SeveralKernels):
     """The kernels of packed sequences: ranges of the rows, then attention."""
 
     def __init__(self, x, kernel, interpret, **how):
@@ -1057,7 +1057,7 @@ class _Packed(Chained):
         return self.attention(q, k, v, *rest, *ranges, *more, out=out, stream=stream)
 
 
-class _Masked(Chained):
+class _Masked(SeveralKernels):
     """The kernels of masks without a block mask: it, then attention. x: the problem of the call;
     maybe_open: that of the kernel."""
 

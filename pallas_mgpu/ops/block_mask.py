@@ -20,7 +20,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from .._names import show
-from ._common import Chained, overlap_launches
+from ._common import SeveralKernels, overlap_launches
 from ._open_rows import better, in_shapes, sizes_of, views
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
@@ -138,7 +138,7 @@ def kernel(mask, queries, keys, interpret, like=()):
     )
 
 
-class OfArrays(Chained):
+class OfArrays(SeveralKernels):
     """The kernel as a function of q, k and the data. like, shapes: where lengths are open, the
     shapes of q and k that the kernel has and that this call has."""
 

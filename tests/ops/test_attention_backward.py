@@ -47,15 +47,6 @@ def operands(rng, shape, dtype):
 WIDTHS = [(8, 8), (72, 72), (96, 64), (64, 120), (200, 200)]  # head_dim, that of the values
 
 
-@pytest.fixture
-def one_sm(monkeypatch):
-    """There are more tiles than SMs: blocks that have none convert dQ."""
-    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 1)
-    plgpu.clear_caches()
-    yield
-    plgpu.clear_caches()
-
-
 @pytest.mark.parametrize("dim, value_dim", WIDTHS)
 def test_other_head_dims(rng, dim, value_dim, interpret=True):
     """By copies with columns of zeros; results also into arrays that are given."""

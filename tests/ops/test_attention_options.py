@@ -195,15 +195,6 @@ def test_rows_after_the_last_sequence_mean_nothing(rng, dim, causal):
     np.testing.assert_array_equal(ops.attention(q, k, v, **how)[:, :201], want)
 
 
-@pytest.fixture
-def one_sm(monkeypatch):
-    """There are more tiles than SMs: blocks that have none convert dQ."""
-    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 1)
-    plgpu.clear_caches()
-    yield
-    plgpu.clear_caches()
-
-
 @pytest.mark.usefixtures("one_sm")
 @pytest.mark.parametrize("products", [7, 5])
 @pytest.mark.parametrize("name", CASES)
