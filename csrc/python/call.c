@@ -93,12 +93,12 @@ static int take_out(pmpy_call *c) {
   return 0;
 }
 
-/* Room for all buffers; on failure there is nothing to release. */
+/* Room for all buffers and a prefix; on failure there is nothing to release. */
 static int make_room(pmpy_call *c) {
   size_t n = c->n_in + (size_t)c->n_out_given;
   c->in = c->few;
-  if (n > PMPY_FEW) {
-    c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc(n * sizeof *c->many) : NULL;
+  if (n >= PMPY_FEW) {
+    c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc((n + 1) * sizeof *c->many) : NULL;
     c->in = c->many;
   }
   c->out = c->in + c->n_in;
@@ -158,7 +158,7 @@ int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n
   c->views = NULL;
   c->device = 0;
   c->args = args;
-  c->n_in = (uint32_t)n;
+  c->n_in = c->n_args = (uint32_t)n;
   if (take_out(c) < 0) {
     c->n_in = 0;
     return -1;
@@ -327,6 +327,27 @@ static int64_t count(const int64_t *shape, int rank) {
   return n;
 }
 
+/* The beginning of the first operand becomes the last one; 0 or -1. */
+static int add_prefix(pmpy_call *c) {
+  const pmpy_spec *to = &c->views->prefix;
+  const int64_t n = count(c->in[0].shape, c->in[0].rank), needed = count(to->shape, to->rank);
+  if (needed > n) {
+    PyErr_Format(PyExc_ValueError, "kernel %U: the first operand has fewer elements than its prefix",
+                 c->name);
+    return -1;
+  }
+  memmove(c->out + 1, c->out, c->n_out_given * sizeof *c->out);
+  pmpy_buffer *b = c->out++;
+  *b = c->in[0];
+  b->keep = NULL; /* the first operand has the memory */
+  b->managed = NULL;
+  b->managed_old = NULL;
+  b->rank = to->rank;
+  memcpy(b->shape, to->shape, sizeof b->shape);
+  c->n_in++;
+  return 0;
+}
+
 /* The extents that were read give way to those that the kernel sees; 0 or -1. */
 static int reshape_operands(pmpy_call *c) {
   const pmpy_views *v = c->views;
@@ -349,7 +370,7 @@ static int reshape_operands(pmpy_call *c) {
     b->rank = to->rank;
     memcpy(b->shape, to->shape, sizeof b->shape);
   }
-  return 0;
+  return v->has_prefix ? add_prefix(c) : 0;
 }
 
 /* The same for the results, once the plan is known. */

@@ -17,6 +17,10 @@ typedef struct pmpy_views {
   uint32_t n_in, n_out;
   pmpy_spec *shape; /* of operands as the kernel gets them, then of results as the caller does */
   bool *given;      /* other than as they are */
+  /* The kernel has one more operand, the last one: the beginning of the first one, of this shape.
+   * So it can learn a size that no other extent says. */
+  bool has_prefix;
+  pmpy_spec prefix;
 } pmpy_views;
 
 typedef struct pmpy_call {
@@ -49,6 +53,7 @@ typedef struct pmpy_call {
   const pmpy_spec *specs;
   pmpy_spec *own_specs;    /* owned, or NULL: those of the plan */
   const pmpy_views *views; /* borrowed, NULL: the kernel gets the arrays as they are */
+  uint32_t n_args;         /* operands before the prefix of the views */
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in

@@ -60,31 +60,35 @@ static PyObject *reshaped_lower(PyObject *self, PyObject *args, PyObject *kw) {
 
 /* ---- the type ------------------------------------------------------------------------------- */
 
-/* Shapes, or None for what stays as it is. */
-static int read_shapes(PyObject *shapes, pmpy_spec *to, bool *given) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shapes); i++) {
-    PyObject *shape = PyTuple_GET_ITEM(shapes, i);
-    given[i] = shape != Py_None;
-    if (!given[i]) continue;
-    if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) > PM_MAX_RANK) {
-      PyErr_Format(PyExc_TypeError, "Reshaped: a shape is a tuple of up to %d ints, got %R",
-                   PM_MAX_RANK, shape);
-      return -1;
-    }
-    to[i].rank = (uint8_t)PyTuple_GET_SIZE(shape);
-    for (int d = 0; d < to[i].rank; d++) {
-      to[i].shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d));
-      if (to[i].shape[d] == -1 && PyErr_Occurred()) return -1;
-    }
+/* A shape, or None for what stays as it is. */
+static int read_shape(PyObject *shape, pmpy_spec *to, bool *given) {
+  *given = shape != Py_None;
+  if (!*given) return 0;
+  if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) > PM_MAX_RANK) {
+    PyErr_Format(PyExc_TypeError, "Reshaped: a shape is a tuple of up to %d ints, got %R",
+                 PM_MAX_RANK, shape);
+    return -1;
+  }
+  to->rank = (uint8_t)PyTuple_GET_SIZE(shape);
+  for (int d = 0; d < to->rank; d++) {
+    to->shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d));
+    if (to->shape[d] == -1 && PyErr_Occurred()) return -1;
   }
   return 0;
 }
 
+static int read_shapes(PyObject *shapes, pmpy_spec *to, bool *given) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shapes); i++)
+    if (read_shape(PyTuple_GET_ITEM(shapes, i), &to[i], &given[i]) < 0) return -1;
+  return 0;
+}
+
 static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"kernel", "alone", "operands", "results", NULL};
-  PyObject *kernel, *alone, *operands, *results;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O!OO!O!:Reshaped", names, pmpy.kernel_type, &kernel,
-                                   &alone, &PyTuple_Type, &operands, &PyTuple_Type, &results))
+  static char *names[] = {"kernel", "alone", "operands", "results", "prefix", NULL};
+  PyObject *kernel, *alone, *operands, *results, *prefix = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O!OO!O!|O:Reshaped", names, pmpy.kernel_type, &kernel,
+                                   &alone, &PyTuple_Type, &operands, &PyTuple_Type, &results,
+                                   &prefix))
     return NULL;
   pmpy_reshaped *r = (pmpy_reshaped *)type->tp_alloc(type, 0);
   if (!r) return NULL;
@@ -98,7 +102,8 @@ static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) 
   v->shape = PyMem_Calloc(n_in + n_out + 1, sizeof *v->shape);
   v->given = PyMem_Calloc(n_in + n_out + 1, sizeof *v->given);
   if (v->shape && v->given && read_shapes(operands, v->shape, v->given) == 0 &&
-      read_shapes(results, v->shape + n_in, v->given + n_in) == 0)
+      read_shapes(results, v->shape + n_in, v->given + n_in) == 0 &&
+      read_shape(prefix, &v->prefix, &v->has_prefix) == 0)
     return (PyObject *)r;
   if (!PyErr_Occurred()) PyErr_NoMemory();
   Py_DECREF(r);
@@ -160,9 +165,10 @@ static PyType_Slot slots[] = {
     {Py_tp_members, members},
     {Py_tp_getset, getset},
     {Py_tp_doc,
-     "Reshaped(kernel, alone, operands, results): a kernel that gets its operands with "
-     "other shapes (None: as they are), and whose results get others. alone(): what "
-     "serves arrays that cannot be reshaped or have no memory."},
+     "Reshaped(kernel, alone, operands, results, prefix=None): a kernel that gets its operands "
+     "with other shapes (None: as they are), and whose results get others. alone(): what serves "
+     "arrays that cannot be reshaped or have no memory. prefix: a shape; the kernel has one more "
+     "operand, the beginning of the first one."},
     {0, NULL}};
 
 static PyType_Spec type_spec = {.name = "pallas_mgpu.Reshaped",

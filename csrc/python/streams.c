@@ -146,6 +146,7 @@ int pmpy_hold(pmpy_call *c, void *stream, PyObject *const *made, uint32_t n_made
     pmpy_buffer *b = &c->in[i];
     const int library = b->source->library;
     if (!b->cuda || (!c->has_stream && library != PMPY_JAX && library != PMPY_OTHER)) continue;
+    if (i >= c->n_args && i < c->n_in) continue; /* a part of another one */
     PyObject *keep = b->keep;
     if (!keep) keep = Py_NewRef(i < c->n_in ? c->args[i] : c->out_args[i - c->n_in]);
     b->keep = NULL;

@@ -300,7 +300,7 @@ def kernel(x, cfg, interpret, functional=False, sms=0):
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
         results = "dk", "dv", "dq", *["dq_out"] * (plan.converters > 0)
-        refs |= dict(zip((*names, *results), others, strict=True))
+        refs |= dict(zip((*names, *x.others, *results), others, strict=True))
         if plan.converters:
             (refs["tile_numbers"],), (refs["lse_smem"],) = refs["lse_smem"]
         overlap_launches()
@@ -376,7 +376,7 @@ def _converted(x, interpret):
     def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        *angles, dq = refs[x.is_open :]  # q is there for its length
+        *angles, dq = refs[x.is_open + x.prefixed :]  # before them are those that say sizes
         _convert(x, sums, angles, dq, (b, h, lax.axis_index("tile") * height), height)
 
     return plgpu.kernel(
@@ -386,7 +386,7 @@ def _converted(x, interpret):
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="attention_backward_convert",
-        **(in_shapes(sums_of(x).shape, x.shapes[0]) if x.is_open else {}),
+        **(in_shapes(sums_of(x).shape, x.shapes[0], *x.shapes_of_others) if x.is_open else {}),
     )
 
 

@@ -67,7 +67,8 @@ def shapes_of_operands(x, *more):
     last ones."""
     q, k, _ = x.shapes
     ranges = ((x.padded_rows(),),) * 2 if x.scores.sequences else ()
-    return in_shapes(q, q, k, k, shape_of(x), shape_of(x), *ranges, *more)
+    shapes = q, q, k, k, shape_of(x), shape_of(x)
+    return in_shapes(*shapes, *ranges, *more, *x.shapes_of_others)
 
 
 def with_views(given, x, kernel, operands, results):
@@ -81,7 +82,9 @@ def with_views(given, x, kernel, operands, results):
     if x.whole:
         ours = {"q": (1, rows, *q[1:], x.dim), "k": (1, keys, *k[1:], x.dim)}
         theirs = {"q": (given.batch, *q, x.dim), "k": (given.batch, *k, x.dim)}
-    return views(kernel, map((ours | {"lse": lse}).get, operands), map(theirs.get, results))
+    prefix = given.batch if x.prefixed else None
+    operands, results = map((ours | {"lse": lse}).get, operands), map(theirs.get, results)
+    return views(kernel, operands, results, prefix=prefix)
 
 
 class Plan:
@@ -504,13 +507,13 @@ def statistics(x, interpret, *more):
             sums[out] = jnp.zeros((height, sums.shape[-1]), jnp.float32)
 
     def with_keys(grad, o, lse, k, *outs):  # for their length
-        body(grad, o, lse, *outs)
+        body(grad, o, lse, *outs[x.prefixed :])
 
     shape = plgpu.ShapeDtypeStruct(shape_of(x), _F32)
     options = {}
     if x.is_open:
         q, k, _ = x.shapes
-        options = in_shapes(q, q, (x.heads * q[0] * q[1],), k)
+        options = in_shapes(q, q, (x.heads * q[0] * q[1],), k, *x.shapes_of_others)
     return plgpu.kernel(
         with_keys if x.is_open else body,
         out_type=(shape, shape, *more),
@@ -529,7 +532,7 @@ def kernel(x, by_keys, interpret, sums=("dk", "dv")):
 
     def body(grad, q, k, v, lse, delta, *outs, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        names = *x.kernel_operands, *(sums if by_keys else ("dq",))
+        names = *x.kernel_operands, *x.others, *(sums if by_keys else ("dq",))
         refs |= dict(zip(names, outs, strict=True))
         overlap_launches()
         (ByKeys if by_keys else ByQueries)(plan, refs).run()

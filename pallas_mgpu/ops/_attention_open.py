@@ -3,19 +3,18 @@ lengths of a call, and in which shapes kernels get arrays that lengths index.
 
 A size may be the first extent above 1 of an array alone. So the entries of a batch are one after
 the other in the arrays that a kernel gets, and a bias, a block mask and a page table are one row.
-Where there are arrays of lengths, these say how many entries there are."""
+How many entries there are says an array of lengths, or without one the last operand, which is there
+for its extent alone: the beginning of the first one (`Reshaped` with a prefix)."""
 
 import math
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _sizes
 
-from ._open_rows import sizes_of
+from ._open_rows import ENTRIES, MOST_ROWS, entries, sizes_of
 from .block_mask import open_mask, shape_of
 
 _MOST = 1 << 24  # of lengths
-MOST_ROWS = 2**31 - 2  # of an array, at most
-_ENTRIES = 1 << 16  # of a batch whose size is known when a kernel runs
 
 
 def edges(x):
@@ -25,8 +24,11 @@ def edges(x):
 
 
 def is_large(x):
-    """Has it arrays of more elements than sizes can count?"""
+    """Has it more entries than a batch of any size, or arrays of more elements than sizes can
+    count?"""
     f = x.scores
+    if x.batch > ENTRIES:
+        return True
     blocks = shape_of(f.mask, x.queries, x.keys) if f.mask else (0,)
     return max(math.prod(f.bias or (0,)), math.prod(blocks)) > MOST_ROWS
 
@@ -47,13 +49,13 @@ def has_pairs(x):
 
 
 def without_lengths(x):
-    """What distinguishes programs for any lengths."""
+    """What distinguishes programs for any batch and any lengths."""
     there, f = x.angles > 0, x.scores
     if f.bias:
         f = f._replace(bias=dims_of_bias(x))
     if f.mask:
-        f = f._replace(mask=f.mask.with_open_data(0))
-    x = x._replace(queries=0, keys=0, scores=f)
+        f = f._replace(mask=f.mask.with_open_data(0).with_batch(0))
+    x = x._replace(batch=0, queries=0, keys=0, scores=f)
     return x._replace(angles=int(there), first=int(there and x.first > 0))
 
 
@@ -75,8 +77,14 @@ def with_mask(x, call):
     if not mask:
         return x
     arrays = call.q, call.k, call.mask_data
-    mask = open_mask(mask, arrays, x.queries, x.keys, x.shapes[:2])
+    mask = mask.with_batch(x.batch) if x.whole else mask
+    mask = open_mask(mask, arrays, x.queries, x.keys, like_of(x))
     return mask and x._replace(scores=x.scores._replace(mask=mask))
+
+
+def like_of(x):
+    """Shapes of the arrays that tell the lengths to kernels of block masks."""
+    return *x.shapes[:2], *[(x.batch,)] * x.prefixed
 
 
 def flat_options(x, whole):
@@ -99,7 +107,8 @@ def open_lengths(x, call):
     kind = without_lengths(x)
     kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences)))
     kind = kind, call.q.device, call.interpret
-    sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
+    sizes = {"N": x.queries, "M": x.keys, "B": 1}
+    sizes |= {"S": f.sequences + 1} if f.sequences else {}
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
     if x.keys < least:
         return x, x.queries
@@ -118,21 +127,13 @@ def open_lengths(x, call):
 
 def open_batch(x, found):
     """The problem whose batch entries are one after the other. found: the sizes of an entry."""
-    each = 1 if "B" in found else x.batch  # entries that are known
-    batch = plgpu.dim("B", max=_ENTRIES) if "B" in found else x.batch
-
-    def rows(name, least=1, most=MOST_ROWS):
-        most = min(most, MOST_ROWS // each) * each
-        return plgpu.dim(name, min=least * each, max=most, multiple_of=each)
-
-    n, m = found["N"], found["M"]
-    most = (MOST_ROWS, MOST_ROWS) if "B" in found else (n.most, m.most)
-    whole, table = (rows("N", n.least, most[0]), rows("M", m.least, most[1])), None
+    n, m, batch, table = found["N"], found["M"], entries(), None
+    whole = tuple(plgpu.dim(k, min=found[k].least, max=MOST_ROWS) for k in "NM")
     queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
     if has_pairs(x):
         keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
     if x.page:
-        table = rows("T", most=MOST_ROWS // x.page)
+        table = plgpu.dim("T", max=MOST_ROWS // x.page)
         keys = _sizes.clamp(table // batch, 1, MOST_ROWS // x.page) * x.page
         whole = whole[0], plgpu.dim("P", max=MOST_ROWS // x.page)
     given = x

@@ -256,8 +256,8 @@ def divided(*how):
 @cached
 def _merge_open(rows, batch, shape, out_dtype, return_lse, interpret):
     """Kernel: the sum of results that are one after the other, of `rows` rows each. Arguments: the
-    results, their logarithms, the queries and, where the batch is not known, an array of its size.
-    shape: heads, the width of a query, that of a result."""
+    results, their logarithms, the queries and an array of the size of the batch. shape: heads, the
+    width of a query, that of a result."""
     heads, dim, value_dim = shape
     groups, layout = value_dim // 8, plgpu.Layout.TCGEN05_TMEM_NATIVE(8)
     units, whole = rows * heads * groups, plgpu.dim("R")
@@ -305,7 +305,7 @@ def _merge_open(rows, batch, shape, out_dtype, return_lse, interpret):
     out_type = plgpu.ShapeDtypeStruct((1, rows, heads, value_dim), out_dtype)
     if return_lse:
         out_type = out_type, plgpu.ShapeDtypeStruct((rows * heads,), _F32)
-    like = (1, rows, heads, dim), *([(batch,)] if isinstance(batch, plgpu.Dim) else [])
+    like = (1, rows, heads, dim), (batch,)
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -319,24 +319,20 @@ def _merge_open(rows, batch, shape, out_dtype, return_lse, interpret):
 
 class DividedOpen(SeveralKernels):
     """The same for lengths that are known when the kernels run. x: the problem of the call; whole:
-    that of the kernel; operands: the shapes in which it gets its arguments; size: the number of the
-    argument that says how many batch entries there are, if one does; alone(): what does it for
-    these lengths."""
+    that of the kernel; operands: the shapes in which it gets its arguments; alone(): what does it
+    for these lengths."""
 
-    def __init__(self, x, whole, kernel, operands, size, interpret, alone):
-        self.parts = views(kernel, operands, (None, None))
-        self.size, self.alone, batch = size, alone, whole.batch
-        least = batch if size is None else 1
-        rows = plgpu.dim("N", min=least, max=_MOST // least * least, multiple_of=least)
-        shape = x.heads, x.dim, x.value_dim
-        kernel = _merge_open(rows, batch, shape, x.out_dtype, x.return_lse, interpret)
-        operands = None, None, operands[0], *([] if size is None else [None])
-        out = x.batch, x.queries, x.heads, x.value_dim
-        self.merge = views(kernel, operands, (out, *[(x.batch, x.heads, x.queries)] * x.return_lse))
+    def __init__(self, x, whole, kernel, operands, interpret, alone):
+        prefix = x.batch if whole.prefixed else None
+        self.parts, self.alone = views(kernel, operands, (None, None), prefix=prefix), alone
+        shape, rows = (x.heads, x.dim, x.value_dim), plgpu.dim("N", max=_MOST)
+        kernel = _merge_open(rows, whole.batch, shape, x.out_dtype, x.return_lse, interpret)
+        results = [(x.batch, x.queries, x.heads, x.value_dim)]
+        results += [(x.batch, x.heads, x.queries)] * x.return_lse
+        self.merge = views(kernel, (None, None, operands[0]), results, prefix=x.batch)
 
     def __call__(self, *operands, out=None, stream=None):
         if any(isinstance(x, Batched) for x in operands):  # they have no views
             return self.alone()(*operands, out=out, stream=stream)
         found = self.parts(*operands, stream=stream)
-        like = operands[:1] if self.size is None else (operands[0], operands[self.size])
-        return self.merge(*found, *like, out=out, stream=stream)
+        return self.merge(*found, operands[0], out=out, stream=stream)

@@ -17,7 +17,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 from ._common import FLOATS, SeveralKernels
-from ._open_rows import ANY_ROWS, is_static, views
+from ._open_rows import ANY_ROWS, ENTRIES, entries, is_static, views
 from .rotary import kernel_of
 
 _PART = 8  # columns that are rotated at a time: more would need more registers
@@ -83,15 +83,13 @@ def _of_any_length(x, of_keys, interpret):
     """The same, perhaps for any length of the arrays and of the tables."""
     rows, heads = (x.keys, x.kv_heads) if of_keys else (x.queries, x.heads)
     shape, first = (x.batch, rows, heads, x.dim), 0 if of_keys else x.first
-    kind = "rotation", x.batch, heads, x.dim, x.dtype, interpret
-    if first or x.batch * rows > ANY_ROWS[1] or is_static(kind, rows):
+    kind, total = ("rotation", heads, x.dim, x.dtype, interpret), x.batch * rows
+    if first or total > ANY_ROWS[1] or x.batch > ENTRIES or is_static(kind, shape[:2]):
         return rotation(x, of_keys, interpret)
-    most = ANY_ROWS[1] // x.batch * x.batch
-    whole = plgpu.dim("N", min=x.batch, max=most, multiple_of=x.batch)
-    each = x.batch, whole // x.batch, heads, x.dim
-    length = plgpu.dim("L")
-    kernel = kernel_of(each, x.dtype, False, None, interpret, rows=whole, length=length)
-    return views(kernel, ((1, x.batch * rows, heads, x.dim), None, None), (shape,))
+    whole, batch, length = plgpu.dim("N", max=ANY_ROWS[1]), entries(), plgpu.dim("L")
+    each, sizes = (batch, whole // batch, heads, x.dim), {"length": length, "entries": batch}
+    kernel = kernel_of(each, x.dtype, False, None, interpret, rows=whole, **sizes)
+    return views(kernel, ((1, total, heads, x.dim), None, None), (shape,), prefix=x.batch)
 
 
 class Rotated(SeveralKernels):

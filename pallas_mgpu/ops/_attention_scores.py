@@ -138,10 +138,16 @@ class Problem(NamedTuple):
 
     @property
     def others(self):
-        """Names of the operands of a cache, which come after those of the scores."""
-        names = "kv_lengths", "q_lengths", "page_table", "q_scale", "k_scale", "v_scale"
-        given = *self.lengths, self.page, *self.scales
+        """Names of the operands of a cache, which come after those of the scores, and of the one
+        whose extent is the batch."""
+        names = "kv_lengths", "q_lengths", "page_table", "q_scale", "k_scale", "v_scale", "entries"
+        given = *self.lengths, self.page, *self.scales, self.prefixed
         return [name for name, there in zip(names, given) if there]
+
+    @property
+    def prefixed(self):
+        """Is there an operand that only says how many entries the batch has?"""
+        return isinstance(self.batch, plgpu.Dim) and not any(self.lengths)
 
     @property
     def is_open(self):
@@ -174,7 +180,7 @@ class Problem(NamedTuple):
         """Of `others`; None: as they come."""
         if not self.whole:
             return [None for _ in self.others]
-        named = {n: (self.batch,) for n in ("kv_lengths", "q_lengths")}
+        named = {n: (self.batch,) for n in ("kv_lengths", "q_lengths", "entries")}
         named["page_table"] = (self.table,)
         heads = self.heads, self.kv_heads, self.kv_heads
         for n, count, dims in zip(("q_scale", "k_scale", "v_scale"), heads, self.scales):

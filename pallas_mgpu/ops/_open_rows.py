@@ -118,6 +118,15 @@ def elements_of(kind, shape, tile):
     return bucket_of("M", total, ELEMENTS, multiple)[0]
 
 
+ENTRIES = 1 << 16  # of a batch of any size
+MOST_ROWS = _sizes.MOST  # of an array
+
+
+def entries():
+    """The size that stands for those of a batch, of kernels that compute lengths by it."""
+    return plgpu.dim("B", max=ENTRIES)
+
+
 def divides(step, rows):
     """Do steps of so many rows end with the last one, for certain?"""
     return (rows.multiple if isinstance(rows, plgpu.Dim) else rows) % step == 0
@@ -206,13 +215,14 @@ def _view(x, shape):
     return x.reshape(shape)
 
 
-def views(kernel, operands, results, alone=None):
+def views(kernel, operands, results, alone=None, prefix=None):
     """The kernel as a function of arrays with other shapes: operands, which it gets, and results,
     which the caller gets; None: as they are. Arrays without memory are reshaped by a method.
     alone(): the kernel of these shapes, for elements of a batch, which may be anywhere in memory;
-    None: only results have other shapes."""
+    None: only results have other shapes. prefix: the size of one more operand, the beginning of
+    the first one, which tells the kernel that number."""
     operands, results = tuple(operands), tuple(results)
-    if not any((*operands, *results)):
+    if not any((*operands, *results, prefix)):
         return kernel
 
     def reshaped(arrays, shapes):
@@ -221,12 +231,15 @@ def views(kernel, operands, results, alone=None):
     def by_hand(*arrays, **how):
         if alone and any(isinstance(x, Batched) for x in arrays):
             return alone()(*arrays, **how)
-        found = kernel(*reshaped(arrays, operands), **how)
+        given = reshaped(arrays, operands)
+        given += [arrays[0].reshape(-1)[:prefix]] if prefix else []
+        found = kernel(*given, **how)
         if not isinstance(found, tuple):
             return reshaped([found], results)[0]
         return tuple(reshaped(found, results))
 
-    return _core.Reshaped(kernel, lambda: by_hand, operands, results)
+    of_size = (prefix,) if prefix else None
+    return _core.Reshaped(kernel, lambda: by_hand, operands, results, of_size)
 
 
 def rowwise(make):

@@ -946,7 +946,7 @@ class _MaskedBlock(_ScoredBlock):
     def of_mask(self, b, head):
         """What the mask distinguishes of a batch entry and a head."""
         mask = self.x.scores.mask
-        return b if mask.batch > 1 else 0, head if mask.heads > 1 else 0
+        return 0 if mask.is_shared else b, head if mask.heads > 1 else 0
 
     def key_of(self, b, head, tile, i):
         return self.entry(b, head, tile, i) // 2
@@ -1066,9 +1066,9 @@ class _Masked(SeveralKernels):
         self.attention, self.data = kernel, x.scores.has_data
         self.blocks = alone = OfArrays(mask, *sizes, interpret)
         if maybe_open.is_open:
-            of = maybe_open
+            of, like = maybe_open, _attention_open.like_of(maybe_open)
             shapes = [(1, s[0] * s[1], *s[2:]) for s in x.shapes[:2]]
-            how = of.shapes[:2], shapes, shape_of(mask, *sizes), lambda: alone
+            how = like, shapes, x.batch, shape_of(mask, *sizes), lambda: alone
             self.blocks = OfArrays(of.scores.mask, of.queries, of.keys, interpret, *how)
 
     def __call__(self, q, k, v, *others, out=None, stream=None):
@@ -1160,23 +1160,16 @@ def _check_config(config):
 
 
 def _flattened(x, widths, divides, call):
-    """The kernel of a batch whose lengths are known when it runs: the entries are one after the
-    other in the arrays that it gets. Where there are arrays of lengths, these say how many entries.
-    divides: blocks may share the keys. None where the kernel is that of the lengths."""
+    """The kernel of a batch whose size and lengths are known when it runs: the entries are one
+    after the other in the arrays that it gets. divides: blocks may share the keys. None where the
+    kernel is that of the lengths."""
     several = x.batch > 1 or any(x.lengths) or x.page > 0 or x.is_narrow or divides
     if _attention_open.is_large(x) or x.scores.sequences or not several:
         return None
-    batch = 0 if any(x.lengths) else x.batch
-    sizes = {"N": x.queries, "M": x.keys}
-    sizes |= {"B": x.batch} if any(x.lengths) else {}
+    sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
     sizes |= {"P": call.k.shape[0]} if x.page else {}
     interpret = call.interpret
-    kind = (
-        "attention",
-        _attention_open.without_lengths(x)._replace(batch=batch),
-        call.q.device,
-        interpret,
-    )
+    kind = "attention", (_attention_open.without_lengths(x), call.q.device, interpret)
     found = sizes_of(kind, sizes, _attention_open.edges(x))
     whole = found and _attention_open.with_mask(_attention_open.open_batch(x, found), call)
     if whole is None:
@@ -1198,11 +1191,9 @@ def _flattened(x, widths, divides, call):
     shapes += [(call.page_table.size,) if name == "page_table" else None for name in x.others]
     out = *q, x.value_dim
     if parts != 1:
-        names = "q", "k", "v", *x.kernel_operands, *x.others
-        size = next((names.index(n) for n in ("kv_lengths", "q_lengths") if n in names), None)
-        how = kernel, shapes, size, interpret, alone
-        return _attention_parts.DividedOpen(x, whole, *how)
-    kernel = _core.Reshaped(kernel, alone, tuple(shapes), (out, *_attention_open.logarithms(x)))
+        return _attention_parts.DividedOpen(x, whole, kernel, shapes, interpret, alone)
+    results, prefix = (out, *_attention_open.logarithms(x)), (x.batch,) if whole.prefixed else None
+    kernel = _core.Reshaped(kernel, alone, tuple(shapes), results, prefix)
     if x.scores.mask and call.block_mask is None:
         return _Masked(x, whole, kernel, interpret)
     return kernel

@@ -24,7 +24,7 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import pl
+from pallas_mgpu import _sizes, pl
 from pallas_mgpu._batch import Batched
 
 from . import (
@@ -40,14 +40,14 @@ from . import (
 from ._attention_backward_fused import FusedKernels
 from ._attention_backward_seven import ROWS, kernel, statistics, with_views
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
-from ._attention_open import MOST_ROWS
 from ._common import SeveralKernels
-from ._open_rows import sizes_of
+from ._open_rows import ENTRIES, MOST_ROWS, entries, sizes_of
 from ._padding import cropping, of_any_rows, padding
 from .attention import _check
 
 _F32 = np.float32
 _MOST = _attention_backward_tensor_memory_seven.MOST  # the largest head_dim
+_MOST_LENGTH = 1 << 24  # of those that share programs
 
 
 class AttentionBackwardConfig(typing.NamedTuple):
@@ -255,21 +255,23 @@ def _check_results(name, grad, q, v, o, lse):
 
 
 def _open(x, *how):
-    """The problem, maybe with lengths that are known when the kernels run. how: what else
-    distinguishes kernels."""
+    """The problem, maybe with a batch and lengths that are known when the kernels run. how: what
+    else distinguishes kernels."""
     f = x.scores
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
-    if f.bias or f.dropout or x.angles or x.keys < least:
+    if f.bias or f.dropout or x.angles or x.keys < least or x.batch > ENTRIES:
         return x
-    kind = x._replace(queries=0, keys=0, scores=f._replace(sequences=bool(f.sequences))), *how
-    sizes = {"N": x.queries, "M": x.keys} | ({"S": f.sequences + 1} if f.sequences else {})
-    found = sizes_of(("attention_backward", kind), sizes, (0, 1 << 24), least)
+    f = f._replace(sequences=bool(f.sequences))
+    kind = "attention_backward", x._replace(batch=0, queries=0, keys=0, scores=f), how
+    sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
+    sizes |= {"S": x.scores.sequences + 1} if f.sequences else {}
+    found = sizes_of(kind, sizes, (0, _MOST_LENGTH), least)
     if found is None:
         return x
     if x.batch > 1:
-        rows = [plgpu.dim(n, min=x.batch, max=MOST_ROWS, multiple_of=x.batch) for n in ("N", "M")]
-        lengths = [n // x.batch for n in rows]
-        return x._replace(queries=lengths[0], keys=lengths[1], whole=tuple(rows))
+        rows, batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
+        lengths = [_sizes.clamp(n // batch, 1, _MOST_LENGTH) for n in rows]
+        return x._replace(batch=batch, queries=lengths[0], keys=lengths[1], whole=tuple(rows))
     x = x._replace(queries=found["N"], keys=found["M"])
     return x._replace(scores=f._replace(sequences=found["S"] - 1)) if f.sequences else x
 

@@ -5,8 +5,8 @@ mask on all pairs of each: a block without a pair that is there is left out, one
 there needs no mask later.
 
 Where lengths are known when the kernel runs, the block mask is one row, and the operands that the
-mask belongs to say what the lengths are. Of the data of a mask the first extent above 1 is known
-then, too, unless the function needs it as an int."""
+mask belongs to say what the lengths are, with one whose extent is the batch. Of the data of a mask
+the first extent above 1 is known then, too, unless the function needs it as an int."""
 
 import functools
 import math
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from .._names import show
 from ._common import SeveralKernels, overlap_launches
-from ._open_rows import better, in_shapes, sizes_of, views
+from ._open_rows import ENTRIES, MOST_ROWS, better, entries, in_shapes, sizes_of, views
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
 _PART = 16  # keys that registers hold at a time
@@ -68,6 +68,16 @@ class Mask(NamedTuple):
         return self._replace(shape=(*self.shape[:k], size, *self.shape[k + 1 :]))
 
 
+    def with_batch(self, size):
+        """The mask for another number of batch entries, if it distinguishes them."""
+        return self if self.is_shared else self._replace(batch=size)
+
+    @property
+    def is_shared(self):
+        """Is it the same for all batch entries?"""
+        return isinstance(self.batch, int) and self.batch == 1
+
+
 def at_entry(mask, queries, keys, b, h, tile, i):
     """The index of entry i of a tile in the block mask, of one row where lengths are open."""
     if not isinstance(queries, plgpu.Dim):
@@ -85,7 +95,8 @@ def shape_of(mask, queries, keys):
 @cached
 def kernel(mask, queries, keys, interpret, like=()):
     """Kernel: the block mask; its argument is the data of the mask, or any array. like: where
-    lengths are open, the shapes of q and k, which are the first arguments then."""
+    lengths are open, the shapes of q and k, which are the first arguments then, and of an array
+    whose extent is the batch, the last argument, if that is open."""
     *grid, width = shape_of(mask, queries, keys)
 
     def body(data, out):
@@ -134,20 +145,32 @@ def kernel(mask, queries, keys, interpret, like=()):
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="block_mask",
-        **in_shapes(*like, *[mask.shape] * (mask.data and bool(like))),
+        **in_shapes(*like[:2], *[mask.shape] * (mask.data and bool(like)), *like[2:]),
     )
 
 
 class OfArrays(SeveralKernels):
-    """The kernel as a function of q, k and the data. like, shapes: where lengths are open, the
-    shapes of q and k that the kernel has and that this call has."""
+    """The kernel as a function of q, k and the data. like: as of `kernel`; shapes: of q and k in
+    this call, as the kernel sees them; batch: of this call."""
 
-    def __init__(self, mask, queries, keys, interpret, like=(), shapes=(), result=None, alone=None):
+    def __init__(
+        self,
+        mask,
+        queries,
+        keys,
+        interpret,
+        like=(),
+        shapes=(),
+        batch=1,
+        result=None,
+        alone=None,
+    ):
         self.open = bool(like)
         self.kernel = kernel(mask, queries, keys, interpret, like)
         if like:
             operands = *shapes, *[None] * mask.data
-            self.kernel = views(self.kernel, operands, (result,), alone)
+            prefix = batch if like[2:] else None
+            self.kernel = views(self.kernel, operands, (result,), alone, prefix)
 
     def __call__(self, q, k, data=None, *, out=None, stream=None):
         if self.open:
@@ -159,8 +182,9 @@ class OfArrays(SeveralKernels):
 @cached
 def _is_for_any_size(mask, queries, keys, like, dtypes):
     """Can its function be traced with data of a size that is not known?"""
-    shapes = [[getattr(n, "least", n) for n in shape] for shape in (*like, mask.shape)]
-    given = [plgpu.ShapeDtypeStruct(tuple(s), d) for s, d in zip(shapes, dtypes)]
+    shapes = *like[:2], mask.shape, *like[2:]
+    shapes = [tuple(getattr(n, "least", n) for n in shape) for shape in shapes]
+    given = [plgpu.ShapeDtypeStruct(s, d) for s, d in zip(shapes, (*dtypes, dtypes[0]))]
     try:
         kernel(mask, queries, keys, None, like).lower(*given)
     except (TypeError, ValueError, NotImplementedError):
@@ -182,25 +206,24 @@ def open_mask(mask, arrays, queries, keys, like):
 
 def _of_lengths(mask, q, k, data, interpret):
     """What computes block masks of these lengths."""
-    batch, sizes = q.shape[0], {"N": q.shape[1], "M": k.shape[1]}
-    alone = functools.partial(OfArrays, mask, *sizes.values(), interpret)
-    data_of_any_size = mask.with_open_data(0)
+    batch, sizes = q.shape[0], (q.shape[1], k.shape[1])
+    alone = functools.partial(OfArrays, mask, *sizes, interpret)
+    kind = mask.with_open_data(0).with_batch(0)
     rest = [(x.shape[2:], x.dtype) for x in (q, k)], data and data.dtype
-    found = sizes_of(("block_mask", data_of_any_size, batch, str(rest), q.device), sizes, _LENGTHS)
+    kind = "block_mask", kind, str(rest), q.device, interpret
+    found = sizes_of(kind, dict(zip("NMB", (*sizes, batch))), _LENGTHS)
+    if found is None or batch > ENTRIES:
+        return alone()
+    rows, any_batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
+    lengths = [_sizes.clamp(n // any_batch, 1, _LENGTHS[-1]) for n in rows]
+    like = *((1, n, *x.shape[2:]) for n, x in zip(rows, (q, k))), (any_batch,)
+    found = open_mask(mask.with_batch(any_batch), (q, k, data), *lengths, like)
     if found is None:
         return alone()
-    rows = [
-        plgpu.dim(n, min=batch, max=d.most // batch * batch, multiple_of=batch)
-        for n, d in found.items()
-    ]
-    lengths = [n // batch for n in rows]
-    like = tuple((1, n, *x.shape[2:]) for n, x in zip(rows, (q, k)))
-    found = open_mask(mask, (q, k, data), *lengths, like)
-    if found is None:
-        return alone()
-    shapes = tuple((1, batch * n, *x.shape[2:]) for n, x in zip(sizes.values(), (q, k)))
-    result = shape_of(mask, *sizes.values())
-    return OfArrays(found, *lengths, interpret, like, shapes, result, alone)
+    shapes = tuple((1, batch * n, *x.shape[2:]) for n, x in zip(sizes, (q, k)))
+    return OfArrays(
+        found, *lengths, interpret, like, shapes, batch, shape_of(mask, *sizes), alone
+    )
 
 
 def check_function(name, mask):

@@ -119,11 +119,13 @@ class _Tile:
 
 
 @cached
-def kernel_of(shape, dtype, inverse, eps, interpret, first=0, rows=None, length=None):
+def kernel_of(
+    shape, dtype, inverse, eps, interpret, first=0, rows=None, length=None, entries=None
+):
     """eps: of the norm, which is there unless it is None. first: the position of the first row;
     the tables of angles may be longer. rows: of all batch entries, which are one after the other
     where their number and length are known later. length: of the tables, if it is another one and
-    known later."""
+    known later; entries: their number then, which is the extent of the last operand."""
     tiles = _Tiles(shape, eps is not None, first=first, whole=rows is not None)
     of_arrays = shape if rows is None else (1, rows, *shape[2:])
     heads = math.gcd(tiles.heads, _HEADS) if eps is not None else 1  # of a block
@@ -154,7 +156,12 @@ def kernel_of(shape, dtype, inverse, eps, interpret, first=0, rows=None, length=
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="rotary",
-        **in_shapes(of_arrays, *((length or shape[1], None),) * 2, *(None,) * (eps is not None)),
+        **in_shapes(
+            of_arrays,
+            *((length or shape[1], None),) * 2,
+            *(None,) * (eps is not None),
+            *[(entries,)] * (entries is not None),
+        ),
     )
 
 
