@@ -45,6 +45,7 @@ from ._attention_backward_seven import (
     ByKeys,
     Plan,
     _Block,
+    beside,
     rows_at,
     shape_of,
     shapes_of_operands,
@@ -398,10 +399,11 @@ class FusedKernels(SeveralKernels):
 
     def __init__(self, x, make, interpret, sms=0, given=None):
         self.make, self.is_open = make, x.is_open
-        seen, before = functools.partial(with_views, given, x), ("q", "q", "lse", "k")
-        self.statistics = seen(statistics(x, interpret, sums_of(x)), before, (None,) * 3)
-        allocating = statistics(x, interpret, sums_of(x), *_pair(x))
-        self.allocating = seen(allocating, before, (None, None, None, "k", "k"))
+        y, before = beside(x), ("q", "q", "lse", "k")
+        seen, seen_beside = (functools.partial(with_views, given, p) for p in (x, y))
+        self.statistics = seen_beside(statistics(y, interpret, sums_of(y)), before, (None,) * 3)
+        allocating = statistics(y, interpret, sums_of(y), *_pair(y))
+        self.allocating = seen_beside(allocating, before, (None, None, None, "k", "k"))
         operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
         results = "k", "k", None
         self.fused, self.converting = seen(make(), operands, results), None
@@ -411,7 +413,7 @@ class FusedKernels(SeveralKernels):
         if sms:
             self.converting = make(sms=sms)
             self.allocating_all = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
-        self.convert = seen(_converted(x, interpret), (None, "q"), ("q",))
+        self.convert = seen_beside(_converted(y, interpret), (None, "q"), ("q",))
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""

@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -32,13 +32,14 @@ from ._common import (
     store_some,
     warp_specialized,
 )
-from ._open_rows import in_shapes, views
+from ._open_rows import MOST_ROWS, entries, in_shapes, views
 
 _F32 = np.float32
 _NEVER = _F32(3.0e38)  # lse of a query that is not there
 CONSUMERS = 2
 ROWS = 64 * CONSUMERS  # of a tile
 _PAD = 128  # queries of padded rows of statistics
+MOST_LENGTH = 1 << 24  # of those that share programs
 
 
 def padded(x):
@@ -69,6 +70,21 @@ def shapes_of_operands(x, *more):
     ranges = ((x.padded_rows(),),) * 2 if x.scores.sequences else ()
     shapes = q, q, k, k, shape_of(x), shape_of(x)
     return in_shapes(*shapes, *ranges, *more, *x.shapes_of_others)
+
+
+def of_any_batch(x):
+    """The problem with any batch and any lengths: the entries are one after the other."""
+    rows, batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
+    queries, keys = (_sizes.clamp(n // batch, 1, MOST_LENGTH) for n in rows)
+    return x._replace(batch=batch, queries=queries, keys=keys, whole=tuple(rows))
+
+
+def beside(x):
+    """The problem of the kernels before and after those that multiply: one entry of open lengths
+    has the programs of any batch there, which take no longer."""
+    if x.is_open and not x.whole and not x.scores.sequences:
+        return of_any_batch(x)
+    return x
 
 
 def with_views(given, x, kernel, operands, results):

@@ -18,9 +18,13 @@ _MOST = 1 << 24  # of lengths
 
 
 def edges(x):
-    """Edges between numbers of queries, whose programs have other tiles."""
-    one = x.scores.adjusted or x.scores.dropout  # tile for all that a warpgroup alone has not
-    return (0, 64, _MOST) if one else (0, 64, 128, _MOST)
+    """Edges between numbers of queries, whose programs have other tiles: those of one warpgroup,
+    of two and of three. Masks have tiles of two, and only short rows those of three."""
+    f = x.scores
+    if f.mask:
+        return 0, _MOST
+    two = f.adjusted or f.dropout or max(x.dim, x.value_dim) > 64
+    return (0, 64, _MOST) if two else (0, 64, 128, _MOST)
 
 
 def is_large(x):
@@ -34,17 +38,17 @@ def is_large(x):
 
 
 def dims_of_bias(x):
-    """Which dims of a problem its bias has. Of one query the row may be that of all queries, or its
-    own, which is likely where heads have theirs."""
-    batch, heads, queries, keys = x.scores.bias
+    """Which of heads, queries and keys its bias has. Of one query the row may be that of all
+    queries, or its own, which is likely where heads have theirs."""
+    _, heads, queries, keys = x.scores.bias
     own = queries == x.queries and (queries > 1 or heads > 1)
-    return batch > 1, heads > 1, own, keys == x.keys
+    return heads > 1, own, keys == x.keys
 
 
 def has_pairs(x):
     """Are rows of its bias read in pairs, by a program for even numbers of keys? Few queries do
     without, so that there are few programs."""
-    there = x.scores.bias and all(dims_of_bias(x)[2:])
+    there = x.scores.bias and all(dims_of_bias(x)[1:])
     return bool(there) and x.keys % 2 == 0 and x.queries > edges(x)[-2]
 
 
@@ -54,7 +58,7 @@ def without_lengths(x):
     if f.bias:
         f = f._replace(bias=dims_of_bias(x))
     if f.mask:
-        f = f._replace(mask=f.mask.with_open_data(0).with_batch(0))
+        f = f._replace(mask=f.mask.with_open_data(0)._replace(batch=0))
     x = x._replace(batch=0, queries=0, keys=0, scores=f)
     return x._replace(angles=int(there), first=int(there and x.first > 0))
 
@@ -63,9 +67,10 @@ def with_options(x, given):
     """A problem with open lengths, with a bias and tables of angles of any length. given: the
     problem of a call."""
     if x.scores.bias:
-        sizes = x.batch, x.heads, x.queries, x.keys
-        bias = tuple(n if there else 1 for n, there in zip(sizes, dims_of_bias(given)))
-        x = x._replace(scores=x.scores._replace(bias=bias))
+        sizes = zip((x.heads, x.queries, x.keys), dims_of_bias(given))
+        one = x.scores._replace(bias=(1, *(n if there else 1 for n, there in sizes)))
+        batch = one.open_elements // math.prod(one.bias) if x.whole else 1  # whether it has it
+        x = x._replace(scores=one._replace(bias=(batch, *one.bias[1:])))
     if not x.angles:
         return x._replace(first=0)
     return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)

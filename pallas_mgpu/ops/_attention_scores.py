@@ -61,6 +61,15 @@ class Scores(NamedTuple):
         return 1 + (self.bias[3].multiple % 2 == 0)
 
     @property
+    def open_shape(self):
+        """Of a bias with open lengths."""
+        return (plgpu.dim("A"), 2)[: self.bias_pair]
+
+    @property
+    def open_elements(self):
+        return math.prod(self.open_shape)
+
+    @property
     def operands(self):
         """Names of the arrays that follow q, k and v."""
         names = ["bias"] if self.bias else []
@@ -167,8 +176,7 @@ class Problem(NamedTuple):
     @property
     def shapes_of_options(self):
         """Of `kernel_operands`; None: as they come."""
-        pair = self.scores.bias_pair
-        named = {"bias": (plgpu.dim("A"), pair)[:pair]} if self.is_open else {}
+        named = {"bias": self.scores.open_shape} if self.is_open else {}
         if self.is_open and self.scores.mask:
             named |= {"block_mask": (plgpu.dim("T"),), "mask_data": self.scores.mask.shape}
         named |= {n: (self.padded_rows(),) for n in ("low", "high")}
@@ -530,8 +538,9 @@ class Tile:
     def bias_in_row(self, ref, dims):
         """The same where all of it is one row, since its lengths are not known."""
         sizes, start = [scalar(n) for n in dims], jnp.int32(0)
-        for at, n, size in zip((self.batch, self.head), dims, sizes):
-            start = start if isinstance(n, int) and n == 1 else start * size + at
+        if isinstance(dims[0], plgpu.Dim):  # 1 where the batch shares it
+            start = jnp.minimum(self.batch, sizes[0] - 1)
+        start = start * dims[1] + self.head if dims[1] > 1 else start
         there = [k for k in (0, 1) if isinstance(dims[2 + k], plgpu.Dim)]
         for k in there:
             start = start * sizes[2 + k]

@@ -1163,14 +1163,16 @@ def _flattened(x, widths, divides, call):
     """The kernel of a batch whose size and lengths are known when it runs: the entries are one
     after the other in the arrays that it gets. divides: blocks may share the keys. None where the
     kernel is that of the lengths."""
+    edges = _attention_open.edges(x)
     several = x.batch > 1 or any(x.lengths) or x.page > 0 or x.is_narrow or divides
+    several |= x.queries <= edges[-2] or x.scores.bias is not None  # which makes fewer programs
     if _attention_open.is_large(x) or x.scores.sequences or not several:
         return None
     sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
     sizes |= {"P": call.k.shape[0]} if x.page else {}
     interpret = call.interpret
     kind = "attention", (_attention_open.without_lengths(x), call.q.device, interpret)
-    found = sizes_of(kind, sizes, _attention_open.edges(x))
+    found = sizes_of(kind, sizes, edges)
     whole = found and _attention_open.with_mask(_attention_open.open_batch(x, found), call)
     if whole is None:
         return None

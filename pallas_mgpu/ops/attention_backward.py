@@ -24,7 +24,7 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes, pl
+from pallas_mgpu import pl
 from pallas_mgpu._batch import Batched
 
 from . import (
@@ -38,16 +38,23 @@ from . import (
     _warp_mma,
 )
 from ._attention_backward_fused import FusedKernels
-from ._attention_backward_seven import ROWS, kernel, statistics, with_views
+from ._attention_backward_seven import (
+    MOST_LENGTH,
+    ROWS,
+    beside,
+    kernel,
+    of_any_batch,
+    statistics,
+    with_views,
+)
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
-from ._open_rows import ENTRIES, MOST_ROWS, entries, sizes_of
+from ._open_rows import ENTRIES, sizes_of
 from ._padding import cropping, of_any_rows, padding
 from .attention import _check
 
 _F32 = np.float32
 _MOST = _attention_backward_tensor_memory_seven.MOST  # the largest head_dim
-_MOST_LENGTH = 1 << 24  # of those that share programs
 
 
 class AttentionBackwardConfig(typing.NamedTuple):
@@ -108,8 +115,9 @@ class Gradients(SeveralKernels):
             apart = x.is_open or pl.cdiv(x.keys, ROWS) * x.kv_heads * x.batch <= sms
             self.fused = FusedKernels(x, make, interpret, 0 if apart else sms, given)
         else:
-            seen = functools.partial(with_views, given, x)
-            self.statistics = seen(statistics(x, interpret), ("q", "q", "lse", "k"), (None, None))
+            seen, y = functools.partial(with_views, given, x), beside(x)
+            of_stats = ("q", "q", "lse", "k"), (None, None)
+            self.statistics = with_views(given, y, statistics(y, interpret), *of_stats)
             operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
             if x.dim == 256:
                 pair = (kernel(x, True, interpret, (n,)) for n in ("dk", "dv"))
@@ -265,13 +273,11 @@ def _open(x, *how):
     kind = "attention_backward", x._replace(batch=0, queries=0, keys=0, scores=f), how
     sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
     sizes |= {"S": x.scores.sequences + 1} if f.sequences else {}
-    found = sizes_of(kind, sizes, (0, _MOST_LENGTH), least)
+    found = sizes_of(kind, sizes, (0, MOST_LENGTH), least)
     if found is None:
         return x
     if x.batch > 1:
-        rows, batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
-        lengths = [_sizes.clamp(n // batch, 1, _MOST_LENGTH) for n in rows]
-        return x._replace(batch=batch, queries=lengths[0], keys=lengths[1], whole=tuple(rows))
+        return of_any_batch(x)
     x = x._replace(queries=found["N"], keys=found["M"])
     return x._replace(scores=f._replace(sequences=found["S"] - 1)) if f.sequences else x
 

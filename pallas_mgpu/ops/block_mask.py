@@ -67,7 +67,6 @@ class Mask(NamedTuple):
             return self
         return self._replace(shape=(*self.shape[:k], size, *self.shape[k + 1 :]))
 
-
     def with_batch(self, size):
         """The mask for another number of batch entries, if it distinguishes them."""
         return self if self.is_shared else self._replace(batch=size)
@@ -204,26 +203,24 @@ def open_mask(mask, arrays, queries, keys, like):
     return None
 
 
-def _of_lengths(mask, q, k, data, interpret):
+def _of_lengths(mask, q, k, data, by_batch, interpret):
     """What computes block masks of these lengths."""
     batch, sizes = q.shape[0], (q.shape[1], k.shape[1])
     alone = functools.partial(OfArrays, mask, *sizes, interpret)
-    kind = mask.with_open_data(0).with_batch(0)
     rest = [(x.shape[2:], x.dtype) for x in (q, k)], data and data.dtype
-    kind = "block_mask", kind, str(rest), q.device, interpret
-    found = sizes_of(kind, dict(zip("NMB", (*sizes, batch))), _LENGTHS)
+    kind = mask.with_open_data(0)._replace(batch=by_batch), str(rest), q.device, interpret
+    found = sizes_of(("block_mask", kind), dict(zip("NMB", (*sizes, batch))), _LENGTHS)
     if found is None or batch > ENTRIES:
         return alone()
     rows, any_batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
     lengths = [_sizes.clamp(n // any_batch, 1, _LENGTHS[-1]) for n in rows]
     like = *((1, n, *x.shape[2:]) for n, x in zip(rows, (q, k))), (any_batch,)
-    found = open_mask(mask.with_batch(any_batch), (q, k, data), *lengths, like)
+    found = mask._replace(batch=any_batch if by_batch else 1)
+    found = open_mask(found, (q, k, data), *lengths, like)
     if found is None:
         return alone()
     shapes = tuple((1, batch * n, *x.shape[2:]) for n, x in zip(sizes, (q, k)))
-    return OfArrays(
-        found, *lengths, interpret, like, shapes, batch, shape_of(mask, *sizes), alone
-    )
+    return OfArrays(found, *lengths, interpret, like, shapes, batch, shape_of(mask, *sizes), alone)
 
 
 def check_function(name, mask):
@@ -262,4 +259,4 @@ def block_mask(q, k, *, mask_data=None, mask=None, by_batch=False, by_head=False
         mask_data is not None,
         () if mask_data is None else mask_data.shape,
     )
-    return _of_lengths(found, q, k, mask_data, interpret)
+    return _of_lengths(found, q, k, mask_data, bool(by_batch), interpret)

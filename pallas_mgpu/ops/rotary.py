@@ -119,9 +119,7 @@ class _Tile:
 
 
 @cached
-def kernel_of(
-    shape, dtype, inverse, eps, interpret, first=0, rows=None, length=None, entries=None
-):
+def kernel_of(shape, dtype, inverse, eps, interpret, first=0, rows=None, length=None, entries=None):
     """eps: of the norm, which is there unless it is None. first: the position of the first row;
     the tables of angles may be longer. rows: of all batch entries, which are one after the other
     where their number and length are known later. length: of the tables, if it is another one and

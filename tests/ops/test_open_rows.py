@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16, float8_e4m3fn
+from programs import kernels_in
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops
@@ -1076,19 +1077,6 @@ def test_gradients_of_batches_under_vmap(dim, monkeypatch):
 
 
 # ---- other functions -----------------------------------------------------------------------------
-
-
-def kernels_in(x):
-    """The kernels of what `ops` makes, which may consist of several."""
-    if hasattr(x, "definition"):
-        return [x]
-    if isinstance(x, (list, tuple)):
-        parts = x
-    elif type(x).__module__.startswith("pallas_mgpu.ops"):
-        parts = list(vars(x).values())
-    else:
-        parts = [x.kernel] if isinstance(x, _core.Reshaped) else []
-    return [kernel for part in parts for kernel in kernels_in(part)]
 
 
 def normals(rng, *shapes):
