@@ -46,6 +46,44 @@ def test_compiled_with_cuda_graphs(pt):
         torch.testing.assert_close(compiled(x).clone(), f(x), rtol=2e-2, atol=2e-2)
 
 
+def test_graphs_of_any_batch(pt, monkeypatch):
+    """Programs that are told the batch by one more operand, in graphs and on another stream."""
+    import torch
+
+    from pallas_mgpu.ops import _open_rows
+
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+    other = torch.cuda.Stream()
+    for batch, n in ((2, 300), (5, 77), (3, 1000)):
+        q, k, v = (torch.randn(batch, n, h, 128, device="cuda").bfloat16() for h in (8, 2, 2))
+        wide = (x.float().transpose(1, 2) for x in (q, k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *wide, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        out, lse = torch.full_like(q, torch.nan), torch.empty(batch, 8, n, device="cuda")
+        how = {"causal": True, "return_lse": True}
+        ops.attention(q, k, v, out=(out, lse), **how)
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+        out.fill_(torch.nan)
+        ops.attention(q, k, v, out=(out, lse), stream=other, **how)
+        other.synchronize()
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+        grad, found = torch.randn_like(q), [torch.empty_like(x) for x in (q, k, v)]
+        before = ops.attention_backward(grad, q, k, v, out, lse, causal=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.attention(q, k, v, out=(out, lse), **how)
+            ops.attention_backward(grad, q, k, v, out, lse, causal=True, out=tuple(found))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+        for a, b in zip(found, before):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    plgpu.clear_caches()
+
+
 def test_gradients_on_a_gpu(pt):
     import torch
 

@@ -1,6 +1,7 @@
 """Kernels inside jax.jit on the CPU, where XLA runs them on the interpreter: transforms, donation,
 errors, and executables that another process runs."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest  # noqa: E402
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu import _core, ops, pl  # noqa: E402
+from pallas_mgpu.ops import _open_rows  # noqa: E402
 
 jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
@@ -493,6 +495,22 @@ def test_attention(causal, rng):
 
     q, k, v = half(rng, 1, 50, 4, 64), half(rng, 1, 50, 2, 64), half(rng, 1, 50, 2, 64)
     compare(lambda q, k, v: pj.attention(q, k, v, causal=causal), theirs, q, k, v)
+
+
+def test_attention_of_any_batch(rng, monkeypatch):
+    """Kernels that are told the batch by one more operand: inside jit, and outside."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+
+    def theirs(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    for batch, n in ((2, 50), (3, 33)):
+        q, k, v = half(rng, batch, n, 4, 64), half(rng, batch, n, 2, 64), half(rng, batch, n, 2, 64)
+        compare(lambda q, k, v: pj.attention(q, k, v, causal=True), theirs, q, k, v)
+        causal = functools.partial(ops.attention, causal=True)
+        same(causal(q, k, v), jax.jit(causal)(q, k, v))
+    plgpu.clear_caches()
 
 
 def test_attention_with_options(rng):

@@ -14,6 +14,7 @@ import pytest
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, ops, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.ops import _open_rows
 
 torch = pytest.importorskip("torch")
 pt = pytest.importorskip("pallas_mgpu.torch")
@@ -784,6 +785,29 @@ def test_attention(causal):
     q, k, v = half(1, 100, 4, 64), half(1, 100, 2, 64), half(1, 100, 2, 64)
     compare(lambda q, k, v: ops.attention(q, k, v, causal=causal), theirs, q, k, v)
     compare(lambda q, k, v: P.attention(q, k, v, causal), theirs, q, k, v)
+
+
+def test_attention_of_any_batch(monkeypatch):
+    """Kernels that are told the batch by one more operand, also in a compiled function."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+
+    def theirs(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return o.transpose(1, 2)
+
+    def ours(q, k, v):
+        return P.attention(q, k, v, True)
+
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, n in ((2, 50), (3, 33), (4, 140)):
+        q, k, v = half(batch, n, 4, 64), half(batch, n, 2, 64), half(batch, n, 2, 64)
+        compare(lambda *x: ops.attention(*x, causal=True), theirs, q, k, v)
+        compare(compiled, theirs, q, k, v)
+    one, other = (half(batch, 200, 2, 64) for batch in (2, 5))
+    assert ops.attention.kernel(*[one] * 3).kernel is ops.attention.kernel(*[other] * 3).kernel
+    plgpu.clear_caches()
 
 
 def test_attention_with_options():
