@@ -45,6 +45,13 @@ def dims_of_bias(x):
     return heads > 1, own, keys == x.keys
 
 
+def kind_of(x, call):
+    """What distinguishes the programs of a problem for any lengths, and the sizes of this call."""
+    kind = "attention", (without_lengths(x), call.q.device, call.interpret)
+    sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
+    return kind, sizes | ({"P": call.k.shape[0]} if x.page else {})
+
+
 def has_pairs(x):
     """Are rows of its bias read in pairs, by a program for even numbers of keys? Few queries do
     without, so that there are few programs."""
@@ -55,6 +62,7 @@ def has_pairs(x):
 def without_lengths(x):
     """What distinguishes programs for any batch and any lengths."""
     there, f = x.angles > 0, x.scores
+    f = f._replace(sequences=bool(f.sequences))
     if f.bias:
         f = f._replace(bias=dims_of_bias(x))
     if f.mask:
@@ -109,15 +117,12 @@ def open_lengths(x, call):
     f = x.scores
     if x.batch > 1 or is_large(x) or x.others or x.is_narrow:
         return x, x.queries
-    kind = without_lengths(x)
-    kind = kind._replace(scores=kind.scores._replace(sequences=bool(f.sequences)))
-    kind = kind, call.q.device, call.interpret
-    sizes = {"N": x.queries, "M": x.keys, "B": 1}
+    kind, sizes = kind_of(x, call)
     sizes |= {"S": f.sequences + 1} if f.sequences else {}
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
     if x.keys < least:
         return x, x.queries
-    found = sizes_of(("attention", kind), sizes, edges(x), least)
+    found = sizes_of(kind, sizes, edges(x), least)
     if found is None:
         return x, x.queries
     keys = found["M"]

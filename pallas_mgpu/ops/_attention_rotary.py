@@ -89,7 +89,11 @@ def _of_any_length(x, of_keys, interpret):
     whole, batch, length = plgpu.dim("N", max=ANY_ROWS[1]), entries(), plgpu.dim("L")
     each, sizes = (batch, whole // batch, heads, x.dim), {"length": length, "entries": batch}
     kernel = kernel_of(each, x.dtype, False, None, interpret, rows=whole, **sizes)
-    return views(kernel, ((1, total, heads, x.dim), None, None), (shape,), prefix=x.batch)
+    operands, alone = (
+        ((1, total, heads, x.dim), None, None),
+        lambda: rotation(x, of_keys, interpret),
+    )
+    return views(kernel, operands, (shape,), alone, x.batch)
 
 
 class Rotated(SeveralKernels):

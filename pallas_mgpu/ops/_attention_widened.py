@@ -17,8 +17,18 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._attention_scores import scalar
 from ._common import SeveralKernels, overlap_launches
-from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
+from ._open_rows import (
+    ANY_ROWS,
+    ENTRIES,
+    MOST_ROWS,
+    entries,
+    in_shapes,
+    is_static,
+    rows_of,
+    views,
+)
 
 _LEAST, _LEAST_OF_PAGES = 1024, 4096  # queries to a head of keys; for small pages of 16 bits
 _SMALL = 32  # keys of a small page, at most
@@ -44,9 +54,11 @@ def _rows(page, dim):
 
 
 @cached
-def _widen(shape, dtype, to, scale_dims, interpret):
-    """Kernel: an array [batch, keys, heads, dim], times its scale if there is one."""
+def _widen(shape, dtype, to, scale_dims, interpret, rows=None):
+    """Kernel: an array [batch, keys, heads, dim], times its scale if there is one. rows: of all
+    entries, which are one after the other where their number is that of scales of each."""
     batch, keys, heads, dim = shape
+    of_arrays = shape if rows is None else (1, rows, heads, dim)
     least = 128 * _VECTOR // math.gcd(dim, 128 * _VECTOR)
     height = least * max(1, _TILE // (least * dim))
     layout = plgpu.Layout.WG_STRIDED((height, dim), vec_size=_VECTOR)
@@ -56,6 +68,8 @@ def _widen(shape, dtype, to, scale_dims, interpret):
         *scales, out = refs
         b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         at = b, pl.ds(tile * height, height), head
+        if rows is not None:
+            at = 0, pl.ds(b * scalar(keys) + tile * height, height), head
         rest = keys - tile * height
 
         def widened(value):
@@ -79,44 +93,55 @@ def _widen(shape, dtype, to, scale_dims, interpret):
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct(shape, to),
+        out_type=plgpu.ShapeDtypeStruct(of_arrays, to),
         grid=(batch, pl.cdiv(keys, height), heads),
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="attention_widen",
-        **in_shapes(shape, *[None] * (scale_dims > 0)),
+        **in_shapes(of_arrays, *[(batch, heads) if rows is not None else None] * (scale_dims > 0)),
     )
 
 
 def _widen_any(shape, *how):
-    """The same, perhaps for any number of rows: the entries of the batch are one then."""
+    """The same, perhaps for any number of rows: the entries of the batch are one then, unless each
+    has scales of its own."""
     batch, keys, heads, dim = shape
     *_, scale_dims, _ = how
-    if scale_dims == 2:  # whose scales are those of an entry
-        return _widen(shape, *how)
     rows, _ = rows_of(("attention_widen", heads, dim, how), batch * keys, ANY_ROWS)
-    if isinstance(rows, int):
+    if isinstance(rows, int) or scale_dims == 2 and batch > ENTRIES:
         return _widen(shape, *how)
     flat, none = (1, batch * keys, heads, dim), [None] * (scale_dims > 0)
     alone = functools.partial(_widen, shape, *how)
-    return views(_widen((1, rows, heads, dim), *how), (flat, *none), (shape,), alone)
+    if scale_dims == 2:
+        any_batch = entries()
+        kernel = _widen((any_batch, rows // any_batch, heads, dim), *how, rows)
+    else:
+        kernel = _widen((1, rows, heads, dim), *how)
+    return views(kernel, (flat, *none), (shape,), alone)
 
 
 @cached
-def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
+def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret, length=None):
     """Kernel: pages [pages, page, heads, dim] as an array [batch, keys, heads, dim], of which what
     comes after the last key is not written. Arguments: pages, table, lengths if there are, scales
-    if there are."""
+    if there are. length: of the table of any size, which is one row then, and the entries of the
+    result one after the other; the last argument has the extent of the batch."""
     batch, keys, heads, dim = shape
+    is_open, of_arrays = length is not None, shape
+    if is_open:
+        of_arrays = 1, length * page, heads, dim
     rows = _rows(page, dim)
     count = max(1, _TILE // (rows * dim))
     layout = plgpu.Layout.WG_STRIDED((rows, dim), vec_size=_VECTOR)
+    scales = [(batch, heads)[-scale_dims:]] * (scale_dims > 0)
+    of_operands = (plgpu.dim("P"), page, heads, dim), (length,), *[(batch,)] * has_lengths, *scales
+    of_operands = *of_operands, (batch,)
 
     def body(x, table, *refs):
         overlap_launches()
-        *given, out = refs
+        *given, out = refs[:-2] + refs[-1:] if is_open else refs
         b, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
-        end = jnp.int32(keys)
+        end = scalar(keys)
         if has_lengths:
             end = jnp.clip(given.pop(0)[b], 0, keys)
 
@@ -124,7 +149,9 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
             for scale in given:
                 factor = scale[head] if scale_dims == 1 else scale[b, head]
                 value = value.astype(jnp.float32) * factor
-            out[b, pl.ds(pl.multiple_of(at, rows), rows), head] = value.astype(to)
+            at = pl.multiple_of(at, rows)
+            at = (0, pl.ds(b * scalar(keys) + at, rows)) if is_open else (b, pl.ds(at, rows))
+            out[(*at, head)] = value.astype(to)
 
         @pl.when(tile * (count * rows) < end)
         def _():
@@ -132,7 +159,8 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
             for i in range(count):  # all loads before the stores
                 at = (tile * count + i) * rows
                 row = jnp.minimum(at, end - 1)  # entries beyond it may be anything
-                number = jnp.clip(table[b, row // page], 0, x.shape[0] - 1)
+                place = (b * scalar(keys // page) + row // page,) if is_open else (b, row // page)
+                number = jnp.clip(table[place], 0, x.shape[0] - 1)
                 source = x.at[number, pl.ds(pl.multiple_of(at % page, rows), rows), head]
                 found.append((at, plgpu.load(source, layout=layout)))
             for at, value in found:
@@ -140,12 +168,28 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret):
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct(shape, to),
+        out_type=plgpu.ShapeDtypeStruct(of_arrays, to),
         grid=(batch, pl.cdiv(keys, rows * count), heads),
         grid_names=("batch", "tile", "head"),
         interpret=interpret,
         kernel_name="attention_widen_pages",
+        **(in_shapes(*of_operands) if is_open else {}),
     )
+
+
+def _widen_any_pages(shape, page, *how):
+    """The same, perhaps for a batch, a table and a number of pages of any size."""
+    batch, keys, heads, dim = shape
+    *_, scale_dims, has_lengths, _ = how
+    kind = "attention_widen_pages", page, heads, dim, how
+    alone = functools.partial(_widen_pages, shape, page, *how)
+    if batch > min(ENTRIES, page * heads * dim) or is_static(kind, (batch, keys)):
+        return alone()
+    any_batch, length = entries(), plgpu.dim("T", max=MOST_ROWS // page)
+    kernel = _widen_pages((any_batch, length // any_batch * page, heads, dim), page, *how, length)
+    others = [None] * (has_lengths + (scale_dims > 0))
+    table = (batch * keys // page,)
+    return views(kernel, (None, table, *others), (shape,), alone, batch)
 
 
 class Widened(SeveralKernels):
@@ -160,7 +204,7 @@ class Widened(SeveralKernels):
         def widen(shape, scale_dims):
             how = x.cached, x.dtype, scale_dims
             if x.page:
-                return _widen_pages(shape, x.page, *how, x.lengths[0], interpret)
+                return _widen_any_pages(shape, x.page, *how, x.lengths[0], interpret)
             return _widen_any(shape, *how, interpret)
 
         self.widen_k, self.widen_v = widen(k, x.scales[1]), widen(v, x.scales[2])

@@ -9,6 +9,7 @@ decision of `rows_of` is the only place that knows.
 A number of rows that comes again and again may get a program of its own later (specialize's
 ``better``): `settle` says so."""
 
+import contextlib
 import functools
 import math
 import threading
@@ -74,6 +75,19 @@ def is_static(kind, m):
     if _questions.open is not None:
         _questions.open.append((kind, m))
     return False
+
+
+@contextlib.contextmanager
+def together(static):
+    """What is made meanwhile has programs of its own, or shares all of them, because it is part of
+    something that does."""
+    name = "exact" if static else "shared"
+    before = getattr(_questions, name)
+    setattr(_questions, name, True)
+    try:
+        yield
+    finally:
+        setattr(_questions, name, before)
 
 
 def rows_of(kind, m, edges=_EDGES):
@@ -178,11 +192,8 @@ def own_program(make):
             return None
 
         def make_own():
-            _questions.exact = True
-            try:
+            with together(True):
                 kernel = make(*operands, **options)
-            finally:
-                _questions.exact = False
             given = [x for x in (*operands, *options.values()) if isinstance(x, plgpu.ArrayInfo)]
             if given[0].device is not None:
                 try:
@@ -261,11 +272,8 @@ def rowwise(make):
         kind = make.__name__, alike, x.device, tuple(sorted(options.items()))
         if is_static(kind, rows):
             return make(*operands, **options)
-        _questions.shared = True
-        try:
+        with together(False):
             kernel = make(*flat, **options | ({"axis": -1} if "axis" in options else {}))
-        finally:
-            _questions.shared = False
         outs = [o.shape for o in getattr(getattr(kernel, "definition", None), "outs", ())]
         if not any(map(_sizes.is_open, outs)):
             return make(*operands, **options)

@@ -64,7 +64,7 @@ from ._common import (
     store_some,
     warp_specialized,
 )
-from ._open_rows import better, in_shapes, sizes_of
+from ._open_rows import better, in_shapes, is_static, sizes_of, together
 from ._promises import batch_invariance
 from .block_mask import (
     KEYS,
@@ -1168,11 +1168,8 @@ def _flattened(x, widths, divides, call):
     several |= x.queries <= edges[-2] or x.scores.bias is not None  # which makes fewer programs
     if _attention_open.is_large(x) or x.scores.sequences or not several:
         return None
-    sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
-    sizes |= {"P": call.k.shape[0]} if x.page else {}
     interpret = call.interpret
-    kind = "attention", (_attention_open.without_lengths(x), call.q.device, interpret)
-    found = sizes_of(kind, sizes, edges)
+    found = sizes_of(*_attention_open.kind_of(x, call), edges)
     whole = found and _attention_open.with_mask(_attention_open.open_batch(x, found), call)
     if whole is None:
         return None
@@ -1209,7 +1206,9 @@ def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
     parts, width, mask, shares = 1, max(widths), problem.scores.mask, None
     given, queries, scores = problem, problem.queries, problem.scores
     if config is None and widens and pays(problem):
-        return Widened(problem, lambda x: _of_wgmma(x, None, widths, divides, call), interpret)
+        kind, sizes = _attention_open.kind_of(problem, call)
+        with together(is_static(kind, tuple(sizes.values()))):
+            return Widened(problem, lambda x: _of_wgmma(x, None, widths, divides, call), interpret)
     if mask and width > 128:
         raise NotImplementedError(
             f"attention: mask= with a head_dim of up to 128, got {problem.dim} and, of v,"

@@ -251,7 +251,7 @@ def test_gradients_of_any_batch(rng, dim, options, way):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("function", ["attention", "attention_backward", "block_mask"])
+@pytest.mark.parametrize("function", ["attention", "rotated", "attention_backward", "block_mask"])
 def test_under_vmap(rng, monkeypatch, function):
     q, k, lse = (
         normal(rng, 2, 3, 40, 2, 64),
@@ -260,10 +260,13 @@ def test_under_vmap(rng, monkeypatch, function):
     )
     arrays = {
         "attention": (q, k, k),
+        "rotated": (q, k, k),
         "attention_backward": (q, q, k, k, q, lse.astype(np.float32)),
         "block_mask": (q, k),
     }[function]
-    call = partial(getattr(ops, function), interpret=True)
+    angles = normal(rng, 2, 50, 32)
+    call = partial(getattr(ops, function, ops.attention), interpret=True)
+    call = partial(call, cos=angles[0], sin=angles[1]) if function == "rotated" else call
     call = partial(call, mask=same_or_near, by_batch=True) if function == "block_mask" else call
     found = []
     for static in (0, 99):
@@ -290,16 +293,19 @@ def described(kind, batch, n, m):
         how["bias"] = S((batch if kind == "bias" else 1, heads, n, m), bfloat16)
     if kind == "mask":
         how["mask"] = far
-    if kind == "pages":
+    if kind.endswith("pages"):
         k = S((batch * -(-m // 64), 64, 8, dim), bfloat16)
         how["page_table"] = S((batch, -(-m // 64)), np.int32)
+    if kind.startswith("int8"):
+        k = S(k.shape, np.int8)
+        how |= {name: S((batch, 8), np.float32) for name in ("k_scale", "v_scale")}
     return (q, k, k), how
 
 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(
     "kind", ["64", "causal", "full", "8 bits", "angles", "bias", "shared bias", "mask", "pages",
-             "gradients"],
+             "int8", "int8 pages", "gradients"],
 )  # fmt: skip
 def test_random_batches_have_at_most_twelve_programs(rng, monkeypatch, kind, uniform):
     monkeypatch.setattr(_open_rows, "STATIC", 3)
