@@ -93,12 +93,13 @@ static int take_out(pmpy_call *c) {
   return 0;
 }
 
-/* Room for all buffers and a prefix; on failure there is nothing to release. */
+/* Room for all buffers and those of views; on failure there is nothing to release. */
 static int make_room(pmpy_call *c) {
   size_t n = c->n_in + (size_t)c->n_out_given;
   c->in = c->few;
-  if (n >= PMPY_FEW) {
-    c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc((n + 1) * sizeof *c->many) : NULL;
+  if (n + PMPY_MOST_SIZES > PMPY_FEW) {
+    const size_t most = n + PMPY_MOST_SIZES;
+    c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc(most * sizeof *c->many) : NULL;
     c->in = c->many;
   }
   c->out = c->in + c->n_in;
@@ -327,24 +328,27 @@ static int64_t count(const int64_t *shape, int rank) {
   return n;
 }
 
-/* The beginning of the first operand becomes the last one; 0 or -1. */
-static int add_prefix(pmpy_call *c) {
-  const pmpy_spec *to = &c->views->prefix;
-  const int64_t n = count(c->in[0].shape, c->in[0].rank), needed = count(to->shape, to->rank);
-  if (needed > n) {
-    PyErr_Format(PyExc_ValueError, "kernel %U: the first operand has fewer elements than its prefix",
-                 c->name);
-    return -1;
+/* Beginnings of the first operand become the last ones; 0 or -1. */
+static int add_sizes(pmpy_call *c) {
+  const pmpy_views *v = c->views;
+  const int64_t n = count(c->in[0].shape, c->in[0].rank);
+  memmove(c->out + v->n_sizes, c->out, c->n_out_given * sizeof *c->out);
+  c->out += v->n_sizes;
+  for (uint32_t i = 0; i < v->n_sizes; i++) {
+    pmpy_buffer *b = &c->in[c->n_in++];
+    *b = c->in[0];
+    b->keep = NULL; /* the first operand has the memory */
+    b->managed = NULL;
+    b->managed_old = NULL;
+    b->rank = 1;
+    b->shape[0] = v->sizes[i];
   }
-  memmove(c->out + 1, c->out, c->n_out_given * sizeof *c->out);
-  pmpy_buffer *b = c->out++;
-  *b = c->in[0];
-  b->keep = NULL; /* the first operand has the memory */
-  b->managed = NULL;
-  b->managed_old = NULL;
-  b->rank = to->rank;
-  memcpy(b->shape, to->shape, sizeof b->shape);
-  c->n_in++;
+  for (uint32_t i = 0; i < v->n_sizes; i++)
+    if (v->sizes[i] > n) {
+      PyErr_Format(PyExc_ValueError, "kernel %U: the first operand has fewer than %lld elements",
+                   c->name, (long long)v->sizes[i]);
+      return -1;
+    }
   return 0;
 }
 
@@ -370,7 +374,7 @@ static int reshape_operands(pmpy_call *c) {
     b->rank = to->rank;
     memcpy(b->shape, to->shape, sizeof b->shape);
   }
-  return v->has_prefix ? add_prefix(c) : 0;
+  return add_sizes(c);
 }
 
 /* The same for the results, once the plan is known. */

@@ -10,17 +10,17 @@
 #define Py_END_CRITICAL_SECTION() }
 #endif
 
-enum { PMPY_FEW = 16 };
+enum { PMPY_FEW = 16, PMPY_MOST_SIZES = 2 };
 
 /* Shapes that a kernel sees the arrays of a call with, and that its results get: reshaped.c */
 typedef struct pmpy_views {
   uint32_t n_in, n_out;
   pmpy_spec *shape; /* of operands as the kernel gets them, then of results as the caller does */
   bool *given;      /* other than as they are */
-  /* The kernel has one more operand, the last one: the beginning of the first one, of this shape.
-   * So it can learn a size that no other extent says. */
-  bool has_prefix;
-  pmpy_spec prefix;
+  /* The last operands of the kernel are beginnings of the first one with one dim, of these extents.
+   * So it can learn sizes that no other extent says. */
+  uint32_t n_sizes;
+  int64_t sizes[PMPY_MOST_SIZES];
 } pmpy_views;
 
 typedef struct pmpy_call {
@@ -53,7 +53,7 @@ typedef struct pmpy_call {
   const pmpy_spec *specs;
   pmpy_spec *own_specs;    /* owned, or NULL: those of the plan */
   const pmpy_views *views; /* borrowed, NULL: the kernel gets the arrays as they are */
-  uint32_t n_args;         /* operands before the prefix of the views */
+  uint32_t n_args;         /* operands before those of the views */
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in

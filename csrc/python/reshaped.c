@@ -3,7 +3,11 @@
  * An array in row-major order can be seen with any shape of as many elements, so a call (call.c)
  * only has to replace the extents that were read, and those that its results get. Arrays that are
  * not in that order, that have no memory, or whose operations autograd records go to another
- * kernel, which `alone` returns: that of the caller's shapes. */
+ * kernel, which `alone` returns: that of the caller's shapes.
+ *
+ * A kernel that serves many sizes reads them from the extents of its operands, and several sizes
+ * may be one extent of these views. The kernel learns each of them from an operand of its own, of
+ * which it uses the extent alone. */
 #include "kernel.h"
 
 #include <stddef.h>
@@ -60,35 +64,38 @@ static PyObject *reshaped_lower(PyObject *self, PyObject *args, PyObject *kw) {
 
 /* ---- the type ------------------------------------------------------------------------------- */
 
-/* A shape, or None for what stays as it is. */
-static int read_shape(PyObject *shape, pmpy_spec *to, bool *given) {
-  *given = shape != Py_None;
-  if (!*given) return 0;
-  if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) > PM_MAX_RANK) {
-    PyErr_Format(PyExc_TypeError, "Reshaped: a shape is a tuple of up to %d ints, got %R",
-                 PM_MAX_RANK, shape);
+/* Ints from a tuple; 0 or -1. */
+static int read_ints(PyObject *tuple, Py_ssize_t most, int64_t *to) {
+  if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) > most) {
+    PyErr_Format(PyExc_TypeError, "Reshaped: a tuple of up to %zd ints is needed, got %R", most,
+                 tuple);
     return -1;
   }
-  to->rank = (uint8_t)PyTuple_GET_SIZE(shape);
-  for (int d = 0; d < to->rank; d++) {
-    to->shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d));
-    if (to->shape[d] == -1 && PyErr_Occurred()) return -1;
+  for (Py_ssize_t d = 0; d < PyTuple_GET_SIZE(tuple); d++) {
+    to[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, d));
+    if (to[d] == -1 && PyErr_Occurred()) return -1;
   }
   return 0;
 }
 
+/* Shapes, or None for what stays as it is. */
 static int read_shapes(PyObject *shapes, pmpy_spec *to, bool *given) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shapes); i++)
-    if (read_shape(PyTuple_GET_ITEM(shapes, i), &to[i], &given[i]) < 0) return -1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shapes); i++) {
+    PyObject *shape = PyTuple_GET_ITEM(shapes, i);
+    given[i] = shape != Py_None;
+    if (!given[i]) continue;
+    if (read_ints(shape, PM_MAX_RANK, to[i].shape) < 0) return -1;
+    to[i].rank = (uint8_t)PyTuple_GET_SIZE(shape);
+  }
   return 0;
 }
 
 static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"kernel", "alone", "operands", "results", "prefix", NULL};
-  PyObject *kernel, *alone, *operands, *results, *prefix = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O!OO!O!|O:Reshaped", names, pmpy.kernel_type, &kernel,
-                                   &alone, &PyTuple_Type, &operands, &PyTuple_Type, &results,
-                                   &prefix))
+  static char *names[] = {"kernel", "alone", "operands", "results", "sizes", NULL};
+  PyObject *kernel, *alone, *operands, *results, *sizes = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O!OO!O!|O!:Reshaped", names, pmpy.kernel_type,
+                                   &kernel, &alone, &PyTuple_Type, &operands, &PyTuple_Type,
+                                   &results, &PyTuple_Type, &sizes))
     return NULL;
   pmpy_reshaped *r = (pmpy_reshaped *)type->tp_alloc(type, 0);
   if (!r) return NULL;
@@ -99,11 +106,12 @@ static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) 
   pmpy_views *v = &r->views;
   v->n_in = (uint32_t)n_in;
   v->n_out = (uint32_t)n_out;
+  v->n_sizes = sizes ? (uint32_t)PyTuple_GET_SIZE(sizes) : 0;
   v->shape = PyMem_Calloc(n_in + n_out + 1, sizeof *v->shape);
   v->given = PyMem_Calloc(n_in + n_out + 1, sizeof *v->given);
   if (v->shape && v->given && read_shapes(operands, v->shape, v->given) == 0 &&
       read_shapes(results, v->shape + n_in, v->given + n_in) == 0 &&
-      read_shape(prefix, &v->prefix, &v->has_prefix) == 0)
+      (!sizes || read_ints(sizes, PMPY_MOST_SIZES, v->sizes) == 0))
     return (PyObject *)r;
   if (!PyErr_Occurred()) PyErr_NoMemory();
   Py_DECREF(r);
@@ -165,10 +173,10 @@ static PyType_Slot slots[] = {
     {Py_tp_members, members},
     {Py_tp_getset, getset},
     {Py_tp_doc,
-     "Reshaped(kernel, alone, operands, results, prefix=None): a kernel that gets its operands "
-     "with other shapes (None: as they are), and whose results get others. alone(): what serves "
-     "arrays that cannot be reshaped or have no memory. prefix: a shape; the kernel has one more "
-     "operand, the beginning of the first one."},
+     "Reshaped(kernel, alone, operands, results, sizes=()): a kernel that gets its operands with "
+     "other shapes (None: as they are), and whose results get others. alone(): what serves arrays "
+     "that cannot be reshaped or have no memory. sizes: ints; for each the kernel has one more "
+     "operand of so many elements, the beginning of the first one."},
     {0, NULL}};
 
 static PyType_Spec type_spec = {.name = "pallas_mgpu.Reshaped",

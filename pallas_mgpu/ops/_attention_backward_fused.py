@@ -377,7 +377,7 @@ def _converted(x, interpret):
     def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        *angles, dq = refs[x.is_open + x.prefixed :]  # before them are those that say sizes
+        *angles, dq = refs[x.is_open + x.counted :]  # before them are those that say sizes
         _convert(x, sums, angles, dq, (b, h, lax.axis_index("tile") * height), height)
 
     return plgpu.kernel(

@@ -98,9 +98,8 @@ def with_views(given, x, kernel, operands, results):
     if x.whole:
         ours = {"q": (1, rows, *q[1:], x.dim), "k": (1, keys, *k[1:], x.dim)}
         theirs = {"q": (given.batch, *q, x.dim), "k": (given.batch, *k, x.dim)}
-    prefix = given.batch if x.prefixed else None
     operands, results = map((ours | {"lse": lse}).get, operands), map(theirs.get, results)
-    return views(kernel, operands, results, prefix=prefix)
+    return views(kernel, operands, results, sizes=(given.batch,) * x.counted)
 
 
 class Plan:
@@ -523,7 +522,7 @@ def statistics(x, interpret, *more):
             sums[out] = jnp.zeros((height, sums.shape[-1]), jnp.float32)
 
     def with_keys(grad, o, lse, k, *outs):  # for their length
-        body(grad, o, lse, *outs[x.prefixed :])
+        body(grad, o, lse, *outs[x.counted :])
 
     shape = plgpu.ShapeDtypeStruct(shape_of(x), _F32)
     options = {}

@@ -4,7 +4,7 @@ lengths of a call, and in which shapes kernels get arrays that lengths index.
 A size may be the first extent above 1 of an array alone. So the entries of a batch are one after
 the other in the arrays that a kernel gets, and a bias, a block mask and a page table are one row.
 How many entries there are says an array of lengths, or without one the last operand, which is there
-for its extent alone: the beginning of the first one (`Reshaped` with a prefix)."""
+for its extent alone (the sizes of `Reshaped`)."""
 
 import math
 
@@ -97,7 +97,7 @@ def with_mask(x, call):
 
 def like_of(x):
     """Shapes of the arrays that tell the lengths to kernels of block masks."""
-    return *x.shapes[:2], *[(x.batch,)] * x.prefixed
+    return *x.shapes[:2], *[(x.batch,)] * x.counted
 
 
 def flat_options(x, whole):

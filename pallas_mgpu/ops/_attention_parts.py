@@ -323,13 +323,13 @@ class DividedOpen(SeveralKernels):
     for these lengths."""
 
     def __init__(self, x, whole, kernel, operands, interpret, alone):
-        prefix = x.batch if whole.prefixed else None
-        self.parts, self.alone = views(kernel, operands, (None, None), prefix=prefix), alone
+        sizes = (x.batch,) * whole.counted
+        self.parts, self.alone = views(kernel, operands, (None, None), sizes=sizes), alone
         shape, rows = (x.heads, x.dim, x.value_dim), plgpu.dim("N", max=_MOST)
         kernel = _merge_open(rows, whole.batch, shape, x.out_dtype, x.return_lse, interpret)
         results = [(x.batch, x.queries, x.heads, x.value_dim)]
         results += [(x.batch, x.heads, x.queries)] * x.return_lse
-        self.merge = views(kernel, (None, None, operands[0]), results, prefix=x.batch)
+        self.merge = views(kernel, (None, None, operands[0]), results, sizes=(x.batch,))
 
     def __call__(self, *operands, out=None, stream=None):
         if any(isinstance(x, Batched) for x in operands):  # they have no views

@@ -93,7 +93,7 @@ def _of_any_length(x, of_keys, interpret):
         ((1, total, heads, x.dim), None, None),
         lambda: rotation(x, of_keys, interpret),
     )
-    return views(kernel, operands, (shape,), alone, x.batch)
+    return views(kernel, operands, (shape,), alone, (x.batch,))
 
 
 class Rotated(SeveralKernels):

@@ -150,11 +150,11 @@ class Problem(NamedTuple):
         """Names of the operands of a cache, which come after those of the scores, and of the one
         whose extent is the batch."""
         names = "kv_lengths", "q_lengths", "page_table", "q_scale", "k_scale", "v_scale", "entries"
-        given = *self.lengths, self.page, *self.scales, self.prefixed
+        given = *self.lengths, self.page, *self.scales, self.counted
         return [name for name, there in zip(names, given) if there]
 
     @property
-    def prefixed(self):
+    def counted(self):
         """Is there an operand that only says how many entries the batch has?"""
         return isinstance(self.batch, plgpu.Dim) and not any(self.lengths)
 

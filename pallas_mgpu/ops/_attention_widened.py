@@ -189,7 +189,7 @@ def _widen_any_pages(shape, page, *how):
     kernel = _widen_pages((any_batch, length // any_batch * page, heads, dim), page, *how, length)
     others = [None] * (has_lengths + (scale_dims > 0))
     table = (batch * keys // page,)
-    return views(kernel, (None, table, *others), (shape,), alone, batch)
+    return views(kernel, (None, table, *others), (shape,), alone, (batch,))
 
 
 class Widened(SeveralKernels):

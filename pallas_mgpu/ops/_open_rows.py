@@ -226,14 +226,14 @@ def _view(x, shape):
     return x.reshape(shape)
 
 
-def views(kernel, operands, results, alone=None, prefix=None):
+def views(kernel, operands, results, alone=None, sizes=()):
     """The kernel as a function of arrays with other shapes: operands, which it gets, and results,
     which the caller gets; None: as they are. Arrays without memory are reshaped by a method.
     alone(): the kernel of these shapes, for elements of a batch, which may be anywhere in memory;
-    None: only results have other shapes. prefix: the size of one more operand, the beginning of
-    the first one, which tells the kernel that number."""
+    None: only results have other shapes. sizes: those of operands that follow, which tell the
+    kernel these numbers: they are beginnings of the first one."""
     operands, results = tuple(operands), tuple(results)
-    if not any((*operands, *results, prefix)):
+    if not any((*operands, *results, *sizes)):
         return kernel
 
     def reshaped(arrays, shapes):
@@ -242,15 +242,13 @@ def views(kernel, operands, results, alone=None, prefix=None):
     def by_hand(*arrays, **how):
         if alone and any(isinstance(x, Batched) for x in arrays):
             return alone()(*arrays, **how)
-        given = reshaped(arrays, operands)
-        given += [arrays[0].reshape(-1)[:prefix]] if prefix else []
-        found = kernel(*given, **how)
+        given = [arrays[0].reshape(-1)[:n] for n in sizes]
+        found = kernel(*reshaped(arrays, operands), *given, **how)
         if not isinstance(found, tuple):
             return reshaped([found], results)[0]
         return tuple(reshaped(found, results))
 
-    of_size = (prefix,) if prefix else None
-    return _core.Reshaped(kernel, lambda: by_hand, operands, results, of_size)
+    return _core.Reshaped(kernel, lambda: by_hand, operands, results, tuple(sizes))
 
 
 def rowwise(make):

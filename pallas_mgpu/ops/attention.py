@@ -1191,8 +1191,8 @@ def _flattened(x, widths, divides, call):
     out = *q, x.value_dim
     if parts != 1:
         return _attention_parts.DividedOpen(x, whole, kernel, shapes, interpret, alone)
-    results, prefix = (out, *_attention_open.logarithms(x)), (x.batch,) if whole.prefixed else None
-    kernel = _core.Reshaped(kernel, alone, tuple(shapes), results, prefix)
+    results = out, *_attention_open.logarithms(x)
+    kernel = _core.Reshaped(kernel, alone, tuple(shapes), results, (x.batch,) * whole.counted)
     if x.scores.mask and call.block_mask is None:
         return _Masked(x, whole, kernel, interpret)
     return kernel

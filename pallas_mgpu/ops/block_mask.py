@@ -168,8 +168,8 @@ class OfArrays(SeveralKernels):
         self.kernel = kernel(mask, queries, keys, interpret, like)
         if like:
             operands = *shapes, *[None] * mask.data
-            prefix = batch if like[2:] else None
-            self.kernel = views(self.kernel, operands, (result,), alone, prefix)
+            sizes = (batch,) if like[2:] else ()
+            self.kernel = views(self.kernel, operands, (result,), alone, sizes)
 
     def __call__(self, q, k, data=None, *, out=None, stream=None):
         if self.open:
