@@ -14,7 +14,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import FLOATS, overlap_launches
-from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
+from ._open_rows import ANY_ROWS, ENTRIES, better, entries, in_shapes, is_static, views
 
 _F32 = np.float32
 _TILE = 1024  # elements of a block
@@ -22,14 +22,18 @@ _TILE = 1024  # elements of a block
 
 @cached
 def _kernel(shape, dtype, return_lse, interpret, count=None):
-    """count: of (part, batch, query) where that is known later; these are one dim of ``o`` then,
-    and all dims of the logarithms."""
+    """count: of (part, batch, query) where these are known later, and one dim of ``o`` and of the
+    logarithms; the last two operands have the extents of parts and batch then. queries is 0."""
     parts, batch, queries, heads, dim = shape
-    rows, is_open = batch * queries * heads, count is not None
-    tile = max(1, _TILE // dim), dim
+    is_open, tokens = count is not None, batch * queries
+    if is_open:
+        tokens = count // parts
+        queries = tokens // batch
+    rows, tile = tokens * heads, (max(1, _TILE // dim), dim)
 
-    def body(o, lse, out, out_lse=None):
+    def body(o, lse, *others):
         overlap_launches()
+        out, out_lse = others[2 * is_open :] if return_lse else (others[-1], None)
         row = lax.axis_index("tile") * tile[0] + lax.broadcasted_iota(jnp.int32, tile, 0)
         column = lax.broadcasted_iota(jnp.int32, tile, 1)
         keep = row < rows
@@ -48,7 +52,7 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
             new = jnp.maximum(m, log)
             base = jnp.where(new == -np.inf, _F32(0), new)
             mine, theirs = jnp.exp(m - base), jnp.exp(log - base)
-            found = o[(*of_part(part, token, batch * queries), head, column)].astype(jnp.float32)
+            found = o[(*of_part(part, token, tokens), head, column)].astype(jnp.float32)
             # a part without keys may hold anything
             found = jnp.where(log == -np.inf, _F32(0), found)
             return value * mine + found * theirs, new, total * mine + theirs
@@ -64,8 +68,8 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
 
     result, logs, options = shape[1:], (batch, heads, queries), {}
     if is_open:
-        result, logs = (batch * queries, heads, dim), (rows,)
-        options = in_shapes((count, heads, dim), (count * heads,))
+        result, logs = (tokens, heads, dim), (rows,)
+        options = in_shapes((count, heads, dim), (count * heads,), (parts,), (batch,))
     outs = plgpu.ShapeDtypeStruct(result, dtype)
     if return_lse:
         outs = outs, plgpu.ShapeDtypeStruct(logs, _F32)
@@ -80,26 +84,22 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
     )
 
 
-def _of_any_tokens(shape, dtype, device, *how):
-    """The kernel of these shapes, or of any batch of single queries or any number of queries."""
+def _of_any_sizes(shape, dtype, device, *how):
+    """The kernel of these shapes, or of any number of parts, batch and number of queries."""
     parts, batch, queries, heads, dim = shape
-    fixed = (parts, queries) if queries == 1 else (parts, batch)
-    kind = "merge_attention", fixed, heads, dim, dtype, device, how
-    size, _ = rows_of(kind, batch if queries == 1 else queries, ANY_ROWS)
-    if isinstance(size, int) or parts * batch * queries > ANY_ROWS[1]:
-        return _kernel(shape, dtype, *how)
-    each = parts * (1 if queries == 1 else batch)
-    rows = plgpu.dim("R", min=each, max=ANY_ROWS[1], multiple_of=each)
-    sizes = (rows // each, 1) if queries == 1 else (batch, rows // each)
-    kernel = _kernel((parts, *sizes, heads, dim), dtype, *how, rows)
-    count = parts * batch * queries
+    kind, count = ("merge_attention", heads, dim, dtype, device, how), parts * batch * queries
+    alone = functools.partial(_kernel, shape, dtype, *how)
+    if count > ANY_ROWS[1] or max(parts, batch) > ENTRIES or is_static(kind, shape[:3]):
+        return alone()
+    rows, any_parts = plgpu.dim("R", max=ANY_ROWS[1]), plgpu.dim("P", max=ENTRIES)
+    kernel = _kernel((any_parts, entries(), 0, heads, dim), dtype, *how, rows)
     results = (batch, queries, heads, dim), (batch, heads, queries)
     operands = (count, heads, dim), (count * heads,)
-    alone = functools.partial(_kernel, shape, dtype, *how)
-    return views(kernel, operands, results[: 1 + how[0]], alone)
+    return views(kernel, operands, results[: 1 + how[0]], alone, (parts, batch))
 
 
 @plgpu.specialize(in_place=False)
+@better
 def merge_attention(o, lse, *, return_lse=False, interpret=None):
     """Combine the results of attention over parts of the keys into that over all keys (Hopper).
 
@@ -128,4 +128,4 @@ def merge_attention(o, lse, *, return_lse=False, interpret=None):
             f"merge_attention: lse must have the shape {(parts, batch, heads, queries)} for o"
             f" {o.shape}, got {lse.shape}"
         )
-    return _of_any_tokens(o.shape, np.dtype(o.dtype), o.device, bool(return_lse), interpret)
+    return _of_any_sizes(o.shape, np.dtype(o.dtype), o.device, bool(return_lse), interpret)

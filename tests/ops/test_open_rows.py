@@ -844,18 +844,18 @@ def test_rotary_of_batches(monkeypatch):
 
 
 def test_merged_parts(monkeypatch):
-    """Any batch of single queries, any number of queries of a batch."""
+    """Any number of parts, any batch and any number of queries."""
     monkeypatch.setattr(_open_rows, "STATIC", 0)
     before, how = _core.plan_memory()["plans"], plgpu.InterpretParams(detect_races=True)
-    for batch, queries in ((4, 1), (9, 1), (2, 3), (2, 8)):
-        o, lse = normal(3, batch, queries, 4, 64), normal(3, batch, 4, queries, seed=1)
+    for parts, batch, queries in ((3, 4, 1), (2, 9, 1), (3, 2, 3), (5, 1, 8), (2, 3, 8)):
+        o, lse = normal(parts, batch, queries, 4, 64), normal(parts, batch, 4, queries, seed=1)
         lse[1, 0, 0, 0] = -np.inf
         got, log = ops.merge_attention(o, lse, return_lse=True, interpret=how)
         e = np.exp(lse.astype(np.float64))
         want = np.einsum("pbhn,pbnhd->bnhd", e / e.sum(0), o)
         np.testing.assert_allclose(got, want, atol=1e-5)
         np.testing.assert_allclose(log, np.log(e.sum(0)), atol=1e-5)
-    assert _core.plan_memory()["plans"] - before == 2
+    assert _core.plan_memory()["plans"] - before == 1
 
 
 def test_tokens_of_any_number_of_rows(monkeypatch):
