@@ -398,7 +398,7 @@ class FusedKernels(SeveralKernels):
     that of the kernels is one of many lengths."""
 
     def __init__(self, x, make, interpret, sms=0, given=None):
-        self.make, self.is_open = make, x.is_open
+        self.is_open = x.is_open
         y, before = beside(x), ("q", "q", "lse", "k")
         seen, seen_beside = (functools.partial(with_views, given, p) for p in (x, y))
         self.statistics = seen_beside(statistics(y, interpret, sums_of(y)), before, (None,) * 3)

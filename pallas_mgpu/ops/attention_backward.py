@@ -49,7 +49,7 @@ from ._attention_backward_seven import (
 )
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
-from ._open_rows import ENTRIES, sizes_of
+from ._open_rows import ENTRIES, better, sizes_of
 from ._padding import cropping, of_any_rows, padding
 from .attention import _check
 
@@ -283,6 +283,7 @@ def _open(x, *how):
 
 
 @plgpu.specialize(in_place=False)
+@better
 def attention_backward(
     grad,
     q,

@@ -1,5 +1,6 @@
 """Attention, its gradients and block masks for any batch: few programs, right results."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -249,6 +250,36 @@ def test_gradients_of_any_batch(rng, dim, options, way):
             found = ops.attention_backward.kernel(*arrays, interpret=way, **options)
             made.add(multiplying(found).kernel)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+def test_gradients_that_come_often_get_programs_of_their_own(options):
+    q, k = (plgpu.ShapeDtypeStruct((2, n, 1, 64), np.float16) for n in (33, 70))
+    arrays = q, q, k, k, q, plgpu.ShapeDtypeStruct((2, 1, 33), np.float32)
+    first, deadline = ops.attention_backward.kernel(*arrays, **options), time.monotonic() + 60
+    assert first.is_open
+    for _ in range(200):
+        found = ops.attention_backward.kernel(*arrays, **options)
+    while not options and found is first:
+        assert time.monotonic() < deadline
+        found = ops.attention_backward.kernel(*arrays)
+    assert found.is_open == bool(options)  # where bits are promised, they stay
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 256])
+def test_own_gradients_are_compiled_before_a_call(tmp_path, monkeypatch, dim):
+    monkeypatch.setenv("PALLAS_MGPU_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    q, lse = (
+        plgpu.ArrayInfo(shape, np.dtype(dtype), 0, True)
+        for shape, dtype in (((2, 70, 1, dim), np.float16), ((2, 1, 70), np.float32))
+    )
+    arrays = q, q, q, q, q, lse
+    specs = [plgpu.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    found = ops.attention_backward.kernel(*specs).compile(*arrays)
+    assert [(x.shape, x.dtype) for x in found] == [(q.shape, q.dtype)] * 3
+    assert len(list(tmp_path.rglob("*.cubin"))) == (3 if dim == 64 else 4)
 
 
 @pytest.mark.parametrize("function", ["attention", "rotated", "attention_backward", "block_mask"])
