@@ -314,7 +314,7 @@ def kernel(x, cfg, interpret, functional=False, sms=0):
         kernel_name="attention_backward_fused",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        **shapes_of_operands(x, *[sums_of(x).shape] * functional),
+        **shapes_of_operands(x, True, *[sums_of(x).shape] * functional),
     )
     return add_to_operand(made, names) if functional else made
 
@@ -372,12 +372,13 @@ def _convert(x, sums, angles, dq, place, height):
 @cached
 def _converted(x, interpret):
     """Kernel: dQ from its float32 sums."""
-    height = _CONVERTED
+    height, angles = _CONVERTED, [(x.angles, x.dim // 2)] * (2 * bool(x.angles))
+    shapes = sums_of(x).shape, x.shapes[0], *angles, *x.shapes_of_others
 
     def body(sums, *refs):
         overlap_launches()
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        *angles, dq = refs[x.is_open + x.counted :]  # before them are those that say sizes
+        dq, angles = refs[-1], refs[x.is_open :][: 2 * bool(x.angles)]  # q is there for its length
         _convert(x, sums, angles, dq, (b, h, lax.axis_index("tile") * height), height)
 
     return plgpu.kernel(
@@ -387,7 +388,7 @@ def _converted(x, interpret):
         grid_names=("batch", "head", "tile"),
         interpret=interpret,
         kernel_name="attention_backward_convert",
-        **(in_shapes(sums_of(x).shape, x.shapes[0], *x.shapes_of_others) if x.is_open else {}),
+        **(in_shapes(*shapes) if x.is_open else {}),
     )
 
 
@@ -405,6 +406,7 @@ class FusedKernels(SeveralKernels):
         allocating = statistics(y, interpret, sums_of(y), *_pair(y))
         self.allocating = seen_beside(allocating, before, (None, None, None, "k", "k"))
         operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
+        converted = None, "q", *(None,) * (2 * bool(x.angles))
         results = "k", "k", None
         self.fused, self.converting = seen(make(), operands, results), None
         self.functional = functools.cache(
@@ -413,13 +415,13 @@ class FusedKernels(SeveralKernels):
         if sms:
             self.converting = make(sms=sms)
             self.allocating_all = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
-        self.convert = seen_beside(_converted(y, interpret), (None, "q"), ("q",))
+        self.convert = seen_beside(_converted(y, interpret), converted, ("q",))
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
         before, last = (grad, o, lse), angles
         if self.is_open:  # for lengths
-            before, last = (*before, k), (q,)
+            before, last = (*before, k), (q, *angles)
         operands = *others, *angles
         if is_jax(q):  # its arrays are immutable
             lse, delta, sums = self.statistics(*before)

@@ -63,13 +63,12 @@ def shape_of(x, *width):
     return x.batch, x.heads, padded(x), *width
 
 
-def shapes_of_operands(x, *more):
+def shapes_of_operands(x, by_keys, *more):
     """Options of plgpu.kernel: shapes of the operands of kernels that get statistics. more: of the
     last ones."""
     q, k, _ = x.shapes
-    ranges = ((x.padded_rows(),),) * 2 if x.scores.sequences else ()
-    shapes = q, q, k, k, shape_of(x), shape_of(x)
-    return in_shapes(*shapes, *ranges, *more, *x.shapes_of_others)
+    shapes = q, q, k, k, shape_of(x), shape_of(x), *x.shapes_of_options(by_keys)
+    return in_shapes(*shapes, *more, *x.shapes_of_others)
 
 
 def of_any_batch(x):
@@ -557,4 +556,4 @@ def kernel(x, by_keys, interpret, sums=("dk", "dv")):
     params = plgpu.CompilerParams(approx_math=True)
     outs = (out, out) if by_keys and len(sums) == 2 else out
     how = {"kernel_name": name, "compiler_params": params, "interpret": interpret}
-    return warp_specialized(body, plan, outs, **how, **shapes_of_operands(x))
+    return warp_specialized(body, plan, outs, **how, **shapes_of_operands(x, by_keys))

@@ -17,7 +17,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 from ._common import FLOATS, SeveralKernels
-from ._open_rows import ANY_ROWS, ENTRIES, entries, is_static, views
+from ._open_rows import ANY_ROWS, ENTRIES, entries, is_static, together, views
 from .rotary import kernel_of
 
 _PART = 8  # columns that are rotated at a time: more would need more registers
@@ -132,7 +132,8 @@ class Gradients:
         self.there, self.back = x.angles > 0, None
         if self.there:
             sides = False, True
-            self.rotate = [rotation(x, of_keys, interpret) for of_keys in sides]
+            with together(False):  # which takes no longer
+                self.rotate = [_of_any_length(x, of_keys, interpret) for of_keys in sides]
         if self.there and apart:
             self.back = [rotation(x, of_keys, interpret, inverse=True) for of_keys in sides]
 

@@ -173,13 +173,12 @@ class Problem(NamedTuple):
         k = *k, self.kv_heads
         return q, (*k, self.dim), (*k, self.value_dim)
 
-    @property
-    def shapes_of_options(self):
-        """Of `kernel_operands`; None: as they come."""
+    def shapes_of_options(self, by_keys=False):
+        """Of `kernel_operands`; None: as they come. by_keys: are rows of a tile keys?"""
         named = {"bias": self.scores.open_shape} if self.is_open else {}
         if self.is_open and self.scores.mask:
             named |= {"block_mask": (plgpu.dim("T"),), "mask_data": self.scores.mask.shape}
-        named |= {n: (self.padded_rows(),) for n in ("low", "high")}
+        named |= {n: (self.padded_rows(by_keys=by_keys),) for n in ("low", "high")}
         named |= {n: (self.angles, self.dim // 2) for n in ("cos", "sin")}
         return [named.get(n) for n in self.kernel_operands]
 
@@ -195,9 +194,9 @@ class Problem(NamedTuple):
             named[n] = (self.batch, count)[-dims:]
         return [named[n] for n in self.others]
 
-    def padded_rows(self, multiple=_MULTIPLE):
+    def padded_rows(self, multiple=_MULTIPLE, by_keys=False):
         """Rows of the ranges of packed sequences."""
-        return pl.cdiv(self.queries, multiple) * multiple
+        return pl.cdiv(self.keys if by_keys else self.queries, multiple) * multiple
 
     @property
     def group(self):

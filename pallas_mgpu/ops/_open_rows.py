@@ -36,9 +36,9 @@ class _Seen:
     def __init__(self):
         self.rows, self.lock = set(), threading.Lock()
 
-    def is_static(self, m):
+    def is_static(self, m, weight):
         with self.lock:
-            if m not in self.rows and len(self.rows) < STATIC:
+            if m not in self.rows and len(self.rows) * weight < STATIC:
                 self.rows.add(m)
             return m in self.rows
 
@@ -68,9 +68,10 @@ class _Questions(threading.local):
 _questions = _Questions()
 
 
-def is_static(kind, m):
-    """Has this number of rows a program of its own?"""
-    if _questions.exact or not _questions.shared and _seen(kind).is_static(m):
+def is_static(kind, m, weight=1):
+    """Has this number of rows a program of its own? weight: how many others it counts for, where
+    these are several programs."""
+    if _questions.exact or not _questions.shared and _seen(kind).is_static(m, weight):
         return True
     if _questions.open is not None:
         _questions.open.append((kind, m))
@@ -155,13 +156,14 @@ def settle(kind, m):
     _seen(kind).add(m)
 
 
-def sizes_of(kind, sizes, edges, least=1):
+def sizes_of(kind, sizes, edges, least=1, weight=1):
     """Sizes that stand for the ints ``{name: n}``, the first of them in a bucket between two edges
-    and the others any from the least one on; None: they have a program of their own."""
+    and the others any from the least one on; None: they have a program of their own. weight: as of
+    `is_static`."""
     (first, n), *_ = sizes.items()
     if n > edges[-1] or max(sizes.values()) > edges[-1]:
         return None
-    if is_static(kind, tuple(sizes.values())):
+    if is_static(kind, tuple(sizes.values()), weight):
         return None
     found = {name: plgpu.dim(name, min=least, max=edges[-1]) for name in sizes}
     return found | {first: bucket_of(first, n, edges)[0]}

@@ -1027,7 +1027,7 @@ def _kernel(x, cfg, cores, parts, interpret, shares=None):
         out_type = plgpu.ShapeDtypeStruct((*all_heads, x.value_dim), x.out_dtype)
         out_type = out_type, plgpu.ShapeDtypeStruct(all_heads, _F32)
     options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
-    options |= in_shapes(*x.shapes, *x.shapes_of_options, *x.shapes_of_others)
+    options |= in_shapes(*x.shapes, *x.shapes_of_options(), *x.shapes_of_others)
     threads = plan.readers + 1
     return warp_specialized(
         body, plan, out_type, threads=threads, kernel_name="attention", **options

@@ -54,6 +54,7 @@ from ._padding import cropping, of_any_rows, padding
 from .attention import _check
 
 _F32 = np.float32
+_WEIGHT = 1.5  # of sizes that have programs of their own, three or four each
 _MOST = _attention_backward_tensor_memory_seven.MOST  # the largest head_dim
 
 
@@ -90,7 +91,7 @@ class Gradients(SeveralKernels):
             how = config, bias_dtype, interpret, deterministic, sms
             self.alone = functools.cache(lambda: Gradients(given, *how))
         self.fused, self.on_blackwell = None, isinstance(config, TensorMemoryBackwardConfig)
-        self.rotations = _attention_rotary.Gradients(x, self.on_blackwell, interpret)
+        self.rotations = _attention_rotary.Gradients(given or x, self.on_blackwell, interpret)
         x = x._replace(angles=0) if self.on_blackwell else x
         repeats = deterministic or x.dim > _attention_backward_tensor_memory.MOST
         if self.on_blackwell and repeats:
@@ -267,16 +268,18 @@ def _open(x, *how):
     else distinguishes kernels."""
     f = x.scores
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
-    if f.bias or f.dropout or x.angles or x.keys < least or x.batch > ENTRIES:
+    if f.bias or x.first or x.keys < least or x.batch > ENTRIES:
         return x
-    f = f._replace(sequences=bool(f.sequences))
-    kind = "attention_backward", x._replace(batch=0, queries=0, keys=0, scores=f), how
+    f, angles = f._replace(sequences=bool(f.sequences)), x.angles > 0
+    kind = x._replace(batch=0, queries=0, keys=0, scores=f, angles=int(angles))
+    kind = "attention_backward", kind, how
     sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
     sizes |= {"S": x.scores.sequences + 1} if f.sequences else {}
-    found = sizes_of(kind, sizes, (0, MOST_LENGTH), least)
+    found = sizes_of(kind, sizes, (0, MOST_LENGTH), least, _WEIGHT)
     if found is None:
         return x
-    if x.batch > 1:
+    x = x._replace(angles=plgpu.dim("L") if angles else 0)
+    if x.batch > 1 or x.dim == 256 and not f.sequences:  # whose programs are many
         return of_any_batch(x)
     x = x._replace(queries=found["N"], keys=found["M"])
     return x._replace(scores=f._replace(sequences=found["S"] - 1)) if f.sequences else x

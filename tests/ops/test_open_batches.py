@@ -252,6 +252,61 @@ def test_gradients_of_any_batch(rng, dim, options, way):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["dropout", "angles"])
+def test_gradients_with_options(rng, monkeypatch, kind, dim, way):
+    """As those of programs of the sizes, whose results other tests compare with NumPy's."""
+    cos, sin = normal(rng, 2, 300, dim // 2, dtype=np.float32)
+    options = {"dropout": 0.3, "seed": np.array([7], np.int32)}
+    options = options if kind == "dropout" else {"cos": cos, "sin": sin}
+    for batch, n, m in SIZES[:4]:
+        q, g = normal(rng, batch, n, 4, dim), normal(rng, batch, n, 4, dim)
+        k, v = (normal(rng, batch, m, 2, dim) for _ in "kv")
+        how, found = dict(options, causal=True, interpret=way), []
+        o, lse = ops.attention(q, k, v, return_lse=True, **how)
+        backward = partial(ops.attention_backward, g, q, k, v, np.asarray(o), np.asarray(lse))
+        for static in (99, 0):
+            monkeypatch.setattr(_open_rows, "STATIC", static)
+            plgpu.clear_caches()
+            found.append([np.asarray(x, np.float32) for x in backward(**how)])
+        for a, b in zip(*found):
+            np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())
+        assert ops.attention_backward.kernel(*backward.args, **how).is_open
+
+
+def used_by(found):
+    """The kernels of a call of gradients that allocates its results."""
+    if f := found.fused:
+        used = (
+            [f.allocating_all, f.converting] if f.converting else [f.allocating, f.fused, f.convert]
+        )
+    else:
+        used = [found.statistics, found.by_keys, found.by_queries]
+    return {id(x) for x in kernels_in([*used, *getattr(found.rotations, "rotate", [])])}
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["128", "64", "256", "deterministic", "deterministic 256", "dropout", "angles"]
+)
+def test_random_sizes_of_gradients(rng, monkeypatch, kind, uniform):
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 132)
+    S, made, dim = plgpu.ShapeDtypeStruct, set(), 128
+    for size in (64, 256):
+        dim = size if kind.endswith(str(size)) else dim
+    table = S((8192, dim // 2), np.float32)
+    options = {"causal": True, "deterministic": kind.startswith("deterministic")}
+    options |= {"dropout": 0.3, "seed": S((1,), np.int32)} if kind == "dropout" else {}
+    options |= {"cos": table, "sin": table} if kind == "angles" else {}
+    for batch, n, m in random_sizes(rng, uniform, (16, 8192, 8192)):
+        q, k = S((batch, n, 32, dim), bfloat16), S((batch, m, 8, dim), bfloat16)
+        lse = S((batch, 32, n), np.float32)
+        made |= used_by(ops.attention_backward.kernel(q, q, k, k, q, lse, **options))
+    assert 4 <= len(made) <= 12
+
+
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_gradients_that_come_often_get_programs_of_their_own(options):
     q, k = (plgpu.ShapeDtypeStruct((2, n, 1, 64), np.float16) for n in (33, 70))
@@ -311,6 +366,15 @@ def test_under_vmap(rng, monkeypatch, function):
 # ---- programs ------------------------------------------------------------------------------------
 
 
+def random_sizes(rng, uniform, most):
+    """200 of them; not uniform: their logarithms are."""
+    for _ in range(200):
+        if uniform:
+            yield [int(rng.integers(1, n + 1)) for n in most]
+        else:
+            yield [int(np.exp(rng.uniform(0, np.log(n)))) for n in most]
+
+
 def described(kind, batch, n, m):
     """Descriptions of operands and options of a call with such sizes."""
     S, dim = plgpu.ShapeDtypeStruct, 64 if kind == "64" else 128
@@ -336,25 +400,13 @@ def described(kind, batch, n, m):
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(
     "kind", ["64", "causal", "full", "8 bits", "angles", "bias", "shared bias", "mask", "pages",
-             "int8", "int8 pages", "gradients"],
+             "int8", "int8 pages"],
 )  # fmt: skip
 def test_random_batches_have_at_most_twelve_programs(rng, monkeypatch, kind, uniform):
     monkeypatch.setattr(_open_rows, "STATIC", 3)
     monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 132)
     most, made = (16, *(2000 if kind.endswith("bias") else 8192,) * 2), set()
-    for _ in range(200):
-        if uniform:
-            sizes = [int(rng.integers(1, n + 1)) for n in most]
-        else:
-            sizes = [int(np.exp(rng.uniform(0, np.log(n)))) for n in most]
-        operands, how = described("causal" if kind == "gradients" else kind, *sizes)
-        if kind == "gradients":
-            q, k, _ = operands
-            lse = plgpu.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-            f = ops.attention_backward.kernel(q, q, k, k, q, lse, causal=True).fused
-            used = [f.allocating, f.fused, f.convert]
-            used = [f.allocating_all, f.converting] if f.converting else used
-            made |= {id(x) for x in kernels_in(used)}
-        else:
-            made |= set(map(id, kernels_in(ops.attention.kernel(*operands, **how))))
+    for sizes in random_sizes(rng, uniform, most):
+        operands, how = described(kind, *sizes)
+        made |= set(map(id, kernels_in(ops.attention.kernel(*operands, **how))))
     assert 4 <= len(made) <= 12

@@ -972,7 +972,7 @@ def test_gradients_of_attention(dim, options, packed, way, monkeypatch):
     forward = {name: x for name, x in how.items() if name != "deterministic"}
     left, right = how.get("window", (None, None))
     right = 0 if "causal" in how else right
-    for n, m in ((150, 150), (129, 170), (200, 131)):
+    for n, m in ((150, 150), (129, 170), (200, 131), (200, 400)):
         q, g = rng.standard_normal((2, 1, n, 4, dim)).astype(np.float16)
         k, v = rng.standard_normal((2, 1, m, 2, dim)).astype(np.float16)
         starts, cu = (np.array([0, n]), np.array([0, m])), {}
