@@ -71,6 +71,7 @@ def test_graphs_of_any_batch(pt, monkeypatch):
         torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
         grad, found = torch.randn_like(q), [torch.empty_like(x) for x in (q, k, v)]
         before = ops.attention_backward(grad, q, k, v, out, lse, causal=True)
+        ops.attention_backward(grad, q, k, v, out, lse, causal=True, out=tuple(found))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
