@@ -32,7 +32,7 @@ from ._common import (
     store_some,
     warp_specialized,
 )
-from ._open_rows import MOST_ROWS, entries, in_shapes, views
+from ._open_rows import any_rows, entries, in_shapes, views
 
 _F32 = np.float32
 _NEVER = _F32(3.0e38)  # lse of a query that is not there
@@ -73,7 +73,7 @@ def shapes_of_operands(x, by_keys, *more):
 
 def of_any_batch(x):
     """The problem with any batch and any lengths: the entries are one after the other."""
-    rows, batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
+    rows, batch = [any_rows(n, h, x.dim) for n, h in zip("NM", (x.heads, x.kv_heads))], entries()
     queries, keys = (_sizes.clamp(n // batch, 1, MOST_LENGTH) for n in rows)
     return x._replace(batch=batch, queries=queries, keys=keys, whole=tuple(rows))
 

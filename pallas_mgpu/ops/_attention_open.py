@@ -11,7 +11,7 @@ import math
 import pallas_mgpu as plgpu
 from pallas_mgpu import _sizes
 
-from ._open_rows import ENTRIES, MOST_ROWS, entries, sizes_of
+from ._open_rows import ENTRIES, MOST_ROWS, any_rows, entries, sizes_of
 from .block_mask import open_mask, shape_of
 
 _MOST = 1 << 24  # of lengths
@@ -138,14 +138,15 @@ def open_lengths(x, call):
 def open_batch(x, found):
     """The problem whose batch entries are one after the other. found: the sizes of an entry."""
     n, m, batch, table = found["N"], found["M"], entries(), None
-    whole = tuple(plgpu.dim(k, min=found[k].least, max=MOST_ROWS) for k in "NM")
+    of_q, of_k = (x.heads, x.dim), (x.kv_heads, max(x.dim, x.value_dim))
+    whole = any_rows("N", *of_q, least=n.least), any_rows("M", *of_k, least=m.least)
     queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
     if has_pairs(x):
         keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
     if x.page:
         table = plgpu.dim("T", max=MOST_ROWS // x.page)
         keys = _sizes.clamp(table // batch, 1, MOST_ROWS // x.page) * x.page
-        whole = whole[0], plgpu.dim("P", max=MOST_ROWS // x.page)
+        whole = whole[0], any_rows("P", x.page, *of_k)
     given = x
     x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
     return with_options(x, given)

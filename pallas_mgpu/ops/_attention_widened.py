@@ -22,7 +22,7 @@ from ._common import SeveralKernels, overlap_launches
 from ._open_rows import (
     ANY_ROWS,
     ENTRIES,
-    MOST_ROWS,
+    any_rows,
     entries,
     in_shapes,
     is_static,
@@ -134,8 +134,8 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret, len
     count = max(1, _TILE // (rows * dim))
     layout = plgpu.Layout.WG_STRIDED((rows, dim), vec_size=_VECTOR)
     scales = [(batch, heads)[-scale_dims:]] * (scale_dims > 0)
-    of_operands = (plgpu.dim("P"), page, heads, dim), (length,), *[(batch,)] * has_lengths, *scales
-    of_operands = *of_operands, (batch,)
+    pages = any_rows("P", page, heads, dim), page, heads, dim
+    of_operands = pages, (length,), *[(batch,)] * has_lengths, *scales, (batch,)
 
     def body(x, table, *refs):
         overlap_launches()
@@ -185,7 +185,7 @@ def _widen_any_pages(shape, page, *how):
     alone = functools.partial(_widen_pages, shape, page, *how)
     if batch > min(ENTRIES, page * heads * dim) or is_static(kind, (batch, keys)):
         return alone()
-    any_batch, length = entries(), plgpu.dim("T", max=MOST_ROWS // page)
+    any_batch, length = entries(), any_rows("T", page, heads, dim)
     kernel = _widen_pages((any_batch, length // any_batch * page, heads, dim), page, *how, length)
     others = [None] * (has_lengths + (scale_dims > 0))
     table = (batch * keys // page,)

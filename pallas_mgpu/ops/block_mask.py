@@ -21,7 +21,7 @@ from pallas_mgpu._caches import cached
 
 from .._names import show
 from ._common import SeveralKernels, overlap_launches
-from ._open_rows import ENTRIES, MOST_ROWS, better, entries, in_shapes, sizes_of, views
+from ._open_rows import ENTRIES, any_rows, better, entries, in_shapes, sizes_of, views
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
 _PART = 16  # keys that registers hold at a time
@@ -212,7 +212,7 @@ def _of_lengths(mask, q, k, data, by_batch, interpret):
     found = sizes_of(("block_mask", kind), dict(zip("NMB", (*sizes, batch))), _LENGTHS)
     if found is None or batch > ENTRIES:
         return alone()
-    rows, any_batch = [plgpu.dim(n, max=MOST_ROWS) for n in "NM"], entries()
+    rows, any_batch = [any_rows(n, *x.shape[2:]) for n, x in zip("NM", (q, k))], entries()
     lengths = [_sizes.clamp(n // any_batch, 1, _LENGTHS[-1]) for n in rows]
     like = *((1, n, *x.shape[2:]) for n, x in zip(rows, (q, k))), (any_batch,)
     found = mask._replace(batch=any_batch if by_batch else 1)

@@ -149,6 +149,31 @@ def test_one_entry_does_not_see_the_next(rng):
         np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(want, 1, 0))
 
 
+def test_arrays_with_wide_rows(rng):
+    """The most elements of an array limit its rows."""
+    arrays = [normal(rng, 2, 3, 600, 128) for _ in "qkvg"]
+    q, k, v, g = arrays
+    got, lse = ops.attention(q, k, v, return_lse=True, interpret=True)
+    want, _, *of_arrays = gradients(*arrays, np.ones((1, 1, 3, 3)))
+    np.testing.assert_allclose(got, want, atol=4e-3)
+    found = ops.attention_backward(g, q, k, v, got, lse, interpret=True)
+    for a, b in zip(found, of_arrays):
+        np.testing.assert_allclose(a, b, atol=1e-2 * np.abs(b).max())
+    mask = ops.block_mask(q, q, mask=far, interpret=True)
+    np.testing.assert_array_equal(mask, np.full((1, 1, 1, 2), 1))
+
+
+def test_pages_that_are_widened(rng):
+    """Of many elements, with scales of each entry."""
+    pages = rng.integers(-9, 9, (7, 64, 8, 128)).astype(np.int8)
+    table, scale = np.array([[5, 2], [3, 6]], np.int32), rng.random((2, 8)).astype(np.float32)
+    q, whole = normal(rng, 2, 150, 56, 128), pages[table].reshape(2, 128, 8, 128)
+    k = whole * scale[:, None, :, None]
+    want, _ = expected(q, k, whole, np.ones((1, 1, 150, 128)))
+    how = {"page_table": table, "k_scale": scale, "interpret": True}
+    np.testing.assert_allclose(ops.attention(q, pages, pages, **how), want, atol=2e-2)
+
+
 def test_bits_are_those_of_one_batch(rng):
     q, k, v = (normal(rng, 3, 140, h, 64) for h in (4, 2, 2))
     found = ops.attention.kernel(q, k, v, causal=True, interpret=True)
