@@ -1,10 +1,12 @@
 """Merges results of attention over parts of the keys, by their logarithms of sums.
 
 With l the logarithm of a part, a result is the mean of the parts' results with weights exp(l). A
-block takes a few rows (queries of one head) and goes through the parts once, as attention goes
-through blocks of keys: the largest logarithm so far, the sum of weights, the weighted results."""
+lane has a few neighbouring columns of a row (a query of one head) and goes through the parts once,
+as attention goes through blocks of keys: the largest logarithm so far, the sum of weights, the
+weighted results."""
 
 import functools
+import math
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from ._common import FLOATS, overlap_launches
 from ._open_rows import ANY_ROWS, ENTRIES, better, entries, in_shapes, is_static, views
 
 _F32 = np.float32
-_TILE = 1024  # elements of a block
+_LANES, _COLUMNS = 128, 8  # of a block; neighbouring columns of a row that a lane has, at most
+_TOGETHER = 4  # parts that are loaded together
 
 
 @cached
@@ -29,42 +32,60 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
     if is_open:
         tokens = count // parts
         queries = tokens // batch
-    rows, tile = tokens * heads, (max(1, _TILE // dim), dim)
+    width = math.gcd(dim, _COLUMNS)
+    rows, groups, layout = tokens * heads, dim // width, plgpu.Layout.TCGEN05_TMEM_NATIVE(width)
+    units = rows * groups
 
     def body(o, lse, *others):
         overlap_launches()
         out, out_lse = others[2 * is_open :] if return_lse else (others[-1], None)
-        row = lax.axis_index("tile") * tile[0] + lax.broadcasted_iota(jnp.int32, tile, 0)
-        column = lax.broadcasted_iota(jnp.int32, tile, 1)
-        keep = row < rows
-        row = jnp.minimum(row, rows - 1)
-        b, query, head = row // (queries * heads), row // heads % queries, row % heads
-        token, log_at = (b, query), (b, head, query)
-        if is_open:
-            token, log_at = (row // heads,), ((b * heads + head) * queries + query,)
+        o, out = (ref.reshape((-1, heads, groups, width)) for ref in (o, out))
+        lse, out_lse = (ref and ref.reshape((-1,)) for ref in (lse, out_lse))
+        lane = plgpu.layout_cast(jnp.arange(_LANES), layout.reduce(1))
+        unit = lax.axis_index("tile") * _LANES + lane
+        keep, unit = unit < units, jnp.minimum(unit, units - 1)
+        row, group = unit // groups, unit % groups
+        token, head = row // heads, row % heads
+        b = token // queries
+        at = (b * heads + head) * queries + (token - b * queries)  # of the logarithms
 
-        def of_part(part, at, count):
-            return (part * count + at[0],) if is_open else (part, *at)
+        def along(x):
+            return lax.broadcast_in_dim(x, (_LANES, width), [0])
 
-        def add(part, state):
-            value, m, total = state
-            log = lse[of_part(part, log_at, rows)]
-            new = jnp.maximum(m, log)
+        def add(j, state, number=_TOGETHER):
+            """A few parts, all of which are loaded before any is used."""
+            top, total, value = state
+            logs, values = [], []
+            for part in (j * _TOGETHER + i for i in range(number)):
+                there = part < parts
+                log = pl.load(lse, (part * rows + at,), mask=keep & there, other=-np.inf)
+                logs.append(log)
+                index = part * tokens + token, head, group, slice(None)
+                values.append(pl.load(o, index, mask=along(keep & there), other=0))
+            new = functools.reduce(jnp.maximum, logs, top)
             base = jnp.where(new == -np.inf, _F32(0), new)
-            mine, theirs = jnp.exp(m - base), jnp.exp(log - base)
-            found = o[(*of_part(part, token, tokens), head, column)].astype(jnp.float32)
-            # a part without keys may hold anything
-            found = jnp.where(log == -np.inf, _F32(0), found)
-            return value * mine + found * theirs, new, total * mine + theirs
+            weights = [jnp.exp(log - base) for log in (top, *logs)]
+            total, value = total * weights[0], value * along(weights[0])
+            for log, weight, found in zip(logs, weights[1:], values):
+                total = total + weight
+                # a part without keys may hold anything
+                found = jnp.where(along(log == -np.inf), _F32(0), found.astype(jnp.float32))
+                value = value + found * along(weight)
+            return new, total, value
 
-        zero = jnp.zeros(tile, _F32)
-        start = zero, jnp.full(tile, _F32(-np.inf)), zero
-        value, m, total = lax.fori_loop(0, parts, add, start)
-        value = jnp.where(total == 0, _F32(0), value / total)
-        pl.store(out, (*token, head, column), value.astype(dtype), mask=keep)
+        none = plgpu.layout_cast(jnp.zeros((_LANES,), _F32), layout.reduce(1))
+        state = none - np.inf, none, plgpu.layout_cast(jnp.zeros((_LANES, width), _F32), layout)
+        if isinstance(parts, int) and parts <= _TOGETHER:
+            state = add(0, state, parts)
+        else:
+            state = lax.fori_loop(0, pl.cdiv(parts, _TOGETHER), add, state)
+        top, total, value = state
+        value = jnp.where(along(total == 0), _F32(0), value / along(total))
+        place = token, head, group, slice(None)
+        pl.store(out, place, value.astype(dtype), mask=along(keep))
         if return_lse:
-            log = jnp.where(m == -np.inf, _F32(0), m) + jnp.log(total)
-            pl.store(out_lse, log_at, log, mask=keep & (column == 0))
+            log = jnp.where(top == -np.inf, _F32(0), top) + jnp.log(total)
+            pl.store(out_lse, (at,), log, mask=keep & (group == 0))
 
     result, logs, options = shape[1:], (batch, heads, queries), {}
     if is_open:
@@ -76,7 +97,7 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
     return plgpu.kernel(
         body,
         out_type=outs,
-        grid=(pl.cdiv(rows, tile[0]),),
+        grid=(pl.cdiv(units, _LANES),),
         grid_names=("tile",),
         interpret=interpret,
         kernel_name="merge_attention",
