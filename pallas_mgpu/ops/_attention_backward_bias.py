@@ -16,11 +16,17 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._attention_scores import Ranges, Tile
+from ._attention_backward_seven import rows_at, shapes_of_operands
+from ._attention_scores import Ranges, Tile, rows_in, scalar
 from ._common import overlap_launches, swizzled
 
 _F32 = np.float32
 _KEYS = 64  # of a tile
+
+
+def _is_one(size):
+    """Is it 1 for sure?"""
+    return isinstance(size, int) and size == 1
 
 
 class _Block:
@@ -32,10 +38,13 @@ class _Block:
     def __init__(self, x, refs):
         self.x, self.refs = x, refs
         vars(self).update(refs)
-        self.ranges = Ranges(x, False, refs.get("low"), refs.get("high"), layout=self.layout)
+        ranges = refs.get("low"), refs.get("high")
+        self.ranges = Ranges(x, False, *ranges, exact=x.is_open, layout=self.layout)
         dims = x.batch, x.heads, pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, _KEYS)
         # along each dim: the number of passes of this block
-        self.passes = [n if size == 1 else 1 for n, size in zip(dims, x.scores.bias)]
+        self.passes = [n if _is_one(size) else 1 for n, size in zip(dims, x.scores.bias)]
+        if isinstance(x.scores.bias[0], plgpu.Dim):  # 1 or all
+            self.passes[0] = x.batch // x.scores.bias[0]
         self.place = [lax.axis_index(name) for name in ("batch", "head", "query", "key")]
 
     @classmethod
@@ -62,8 +71,8 @@ class _Block:
         """Adds the gradients of one tile of pairs of one head."""
         rest, at = it, []
         for first, n in reversed(list(zip(self.place, self.passes))):
-            at.insert(0, first + lax.rem(rest, n) if n > 1 else first)
-            rest = lax.div(rest, n) if n > 1 else rest
+            at.insert(0, first if _is_one(n) else first + lax.rem(rest, scalar(n)))
+            rest = rest if _is_one(n) else lax.div(rest, scalar(n))
         b, h, row, column = at[0], at[1], at[2] * self.rows, at[3] * _KEYS
         low, high = self.ranges.of_tile(row, self.rows)
         seen = (column < high) & (column + _KEYS > low)
@@ -71,17 +80,19 @@ class _Block:
 
     def gradient(self, b, h, row, column):
         x, kv = self.x, h // self.x.group
-        queries, keys = pl.ds(row, self.rows), pl.ds(column, _KEYS)
+        queries = rows_in(x, b, row, self.rows, x.queries)
+        keys = rows_in(x, b, column, _KEYS, x.keys)
         columns = pl.ds(0, self.q_smem.shape[1]) if x.dim % 16 else slice(None)
         for source, buffer, at in (
-            (self.q, self.q_smem, (b, queries, h)),
-            (self.k, self.k_smem, (b, keys, kv)),
-            (self.grad, self.grad_smem, (b, queries, h)),
-            (self.v, self.v_smem, (b, keys, kv)),
+            (self.q, self.q_smem, (*queries, h)),
+            (self.k, self.k_smem, (*keys, kv)),
+            (self.grad, self.grad_smem, (*queries, h)),
+            (self.v, self.v_smem, (*keys, kv)),
         ):
             plgpu.copy_gmem_to_smem(source.at[*at, columns], buffer, self.full)
         layout = self.layout.reduce(1)
-        lse, delta = (plgpu.load(ref.at[b, h, queries], layout=layout) for ref in self.statistics)
+        at = rows_at(x, b, h, row, self.rows, self.rows)
+        lse, delta = (plgpu.load(ref.at[at], layout=layout) for ref in self.statistics)
         plgpu.barrier_wait(self.full)
         return self.of_products((b, h, row, column), lse, delta)
 
@@ -107,14 +118,19 @@ class _Block:
         lse, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in (lse, delta))
         tile = Tile(self.x, self.refs, *place, s.shape, by_keys=False, layout=self.layout)
         s, _ = tile.adjust(s)
-        p = jnp.where(self.ranges.keep(*place[2:], s.shape), jnp.exp2(s - lse), _F32(0))
-        return p * (tile.drop(dp()) - delta)
+        keep = self.ranges.keep(*place[2:], s.shape)
+        p = jnp.where(keep, jnp.exp2(s - lse), _F32(0))
+        found = p * (tile.drop(dp()) - delta)
+        # rows of the next batch entry may hold anything
+        return jnp.where(keep, found, _F32(0)) if self.x.whole else found
 
     def save(self, total):
         dims, at, sizes = self.x.scores.bias, [], []
         for axis in (1, 0):
-            if dims[2 + axis] == 1:
+            if _is_one(dims[2 + axis]):
                 total = jnp.sum(total, axis=axis)
+        if self.x.is_open:
+            return self.save_in_row(total)
         for place, size, side in zip(self.place[2:], dims[2:], (self.rows, _KEYS)):
             if size > 1:
                 at.append(pl.ds(place * side, side))
@@ -133,6 +149,23 @@ class _Block:
             self.dbias[where] = total
         else:
             pl.store(self.dbias, where, total, mask=keep)
+
+    def save_in_row(self, total):
+        """The same where all of the bias is one row, since its lengths are not known."""
+        dims, at, keep = self.x.scores.bias, jnp.int32(0), None
+        for place, size in zip(self.place[:2], dims[:2]):
+            at = at if _is_one(size) else at * scalar(size) + place
+        there = [axis for axis in (0, 1) if not _is_one(dims[2 + axis])]
+        for k, axis in enumerate(there):
+            first, size = self.place[2 + axis] * (self.rows, _KEYS)[axis], scalar(dims[2 + axis])
+            i = first + lax.broadcasted_iota(jnp.int32, total.shape, k)
+            keep = i < size if keep is None else keep & (i < size)
+            at = at * size + i
+        total = total.astype(self.dbias.dtype)
+        if there:
+            pl.store(self.dbias, (at,), total, mask=keep)
+        else:
+            self.dbias[at] = total
 
 
 class _TensorMemoryBlock(_Block):
@@ -170,16 +203,17 @@ def bias_gradient(x, dtype, interpret, on_blackwell=False):
 
     def body(grad, q, k, v, lse, delta, *others, **scratch):
         refs = dict(grad=grad, q=q, k=k, v=v, lse=lse, delta=delta) | scratch
-        refs |= dict(zip((*x.scores.kernel_operands, "dbias"), others, strict=True))
+        refs |= dict(zip((*x.scores.kernel_operands, *x.others, "dbias"), others, strict=True))
         block(x, refs).run()
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct(dims, dtype),
+        out_type=plgpu.ShapeDtypeStruct(x.scores.open_shape if x.is_open else dims, dtype),
         scratch_types=block.scratch(x),
         grid=(dims[0], dims[1], pl.cdiv(dims[2], block.rows), pl.cdiv(dims[3], _KEYS)),
         grid_names=("batch", "head", "query", "key"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="attention_backward_bias",
+        **shapes_of_operands(x, False),
     )

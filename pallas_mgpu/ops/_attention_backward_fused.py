@@ -405,7 +405,7 @@ class FusedKernels(SeveralKernels):
         self.statistics = seen_beside(statistics(y, interpret, sums_of(y)), before, (None,) * 3)
         allocating = statistics(y, interpret, sums_of(y), *_pair(y))
         self.allocating = seen_beside(allocating, before, (None, None, None, "k", "k"))
-        operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
+        operands = "q", "q", "k", "k", None, None, *x.kernel_operands
         converted = None, "q", *(None,) * (2 * bool(x.angles))
         results = "k", "k", None
         self.fused, self.converting = seen(make(), operands, results), None

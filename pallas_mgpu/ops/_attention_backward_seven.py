@@ -88,16 +88,18 @@ def beside(x):
 
 def with_views(given, x, kernel, operands, results):
     """The kernel as a function of arrays of the problem `given`, of these lengths. operands,
-    results: "q" and "k", which have the shapes of these, "lse", and None."""
+    results: "q" and "k", which have the shapes of these, "lse", "bias", and others, which stay."""
     if not x.is_open:
         return kernel
     rows, keys = given.batch * given.queries, given.batch * given.keys
     q, k = (given.queries, given.heads), (given.keys, given.kv_heads)
-    lse, ours, theirs = (rows * given.heads,), {}, {}
+    ours, theirs = {"lse": (rows * given.heads,)}, {}
+    if given.scores.bias:
+        ours["bias"], theirs["bias"] = (math.prod(given.scores.bias),), given.scores.bias
     if x.whole:
-        ours = {"q": (1, rows, *q[1:], x.dim), "k": (1, keys, *k[1:], x.dim)}
-        theirs = {"q": (given.batch, *q, x.dim), "k": (given.batch, *k, x.dim)}
-    operands, results = map((ours | {"lse": lse}).get, operands), map(theirs.get, results)
+        ours |= {"q": (1, rows, *q[1:], x.dim), "k": (1, keys, *k[1:], x.dim)}
+        theirs |= {"q": (given.batch, *q, x.dim), "k": (given.batch, *k, x.dim)}
+    operands, results = map(ours.get, operands), map(theirs.get, results)
     return views(kernel, operands, results, sizes=(given.batch,) * x.counted)
 
 

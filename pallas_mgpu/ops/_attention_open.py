@@ -77,7 +77,9 @@ def with_options(x, given):
     if x.scores.bias:
         sizes = zip((x.heads, x.queries, x.keys), dims_of_bias(given))
         one = x.scores._replace(bias=(1, *(n if there else 1 for n, there in sizes)))
-        batch = one.open_elements // math.prod(one.bias) if x.whole else 1  # whether it has it
+        batch = 1
+        if x.whole:  # as many or one
+            batch = _sizes.clamp(one.open_elements // math.prod(one.bias), 1, ENTRIES)
         x = x._replace(scores=one._replace(bias=(batch, *one.bias[1:])))
     if not x.angles:
         return x._replace(first=0)

@@ -543,19 +543,20 @@ class Tile:
         there = [k for k in (0, 1) if isinstance(dims[2 + k], plgpu.Dim)]
         for k in there:
             start = start * sizes[2 + k]
-        first = self.row, self.column
+        axes = (1, 0) if self.by_keys else (0, 1)  # of queries and keys
+        first = [(self.row, self.column)[axis] for axis in axes]
         if not there:
             return ref[start].astype(jnp.float32)
         if len(there) == 1:
             (k,) = there
-            layout, n = self.layout.reduce(1 - k), self.shape[k]
+            layout, n = self.layout.reduce(1 - axes[k]), self.shape[axes[k]]
             at = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
             keep, at = first[k] + at < sizes[2 + k], (pl.ds(start + first[k], n),)
             value = plgpu.load(ref, at, layout=layout, mask=keep, other=0.0)
-            return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, [k])
+            return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, [axes[k]])
         pair = self.f.bias_pair
         shape = self.shape[0], self.shape[1] // pair
-        i, j = (lax.broadcasted_iota(jnp.int32, shape, k) for k in (0, 1))
+        i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes)
         i, j = i + first[0], j + first[1] // pair
         keep, at = (i < sizes[2]) & (j < sizes[3] // pair), (start + i * sizes[3]) // pair + j
         if pair > 1:

@@ -32,6 +32,7 @@ from . import (
     _attention_backward_fused,
     _attention_backward_tensor_memory,
     _attention_backward_tensor_memory_seven,
+    _attention_open,
     _attention_rotary,
     _attention_scores,
     _tensor_memory,
@@ -49,7 +50,7 @@ from ._attention_backward_seven import (
 )
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
-from ._open_rows import ENTRIES, better, sizes_of
+from ._open_rows import better, sizes_of
 from ._padding import cropping, of_any_rows, padding
 from .attention import _check
 
@@ -119,7 +120,7 @@ class Gradients(SeveralKernels):
             seen, y = functools.partial(with_views, given, x), beside(x)
             of_stats = ("q", "q", "lse", "k"), (None, None)
             self.statistics = with_views(given, y, statistics(y, interpret), *of_stats)
-            operands = "q", "q", "k", "k", *(None,) * (2 + len(x.kernel_operands))
+            operands = "q", "q", "k", "k", None, None, *x.kernel_operands
             if x.dim == 256:
                 pair = (kernel(x, True, interpret, (n,)) for n in ("dk", "dv"))
                 self.by_keys = _Keys(*(seen(one, operands, ("k",)) for one in pair))
@@ -132,9 +133,10 @@ class Gradients(SeveralKernels):
                 _attention_scores.lookup_of(x, by_keys, interpret) for by_keys in (True, False)
             ]
         if bias_dtype is not None:
-            self.bias = _attention_backward_bias.bias_gradient(
-                x._replace(angles=0), bias_dtype, interpret, self.on_blackwell
-            )
+            how = bias_dtype, interpret, self.on_blackwell
+            found = _attention_backward_bias.bias_gradient(x._replace(angles=0), *how)
+            operands = "q", "q", "k", "k", None, None, *x.scores.kernel_operands
+            self.bias = with_views(given, x, found, operands, ("bias",))
 
     def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
         arrays = grad, q, k, v, o, lse, *others
@@ -266,22 +268,21 @@ def _check_results(name, grad, q, v, o, lse):
 def _open(x, *how):
     """The problem, maybe with a batch and lengths that are known when the kernels run. how: what
     else distinguishes kernels."""
-    f = x.scores
+    f, given = x.scores, x
     least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
-    if f.bias or x.first or x.keys < least or x.batch > ENTRIES:
+    if x.first or x.keys < least or _attention_open.is_large(x):
         return x
-    f, angles = f._replace(sequences=bool(f.sequences)), x.angles > 0
-    kind = x._replace(batch=0, queries=0, keys=0, scores=f, angles=int(angles))
-    kind = "attention_backward", kind, how
+    kind = "attention_backward", _attention_open.without_lengths(x), how
     sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
-    sizes |= {"S": x.scores.sequences + 1} if f.sequences else {}
+    sizes |= {"S": f.sequences + 1} if f.sequences else {}
     found = sizes_of(kind, sizes, (0, MOST_LENGTH), least, _WEIGHT)
     if found is None:
         return x
-    x = x._replace(angles=plgpu.dim("L") if angles else 0)
-    if x.batch > 1 or x.dim == 256 and not f.sequences:  # whose programs are many
-        return of_any_batch(x)
-    x = x._replace(queries=found["N"], keys=found["M"])
+    several = x.batch > 1 or x.dim == 256 or f.bias is not None  # whose programs are many
+    if several and not f.sequences:
+        return _attention_open.with_options(of_any_batch(x), given)
+    x = _attention_open.with_options(x._replace(queries=found["N"], keys=found["M"]), given)
+    f = x.scores
     return x._replace(scores=f._replace(sequences=found["S"] - 1)) if f.sequences else x
 
 

@@ -199,10 +199,14 @@ def test_rows_after_the_last_sequence_mean_nothing(rng, dim, causal):
 @pytest.mark.parametrize("products", [7, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(rng, name, products, interpret=CHECKED):
+    how = {"config": ops.AttentionBackwardConfig(products), "interpret": interpret}
+    check_gradients(rng, name, products, **how)
+
+
+def check_gradients(rng, name, products, **how):
     (grad, q, k, v), options, call = problem(rng, name)
     dim, more = q.shape[3], {"bias", "softcap", "dropout"} & {*options}
-    how = {"config": ops.AttentionBackwardConfig(products), "interpret": interpret}
-    o, lse = ops.attention(q, k, v, return_lse=True, interpret=interpret and True, **call)
+    o, lse = ops.attention(q, k, v, return_lse=True, interpret=how["interpret"] and True, **call)
     how["bias_gradient"] = "bias" in options
     if products == 5 and (dim == 256 or dim == 128 and more):
         with pytest.raises(NotImplementedError, match="products=7"):
@@ -216,6 +220,20 @@ def test_gradients(rng, name, products, interpret=CHECKED):
     for got, expected in zip(found[3:], want[3:]):  # sums along keys are 0 but for rounding
         summed = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] / got.size
         near(got, expected, q.dtype, scale=max(np.abs(expected).max(), summed**0.5))
+    return ops.attention_backward.kernel(grad, q, k, v, o, lse, **how, **call)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", [*CASES, *OPEN])
+def test_gradients_by_programs_of_all_sizes(rng, name, deterministic, monkeypatch):
+    plgpu.clear_caches()
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 2)
+    if name in OPEN:
+        monkeypatch.setitem(CASES, name, OPEN[name])
+    how = {"deterministic": deterministic, "interpret": CHECKED}
+    assert check_gradients(rng, name, None, **how).is_open
+    plgpu.clear_caches()
 
 
 @pytest.mark.gpu

@@ -279,6 +279,28 @@ def test_gradients_of_any_batch(rng, dim, options, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dim", [64, 128])
+def test_gradient_of_a_bias_beside_nan(rng, dim, way):
+    """Rows of the next batch entry, which blocks read, too, may have any values."""
+    n, m = 75, 140
+    q, o, g = (normal(rng, 3, n, 4, dim) for _ in "qog")
+    k, v, bias = normal(rng, 3, m, 2, dim), normal(rng, 3, m, 2, dim), normal(rng, 3, 4, n, m)
+    arrays = g, q, k, v, o, np.full((3, 4, n), 9, np.float32)
+    for axes in ((), (2,), (3,), (1, 2, 3)):
+        shape = [1 if axis in axes else size for axis, size in enumerate(bias.shape)]
+        part = np.ascontiguousarray(bias[tuple(slice(size) for size in shape)])
+        how = {"bias": part, "bias_gradient": True, "interpret": way}
+        clean = ops.attention_backward(*arrays, **how)
+        dirty = [x.copy() for x in arrays]
+        for x in dirty:
+            x[1] = np.nan
+        assert ops.attention_backward.kernel(*dirty, **how).is_open
+        for a, b in zip(ops.attention_backward(*dirty, **how), clean):
+            a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            np.testing.assert_allclose(a[::2], b[::2], atol=1e-2 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["dropout", "angles"])
 def test_gradients_with_options(rng, monkeypatch, kind, dim, way):
     """As those of programs of the sizes, whose results other tests compare with NumPy's."""
@@ -308,12 +330,14 @@ def used_by(found):
         )
     else:
         used = [found.statistics, found.by_keys, found.by_queries]
-    return {id(x) for x in kernels_in([*used, *getattr(found.rotations, "rotate", [])])}
+    used += [*getattr(found.rotations, "rotate", []), *([found.bias] if found.bias else [])]
+    return {id(x) for x in kernels_in(used)}
 
 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(
-    "kind", ["128", "64", "256", "deterministic", "deterministic 256", "dropout", "angles"]
+    "kind",
+    ["128", "64", "256", "deterministic", "deterministic 256", "dropout", "angles", "bias"],
 )
 def test_random_sizes_of_gradients(rng, monkeypatch, kind, uniform):
     monkeypatch.setattr(_open_rows, "STATIC", 3)
@@ -325,8 +349,10 @@ def test_random_sizes_of_gradients(rng, monkeypatch, kind, uniform):
     options = {"causal": True, "deterministic": kind.startswith("deterministic")}
     options |= {"dropout": 0.3, "seed": S((1,), np.int32)} if kind == "dropout" else {}
     options |= {"cos": table, "sin": table} if kind == "angles" else {}
-    for batch, n, m in random_sizes(rng, uniform, (16, 8192, 8192)):
+    for batch, n, m in random_sizes(rng, uniform, (16, 2000, 2000)):
         q, k = S((batch, n, 32, dim), bfloat16), S((batch, m, 8, dim), bfloat16)
+        if kind == "bias":
+            options |= {"bias": S((1, 32, n, m), bfloat16), "bias_gradient": True}
         lse = S((batch, 32, n), np.float32)
         made |= used_by(ops.attention_backward.kernel(q, q, k, k, q, lse, **options))
     assert 4 <= len(made) <= 12
