@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -34,7 +34,8 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
         queries = tokens // batch
     width = math.gcd(dim, _COLUMNS)
     rows, groups, layout = tokens * heads, dim // width, plgpu.Layout.TCGEN05_TMEM_NATIVE(width)
-    units = rows * groups
+    units, together = rows * groups, min(_TOGETHER, _sizes.most(parts))
+    steps = pl.cdiv(parts, together)
 
     def body(o, lse, *others):
         overlap_launches()
@@ -52,11 +53,11 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
         def along(x):
             return lax.broadcast_in_dim(x, (_LANES, width), [0])
 
-        def add(j, state, number=_TOGETHER):
+        def add(j, state):
             """A few parts, all of which are loaded before any is used."""
             top, total, value = state
             logs, values = [], []
-            for part in (j * _TOGETHER + i for i in range(number)):
+            for part in (j * together + i for i in range(together)):
                 there = part < parts
                 log = pl.load(lse, (part * rows + at,), mask=keep & there, other=-np.inf)
                 logs.append(log)
@@ -75,10 +76,8 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
 
         none = plgpu.layout_cast(jnp.zeros((_LANES,), _F32), layout.reduce(1))
         state = none - np.inf, none, plgpu.layout_cast(jnp.zeros((_LANES, width), _F32), layout)
-        if isinstance(parts, int) and parts <= _TOGETHER:
-            state = add(0, state, parts)
-        else:
-            state = lax.fori_loop(0, pl.cdiv(parts, _TOGETHER), add, state)
+        one_step = _sizes.most(parts) == together
+        state = add(0, state) if one_step else lax.fori_loop(0, steps, add, state)
         top, total, value = state
         value = jnp.where(along(total == 0), _F32(0), value / along(total))
         place = token, head, group, slice(None)
@@ -106,13 +105,15 @@ def _kernel(shape, dtype, return_lse, interpret, count=None):
 
 
 def _of_any_sizes(shape, dtype, device, *how):
-    """The kernel of these shapes, or of any number of parts, batch and number of queries."""
+    """The kernel of these shapes, or of any number of parts, up to two or more, any batch and any
+    number of queries."""
     parts, batch, queries, heads, dim = shape
     kind, count = ("merge_attention", heads, dim, dtype, device, how), parts * batch * queries
     alone = functools.partial(_kernel, shape, dtype, *how)
     if count > ANY_ROWS[1] or max(parts, batch) > ENTRIES or is_static(kind, shape[:3]):
         return alone()
-    rows, any_parts = plgpu.dim("R", max=ANY_ROWS[1]), plgpu.dim("P", max=ENTRIES)
+    rows = plgpu.dim("R", max=ANY_ROWS[1])
+    any_parts = plgpu.dim("P", max=2) if parts <= 2 else plgpu.dim("P", min=3, max=ENTRIES)
     kernel = _kernel((any_parts, entries(), 0, heads, dim), dtype, *how, rows)
     results = (batch, queries, heads, dim), (batch, heads, queries)
     operands = (count, heads, dim), (count * heads,)
