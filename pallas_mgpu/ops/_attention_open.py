@@ -3,8 +3,8 @@ lengths of a call, and in which shapes kernels get arrays that lengths index.
 
 A size may be the first extent above 1 of an array alone. So the entries of a batch are one after
 the other in the arrays that a kernel gets, and a bias, a block mask and a page table are one row.
-How many entries there are says an array of lengths, or without one the last operand, which is there
-for its extent alone (the sizes of `Reshaped`)."""
+An array of lengths has as many elements as there are entries. Without one, the last operand tells
+their number, and is there for its extent alone (the sizes of `Reshaped`)."""
 
 import math
 
