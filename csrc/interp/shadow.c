@@ -365,8 +365,8 @@ static bool want_marks(shadow *s, mark **at, uint32_t *cap, uint32_t n) {
 }
 
 static inline void append(shadow *s, marks *out, mark k) {
-  mark *last = out->at + out->n - 1;
-  if (out->n && last->write == k.write && last->since == k.since) {
+  mark *last = out->n ? out->at + out->n - 1 : NULL;
+  if (last && last->write == k.write && last->since == k.since) {
     last->to = k.to;
   } else if (out->n < out->cap || want_marks(s, &out->at, &out->cap, out->n + 1)) {
     out->at[out->n++] = k;
