@@ -168,8 +168,9 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
 /* ---- tensor maps ------------------------------------------------------------------------- */
 
 static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
+  const bool any = a->swizzle == PM_ANY_SWIZZLE || b->swizzle == PM_ANY_SWIZZLE;
   if (a->param != b->param || a->dtype != b->dtype || a->rank != b->rank) return false;
-  if (a->swizzle != b->swizzle || a->of != b->of) return false;
+  if ((a->swizzle != b->swizzle && !any) || a->of != b->of) return false;
   for (int d = 0; d < a->rank; d++) {
     if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d] ||
         a->extent[d] != b->extent[d])
@@ -180,7 +181,10 @@ static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
 
 const char *pm_map_name(pm_gen *e, const pm_tensor_map *m) {
   for (uint32_t k = 0; k < e->maps.n; k++) {
-    if (same_map(&e->maps.at[k], m)) return e->map_names.at[k];
+    pm_tensor_map *known = &e->maps.at[k];
+    if (!same_map(known, m)) continue;
+    if (known->swizzle == PM_ANY_SWIZZLE) known->swizzle = m->swizzle;
+    return e->map_names.at[k];
   }
   const pm_val arg = e->g->blocks.at[1].arg + (pm_val)m->param;
   const char *name =
@@ -220,7 +224,9 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
   const bool prefetch = pm_get(e->g, op)->code == PM_OP_PREFETCH;
   const int64_t *axes = bar ? pm_attr_list(e->g, op, PM_ATTR_CLUSTER, &n_axes) : NULL;
   const char *share = p->share.count > 1 ? pm_cluster_share(e, axes, n_axes) : NULL;
-  const char *map = pm_remote_map(e, &p->gmem, &p->map, pm_map_name(e, &p->map));
+  pm_tensor_map of = p->map;
+  if (prefetch) of.swizzle = PM_ANY_SWIZZLE; /* there is no SMEM that has one */
+  const char *map = pm_remote_map(e, &p->gmem, &p->map, pm_map_name(e, &of));
   const char *smem = prefetch ? "" : pm_view_address(e, &p->smem);
   if (share) smem = pm_str(e, "%s + %s * %lld", smem, share, (long long)p->share.smem_step);
   for (uint32_t k = 0; k < p->n_loops; k++) {

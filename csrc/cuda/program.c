@@ -552,6 +552,7 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
   for (uint32_t k = 0; k < e->maps.n; k++, sep = ",\n    ") {
+    if (e->maps.at[k].swizzle == PM_ANY_SWIZZLE) e->maps.at[k].swizzle = 0;
     const bool peers = e->maps.at[k].of == PM_MAP_PEERS;
     const char *type = peers ? pm_str(e, "TensorMaps<%u>", p->n_devices) : "TensorMap";
     pm_putf(out, "%sconst __grid_constant__ %s %s", sep, type, e->map_names.at[k]);

@@ -131,6 +131,8 @@ pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err);
 
 enum { PM_TMA_RANK = 5 };
 
+enum { PM_ANY_SWIZZLE = 255 }; /* of a map that nothing but prefetches use */
+
 /* Whose memory a tensor map is of: this device's, each device's (a map for each), or all devices'.
  */
 typedef enum pm_map_of { PM_MAP_OWN, PM_MAP_PEERS, PM_MAP_ALL } pm_map_of;
@@ -138,7 +140,7 @@ typedef enum pm_map_of { PM_MAP_OWN, PM_MAP_PEERS, PM_MAP_ALL } pm_map_of;
 /* One tensor map: the arguments of cuTensorMapEncodeTiled, innermost dimension first. */
 typedef struct pm_tensor_map {
   int32_t param;                                  /* kernel argument it describes */
-  uint8_t dtype, rank, swizzle;                   /* swizzle in bytes, 0: none */
+  uint8_t dtype, rank, swizzle;                   /* swizzle in bytes, 0: none; PM_ANY_SWIZZLE */
   uint8_t of;                                     /* pm_map_of */
   uint64_t dim[PM_TMA_RANK], stride[PM_TMA_RANK]; /* strides in bytes; stride[0] is the element */
   uint32_t box[PM_TMA_RANK];
