@@ -151,6 +151,14 @@ class WarpSpecialized:
         self.plan = plan
         vars(self).update(refs)
 
+    def prefetch(self):
+        """What the producer asks for before the kernels before this one are done."""
+
+    def overlap_launches(self):
+        """The function of that name, with `prefetch`."""
+        producer = lax.axis_index("wg") == self.plan.consumers
+        overlap_launches(lambda: pl.when(producer)(self.prefetch))
+
     def run(self):
         p = self.plan
         me = lax.axis_index("wg")

@@ -96,11 +96,21 @@ class _Block:
         """Step s of this block's part of K."""
         p = self.plan
         along_k = pl.ds((self.rank * p.steps + s) * p.step, p.step)
-        along_n = pl.ds(self.col, p.width)
         slot = s % p.stages
-        at = (along_n, along_k) if self.x.tb else (along_k, along_n)
-        plgpu.copy_gmem_to_smem(self.b.at[at], self.b_smem.at[slot], self.full.at[slot])
+        plgpu.copy_gmem_to_smem(self.tile_of_b(s), self.b_smem.at[slot], self.full.at[slot])
         plgpu.copy_gmem_to_smem(self.a.at[:, along_k], self.a_smem.at[slot], self.full.at[slot])
+
+    def prefetch(self):
+        """Asks for the first part of B while the kernels before this one end. It goes to the L2
+        cache, where their stores reach it. More would delay blocks that begin later."""
+        plgpu.async_prefetch(self.tile_of_b(0))
+
+    def tile_of_b(self, s):
+        """Of step s of this block's part of K."""
+        p = self.plan
+        along_k = pl.ds((self.rank * p.steps + s) * p.step, p.step)
+        along_n = pl.ds(self.col, p.width)
+        return self.b.at[(along_n, along_k) if self.x.tb else (along_k, along_n)]
 
     def main_loop(self):
         """Sums of every lane: for each row of A a part, with B transposed several."""
@@ -171,10 +181,11 @@ def kernel(x, cfg, interpret):
     p = _Plan(x, cfg)
 
     def body(a, b, *refs, **scratch):
-        overlap_launches()
         if x.ta:
             a = a.reshape((1, x.k))  # m is 1
-        _Block(x, p, x.named(a, b, *refs) | scratch).run()
+        block = _Block(x, p, x.named(a, b, *refs) | scratch)
+        overlap_launches(block.prefetch)
+        block.run()
 
     return plgpu.kernel(
         body,

@@ -23,23 +23,23 @@ class MatmulConfig(NamedTuple):
 
     ``consumers``: warpgroups that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile,
     16, 32 or a multiple of 32 from 64 to 256, of 16 where B is stored as (N, K); with 3 consumers
-    up to 200. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks of a column of
-    tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of cluster tiles
-    worked on together, for the L2. ``cluster_n``: blocks of a row that share A. ``split``: the
-    number of blocks that divide K, each with a multiple of 8 columns; every tile then has its own
-    cluster of up to 8 blocks. ``step``: elements of K per slot, 64 or 128, for 8-bit floats also
-    256. ``lag``: products in flight while the next one is issued, 0 or 1; with block scales and up
-    to 128 columns, products in flight while sums are scaled. ``serpentine``: every second tile of a
-    block walks K backwards, so that it starts with data that is still in L2. ``slices``: parts of K
-    that are multiplied as separate tiles and added up by a second kernel. ``shares``: parts of K of
-    the last tiles, which are too few for all SMs; one block of each of them adds them up. Above 1
-    with a split and slices of 1 and without scales of blocks; no effect under ``vmap`` and for rows
-    at run time. ``swapped``: the transpose of the result is computed from the swapped operands:
-    tiles have 64 columns of the result for each consumer and ``tile_n`` rows, any multiple of 8 up
-    to 256; the first block of a split adds up all of the tile. Without ``transpose_a`` and scales
-    of blocks. ``consumer_rows``: 64, or 128 with up to 2 consumers, a ``tile_n`` up to 200, a split
-    of 1 and without scales of blocks; tiles then have twice the rows (if swapped, columns of the
-    result)."""
+    up to 200. ``stages``: slots of the ring; 0: as many as fit, up to 8. ``cluster``: blocks of a
+    column of tiles that share B. ``buffers``: most store buffers per consumer. ``group``: rows of
+    cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
+    ``split``: the number of blocks that divide K, each with a multiple of 8 columns; every tile
+    then has its own cluster of up to 8 blocks. ``step``: elements of K per slot, 64 or 128, for
+    8-bit floats also 256. ``lag``: products in flight while the next one is issued, 0 or 1; with
+    block scales and up to 128 columns, products in flight while sums are scaled. ``serpentine``:
+    every second tile of a block walks K backwards, so that it starts with data that is still in L2.
+    ``slices``: parts of K that are multiplied as separate tiles and added up by a second kernel.
+    ``shares``: parts of K of the last tiles, which are too few for all SMs; one block of each of
+    them adds them up. Above 1 with a split and slices of 1 and without scales of blocks; no effect
+    under ``vmap`` and for rows at run time. ``swapped``: the transpose of the result is computed
+    from the swapped operands: tiles have 64 columns of the result for each consumer and ``tile_n``
+    rows, any multiple of 8 up to 256; the first block of a split adds up all of the tile. Without
+    ``transpose_a`` and scales of blocks. ``consumer_rows``: 64, or 128 with up to 2 consumers, a
+    ``tile_n`` up to 200, a split of 1 and without scales of blocks; tiles then have twice the rows
+    (if swapped, columns of the result)."""
 
     consumers: int = 2
     tile_n: int = 256
@@ -82,7 +82,7 @@ class Plan:
 
     def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2, apart=False):
         """along: bytes of what goes along the columns, bias and scales. apart: sums of a split have
-        memory of their own beside the ring."""
+        memory of their own beside the ring, as those of few bytes always have."""
         self.cfg, self.consumers = cfg, cfg.consumers
         self.height = cfg.consumer_rows
         self.rows, self.cols = self.height * cfg.consumers, cfg.tile_n
@@ -113,21 +113,23 @@ class Plan:
             sums = cfg.consumers * 64 * self.cols * cfg.split * 4
         elif cfg.split > 1:
             sums = cfg.consumers * self.sent * (self.cols + self.width) * 4
+        self.apart = apart or 0 < sums <= _FEW_SUMS
         vectors = cfg.consumers * max(self.cols, self.height) * along
         slot = (self.rows + self.cols) * cfg.step * in_bytes
 
-        def slots(chunk):
-            """That fit beside store buffers of so many columns."""
-            self._set_buffers(chunk)
+        def slots(chunk, buffers=cfg.buffers):
+            """That fit beside at most so many store buffers of so many columns."""
+            self._set_buffers(chunk, buffers)
             used = cfg.consumers * self.buffers * 64 * chunk * out_bytes + vectors
-            used += sums if apart else 0
-            if sums > SMEM_BYTES - used and not apart:
+            used += sums if self.apart else 0
+            if sums > SMEM_BYTES - used and not self.apart:
                 return 0
             return min((SMEM_BYTES - used) // slot, 12)
 
         if not cfg.swapped:
             whole = cfg.split == 1
-            most = slots((_store_width if whole else _swizzled_width)(self.width, out_bytes))
+            chunk = (_store_width if whole else _swizzled_width)(self.width, out_bytes)
+            most = slots(chunk)
         elif self.width <= 64:
             most = slots(self.width)
         else:  # as wide as takes no slot, or none that hides latency where there are more tiles
@@ -137,14 +139,24 @@ class Plan:
             parts = range(_cdiv(self.width, 64), self.width // 8 + 1)
             widths = (_cdiv(self.width, 8 * count) * 8 for count in parts)
             most = slots(next(w for w in widths if slots(w) >= enough))
-        self.stages = min(cfg.stages or most, most)
+        # for so many slots: to these the rates of the estimate were fitted
+        self.room = min(cfg.stages or most, most)
+        self.stages = self.room if cfg.stages else min(most, _SLOTS)
+        # of a single tile rather one more slot than another buffer
+        if self.single and not (cfg.swapped or cfg.stages) and most < _SLOTS:
+            chunk, buffers = self.chunk, self.buffers
+            if slots(chunk, 1) > most:
+                self.stages = most + 1
+            else:
+                self._set_buffers(chunk, buffers)
         if self.single:
-            self.stages = min(self.stages, max(_sizes.most(self.steps), 2))
+            most = max(_sizes.most(self.steps), 2)
+            self.room, self.stages = min(self.room, most), min(self.stages, most)
 
-    def _set_buffers(self, chunk):
-        """Store buffers have so many columns; the last part of a row may be narrower."""
+    def _set_buffers(self, chunk, most):
+        """At most so many of so many columns; the last part of a row may be narrower."""
         self.chunk, self.chunks = chunk, _cdiv(self.width, chunk)
-        stores, most = self.chunks * self.height // 64, self.cfg.buffers
+        stores = self.chunks * self.height // 64
         if self.cfg.swapped:
             self.buffers = min(stores, most)
         else:
@@ -173,6 +185,8 @@ _SHARED_WAVES = 6
 _SHARES = 8  # most parts of K of the last tiles
 _COLD = 64 << 20  # bytes of weights
 _LONG = 1.5e11  # multiplications that take so long that the clock falls
+_FEW_SUMS = 32 << 10  # bytes of sums of a split that blocks need not wait for the ring to send
+_SLOTS = 8  # of a ring; more of them hide nothing, and are counted by divisions
 _SWAPPED = 128  # most rows of A that become columns of one tile
 _PADDING = 1.08  # rows of several such tiles, as a multiple of A's
 _FEW = 32  # rows of A up to which tiles of 64 are mostly empty
@@ -356,8 +370,8 @@ def _members_swapped(m, n, k, cfg, split, sms, in_bytes):
     if p.stages < 4 or cfg.step >= 2 * k:
         cfg = cfg._replace(step=cfg.step // 2)
         p = Plan(n, m, k, 4, cfg, sms, in_bytes)
-    if p.stages < 12:  # a power of two: slots are then counted by masks and shifts
-        cfg = cfg._replace(stages=1 << max(p.stages, 2).bit_length() - 1)
+    # a power of two: slots are then counted by masks and shifts
+    cfg = cfg._replace(stages=1 << max(p.stages, 2).bit_length() - 1)
     if split == 1 and p.stages >= 2:
         yield cfg
         yield from _divisions(cfg, p, sms)
@@ -365,7 +379,7 @@ def _members_swapped(m, n, k, cfg, split, sms, in_bytes):
         cfg = cfg._replace(split=split)
         p = Plan(n, m, k, 4, cfg, sms, in_bytes)
         if p.stages >= 2 and p.total * split <= sms and p.steps >= _SLICE_STEPS:
-            yield cfg._replace(stages=min(1 << p.stages.bit_length() - 1, 8))
+            yield cfg._replace(stages=1 << p.stages.bit_length() - 1)
 
 
 def _slices_of(p, sms):
@@ -373,7 +387,8 @@ def _slices_of(p, sms):
     more even. p: the Plan without slices."""
     clusters = max(int(clusters_at_once(sms, p.cluster)), 1)
     most = min(clusters // p.total, p.steps // _SLICE_STEPS, _SLICES)
-    found = [s for s in (most, most // 2) if s > 1]
+    # none is empty
+    found = [pl.cdiv(p.steps, pl.cdiv(p.steps, s)) for s in (most, most // 2) if s > 1]
     waves = pl.cdiv(p.total, clusters)
     for s in range(2, min(p.steps // _SLICE_STEPS, _WAVE_SLICES) + 1):
         if p.total > clusters / 2 and pl.cdiv(p.total * s, clusters) < 0.9 * waves * s:
@@ -469,7 +484,7 @@ _MANY_ROWS = Rates(
     smem=152.3, wide=7526, fetch=8000, intake=69.5, way=(250, 346), latency=2300, together=266,
     weights=74.9e3, rows=379e3, lone=2.71, apart=2.49, beside=1.3, echo=0.6, tied=15, heat=2245,
     loop=0.921, tall=8.48, split=3000, exchange=7, part=11.3, uneven=1.28, cluster=1129, start=1275,
-    second=1918, sums=1641,
+    second=1918, sums=1500,
 )  # fmt: skip
 
 
@@ -513,7 +528,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False
     if m < 64 and in_bytes == 2:
         way = max(way, rates.few_way, slot / rates.few_intake)
     latency = rates.latency + rates.together * (cfg.cluster * cfg.cluster_n > 1)
-    latency /= p.stages - cfg.lag
+    latency /= p.room - cfg.lag
     # what products read from shared memory and what arrives there
     smem = (p.rows // 64 * (64 + p.cols) + p.rows + p.cols) * line
     loop = rates.loop if p.height > 64 else 1
@@ -551,7 +566,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False
         epilogue += exchange
         time += p.shares.rounds * (p.shares.steps * step + epilogue)
     time -= epilogue  # the last one, when nothing else is done any more
-    fill = min(p.stages, p.steps) * slot * active / rates.fill
+    fill = min(p.room, p.steps) * slot * active / rates.fill
     # few blocks ask for less than memory gives
     memory = ((m * k + k * n) * in_bytes + m * n * 2) / min(rates.memory, active * rates.cold)
     if waves > 1 and not p.shares:  # a few tiles are left in the end

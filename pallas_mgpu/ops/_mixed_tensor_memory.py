@@ -21,7 +21,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 from pallas_mgpu._types import itemsize_bits
 
-from ._common import IssuedByWarps, Ring, StaticTiles, overlap_launches, warp_specialized
+from ._common import IssuedByWarps, Ring, StaticTiles, warp_specialized
 from ._groups import in_bands
 from ._open_rows import in_shapes
 from ._tensor_memory import SMEM_BYTES
@@ -268,8 +268,9 @@ def build(plan, block, interpret):
 
     def body(x, w, *refs, **scratch):
         scales, o = refs if len(refs) > 1 else (None, *refs)
-        overlap_launches()
-        block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch).run()
+        of_plan = block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch)
+        of_plan.overlap_launches()
+        of_plan.run()
 
     x = plan.x
     shapes = (x.m, None), *(None,) * (1 if x.scale_dtype is None else 2)

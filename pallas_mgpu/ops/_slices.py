@@ -9,14 +9,15 @@ graph, have nothing in common."""
 import copy
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import SeveralKernels, applied, overlap_launches
 from ._scaled import UNSCALED
 
-_WIDTH = 512  # elements of the result that a block adds up
+_WIDTH = 512  # elements of the result that a block adds up; half of them where there are few
+_MANY = 1 << 19  # elements of the result
 
 
 def partial(x):
@@ -71,8 +72,9 @@ class _Sum:
 def _sum_kernel(x, slices, interpret, shapes=()):
     """shapes: of the scales that it gets, where rows are open."""
     open_rows = isinstance(x.m, plgpu.Dim)
-    width = min(x.n, _WIDTH)
-    height = 1 if open_rows else min(x.m, max(_WIDTH // width, 1))
+    most = _WIDTH if _sizes.most(x.m) * x.n >= _MANY else _WIDTH // 2
+    width = min(x.n, most)
+    height = 1 if open_rows else min(x.m, max(most // width, 1))
     scales = () if x.forms.blocks else x.forms
     names = ["sums", *(n for n, f in zip(("scale_a", "scale_b"), scales) if f), "o"]
     if x.bias_dtype is not None:

@@ -43,7 +43,7 @@ class _GatedPlan(_KernelPlan):
         self.by_tma = self.n * x.out_dtype.itemsize % 16 == 0
         # Each tile begins with the first buffer: their number divides that of its stores.
         stores = self.half // self.chunk * (3 if products else 1)
-        self.buffers = max(n for n in range(1, cfg.buffers + 1) if stores % n == 0)
+        self.buffers = max(n for n in range(1, self.buffers + 1) if stores % n == 0)
 
     def scratch(self):
         x, found = self.x, super().scratch()

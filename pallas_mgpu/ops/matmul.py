@@ -49,7 +49,6 @@ from ._common import (
     applied,
     compile_for,
     dtype_of,
-    overlap_launches,
     store,
     swizzled,
     warp_specialized,
@@ -78,6 +77,8 @@ _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.ta
 _FP4 = jnp.dtype(_block_scaled.FP4)
 _PRECISIONS = ("bf16x3", "tf32")  # of float32
 _PARTED = 512  # most rows of an open product whose tiles are copied in several parts
+_FEW_ROWS = 128  # of which operands come from memory, and are asked for early
+_EARLY = 2  # steps whose operands are; more of them were slower
 
 
 class Product(NamedTuple):
@@ -215,7 +216,7 @@ class _KernelPlan(Plan):
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtypes[1], transforms=b_tiled),
         }
         found, sums = {}, self.sums(part)
-        if x.accumulate:
+        if self.apart:
             found |= ring | sums
         elif sums:  # in place of the ring, when all has been multiplied
             found["ring_or_sums"] = plgpu.RefUnion(tuple(ring.values()), tuple(sums.values()))
@@ -248,7 +249,8 @@ class _KernelPlan(Plan):
         if cfg.split > 1:
             one_each, all_ = {"num_barriers": self.consumers}, {"num_arrivals": self.consumers}
             found["arrived"] = plgpu.ClusterBarrier(collective_axes=("ck",), **one_each)
-            found["multiplied"] = plgpu.ClusterBarrier(collective_axes=tuple(self.axes), **all_)
+            if not self.apart:
+                found["multiplied"] = plgpu.ClusterBarrier(collective_axes=tuple(self.axes), **all_)
         return found
 
     def sums(self, part):
@@ -336,6 +338,35 @@ class _Block(WarpSpecialized):
         return lambda s: lax.select(odd, steps - 1 - s, s)
 
     # ---- producer
+
+    def prefetch(self):
+        """Asks for the first steps of the first tile while the kernels before this one end. They go
+        to the L2 cache, where stores of these reach them. Without effect for many rows, whose
+        operands are in that cache already: requests of no use delay those that follow."""
+        p, x, tiles = self.plan, self.x, self.tiles()
+        if _sizes.most(x.n if x.swapped else x.m) > _FEW_ROWS:
+            return
+        t = tiles.work(jnp.int32(0)) if isinstance(tiles, SharedTiles) else tiles.tile(0)
+        _, tile, first, steps = self.part_of(t)
+        (row, col), place = self.origin(tile), self.order(jnp.int32(0), t=t)
+
+        def own(along, axis):
+            """Of a part that the blocks along an axis fetch together."""
+            size = along.size // p.axes.get(axis, 1)
+            return pl.ds(along.start + self.rank(axis) * size, size)
+
+        def ask(s, _):
+            k = (first + place(s)) * self.cfg.step
+            for _, along, exists in self.parts_at(p.parts_a, row, x.m, p.stages):
+                tile = self.tile_of_a(self.a, own(along, "cn"), k)
+                pl.when(exists is None or exists)(functools.partial(plgpu.async_prefetch, tile))
+            for _, along, exists in self.parts_at(p.parts_b, col, x.n, p.stages):
+                for holds, tile in self.tiles_of_b(own(along, "cm"), k):
+                    there = holds if exists is None else exists & holds
+                    pl.when(there)(functools.partial(plgpu.async_prefetch, tile))
+
+        count = min(steps, _EARLY) if isinstance(steps, int) else jnp.minimum(steps, _EARLY)
+        lax.fori_loop(0, count, ask, None)
 
     def producer(self):
         self.ring.drain(self.tiles().produce(self.fetch_tile, 0))
@@ -466,13 +497,15 @@ class _Block(WarpSpecialized):
             values, loaded = self.sum(me, it0, load, steps)
             scaled = functools.partial(scales, loaded)
         if cfg.split > 1:
-            values = self.reduce(me, *values)
+            self.send(me, *values)
+        if cfg.split > 1 and not self.x.swapped:
+            values = self.summed(me)
         results = [self.o.at[:, part] if cfg.slices > 1 else self.o]
         finish = functools.partial(self.epilogue, me)
         where = row, first, scaled, it0 + steps
         if self.x.swapped and cfg.split > 1:
             mine = self.rank("ck") == 0
-            pl.when(mine)(lambda: finish(values, results, *where))
+            pl.when(mine)(lambda: finish(self.summed(me), results, *where))
             pl.when(~mine)(lambda: self.await_bias(me))
         elif isinstance(t, Work):
             self.share(me, t, values, lambda v: finish(v, results, *where))
@@ -589,12 +622,13 @@ class _Block(WarpSpecialized):
         late = bool(self.cfg.lag)
         return scales.sums(p.steps, block_of, row + me * 64, col, wait, release, late)
 
-    def reduce(self, me, value):
-        """This block's part of the columns, summed over the blocks that divide K. Of few columns,
-        that are rows of the result, all in the first block."""
+    def send(self, me, value):
+        """Their part of the columns to each of the blocks that divide K. Of few columns, which are
+        rows of the result, all to the first block."""
         p, split = self.plan, self.cfg.split
-        plgpu.barrier_arrive(self.multiplied)
-        plgpu.barrier_wait(self.multiplied)
+        if not p.apart:
+            plgpu.barrier_arrive(self.multiplied)
+            plgpu.barrier_wait(self.multiplied)
         if self.x.swapped:
             inbox = plgpu.cluster_ref(self.inbox, {"ck": 0})
             inbox[me, self.rank("ck")] = value
@@ -617,15 +651,19 @@ class _Block(WarpSpecialized):
         plgpu.barrier_arrive(self.arrived.at[me])
         plgpu.barrier_wait(self.arrived.at[me])
 
-        def summed(*columns):
+    def summed(self, me):
+        """What all blocks have sent to this one: its part of the columns."""
+        p = self.plan
+
+        def of(*columns):
             total = self.inbox[(me, 0, *columns)]
-            for j in range(1, split):
+            for j in range(1, self.cfg.split):
                 total = total + self.inbox[(me, j, *columns)]
             return total
 
         if p.by_chunks:
-            return [summed(slice(None), pl.ds(c * p.chunk, p.chunk)) for c in range(p.chunks)]
-        return [summed()]
+            return [of(slice(None), pl.ds(c * p.chunk, p.chunk)) for c in range(p.chunks)]
+        return [of()]
 
     # ---- epilogue
 
@@ -701,10 +739,10 @@ def _kernel(x, cfg, sms, interpret, scales=()):
     plan = _KernelPlan(x, cfg, sms, clips=True)
 
     def body(a, b, *refs, **scratch):
-        overlap_launches()
         found = x.named(a, b, *refs) | plan.refs(scratch)
         block = _Block(plan, found | {"done": _semaphores(plan)})
         block.narrow = plan.plain
+        block.overlap_launches()
         block.run()
 
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)

@@ -338,6 +338,8 @@ def test_the_choice_is_the_fastest_of_all_candidates(rng):
             }
             how["rates"] = rates_of(m, in_bytes)
             found = candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=m)
+            steps = {cfg: -(-k // cfg.step) for cfg in found}
+            assert all((c.slices - 1) * -(-n // c.slices) < n for c, n in steps.items())  # no empty
             least = min(cycles(m, n, k, cfg, SMS, **how) for cfg in found)
             if in_bytes == 1:
                 got = choose_k_major(m, n, k)
@@ -483,6 +485,41 @@ def test_operands_that_begin_anywhere(aligned):
         assert f.pads[1] is None
         text = f.pads[0].lower(a).as_text("cuda")
         assert "ld_global<f16, 1>" in text and "st_global<f16, 8>" in text
+
+
+@pytest.mark.parametrize("rows, early", [(1, True), (128, True), (129, False)])
+def test_operands_are_asked_for_early(rows, early, rng):
+    """While the kernels before still run, if they come from memory; by the maps of the loads."""
+    a, b = operands(rng, rows, 512, 1024, tb=True)
+    config = FewRowsConfig(16, 1, 4, 256) if rows == 1 else MatmulConfig(1, 64, cluster=1)
+    kernel = matmul.kernel(a, b, transpose_b=True, config=config)
+    text = kernel.lower(a, b, target="sm_90a").as_text("cuda")
+    before = text[text.index("__global__") : text.index("griddepcontrol_wait();")]
+    assert ("tma_prefetch" in before) == early
+    assert text.count("const __grid_constant__ TensorMap") <= 3 + (rows == 129)  # parts of a tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 40, 300])
+def test_operands_that_the_kernel_before_stores(rows):
+    """Kernels ask for their operands while those before them still run, but multiply what these
+    have stored in the end."""
+    torch = pytest.importorskip("torch")
+    n, k, many = 4096, 1024, 30
+
+    def numbers(*shape):
+        return torch.randint(-3, 4, shape, device="cuda").half()
+
+    a, columns, b = numbers(rows, k), numbers(64, k), torch.empty(n, k, device="cuda").half()
+    lefts = [numbers(n, 64) for _ in range(many)]
+    outs = [torch.empty(rows, n, device="cuda") for _ in range(many)]
+    for _ in range(2):  # nothing is compiled the second time
+        for left, out in zip(lefts, outs):
+            matmul(left, columns, out=b)
+            matmul(a, b, out=out, out_dtype="float32", transpose_b=True)
+    for left, out in zip(lefts, outs):
+        want = a.double() @ (left.double() @ columns.double()).T
+        assert torch.equal(out.double(), want)
 
 
 def test_out_and_spellings(rng):

@@ -123,6 +123,13 @@ def test_configurations(run, rng, config, weights):
     check(run, operands(rng, m, n, k, groups, weights), config=config)
 
 
+def test_weights_are_asked_for_early(rng):
+    """While the kernels before still run."""
+    x, w, s = operands(rng, 4, 256, 256, 1)
+    text = mixed_matmul.kernel(x, w, s).lower(x, w, s, target="sm_90a").as_text("cuda")
+    assert "tma_prefetch" in text[text.index("__global__") : text.index("griddepcontrol_wait();")]
+
+
 def test_what_callers_get(rng):
     x, w, s = operands(rng, 4, 64, 64, 1)
     out = np.empty((4, 64), BF16)
