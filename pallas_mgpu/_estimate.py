@@ -36,8 +36,8 @@ class Estimate:
     ``read``, ``written``: bytes that the SMs read and write. ``memory``: bytes that pass between
     L2 and memory. ``blocks``: of the launch. ``occupancy``: blocks of an SM at once. ``waves``:
     rounds of blocks. ``gpu``: which GPU it is for. ``assumed``: lines of Python with branches and
-    waits that the graph does not decide, and what the estimate assumes for them; that registers
-    spill, which takes time that is not counted.
+    waits that the graph does not decide, and what the estimate assumes for them; loops whose last
+    iterations are not simulated; that registers spill, which takes time that is not counted.
     """
 
     kernel: str
@@ -162,10 +162,14 @@ class _Launch:
         self.occupancy = machine.occupancy(facts, 128 * graph.threads, graph.smem, registers)
         sms = facts.sms if self.cluster <= 2 else facts.sms * 10 // 11
         self.slots = max(sms // self.cluster, 1) * self.occupancy  # for clusters
+        if program.shares_grid:
+            self.clusters = min(self.clusters, self.slots)
+            self.blocks = self.clusters * self.cluster
         self.waves = -(-self.clusters // self.slots)
         self.resident = min(self.clusters, self.slots)
         self.at_once = min(self.occupancy, -(-self.blocks // facts.sms))
         self.sms = min(facts.sms, -(-self.resident * self.cluster // self.at_once))
+        self.left_out = {}  # iterations, by lines of Python
 
     def point(self, k):
         """Grid coordinates of the k-th cluster."""
@@ -179,13 +183,14 @@ class _Launch:
         """Numbers of the clusters that an SM gets; at: which SM, 0 the first, just below 1 the
         last."""
         step = max(self.resident // self.at_once, 1)
-        return list(range(int(at * step), self.clusters, step))
+        return range(int(at * step), self.clusters, step)
 
     def run(self, numbers, cold):
         """(cycles, the machine) of an SM with these clusters."""
         facts = self.facts
         a_cycle = facts.memory / facts.clock / self.sms
-        sm = machine.Machine(facts, facts.l2 / self.sms, a_cycle, cold)
+        share = facts.l2 / self.sms
+        sm = machine.Machine(facts, share, a_cycle, cold, self.program.dynamic)
 
         def start(k):
             place = machine.Place(k, self.resident, self.values)
@@ -221,12 +226,15 @@ class _Run:
 def _simulate(launch, cold, at):
     mine = launch.of_one_sm(at)
     most = _WAVES * launch.at_once
-    half, _ = launch.run(mine[: most // 2], cold) if len(mine) > most else (0, None)
     cycles, sm = launch.run(mine[:most], cold)
-    more = len(mine) / min(len(mine), most)
-    if len(mine) > most:  # the others go on as the last half of these
+    more = len(mine) / sm.begun
+    if sm.over:
+        cycles *= more
+    elif len(mine) > most:  # the others go on as the last half of these
+        half, _ = launch.run(mine[: most // 2], cold)
         cycles += (cycles - half) * (len(mine) - most) / (most - most // 2)
-    every = launch.clusters * launch.cluster / min(len(mine), most)
+    launch.left_out.update(sm.left_out)
+    every = launch.clusters * launch.cluster / sm.begun
     scaled = [{k: n * f for k, n in x.items()}
               for x, f in ((sm.busy, more), (sm.read, every), (sm.written, every))]  # fmt: skip
     return _Run(cycles, *scaled, sm.taken * every, sm.macs * every, sm.work_16 * every)
@@ -241,9 +249,11 @@ def estimate(lowered, *, gpu="H200", sizes=None, values=None, cold=False):
     arrays by the number of the argument, for kernels whose loops depend on their elements, such as
     lengths. ``cold``: nothing is in the L2; otherwise what fits there is left by the call before.
 
-    A few SMs are simulated, and others are taken to do the same. ValueError for other GPUs,
-    missing or unknown sizes, and loops that depend on the elements of arrays that are not given.
-    NotImplementedError for kernels of other GPUs than Hopper's.
+    A few SMs are simulated, and others are taken to do the same; so are the last iterations of
+    loops that take more than a second to simulate (``assumed`` names them). ValueError for other
+    GPUs, missing or unknown sizes, and loops that depend on the elements of arrays that are not
+    given. NotImplementedError for kernels of other GPUs than Hopper's, and for `while` loops with
+    millions of iterations.
     """
     if not isinstance(lowered, _core.Lowered):
         raise TypeError(
@@ -317,5 +327,8 @@ def _result(launch, cold, runs, cycles):
     return Estimate(
         graph.name, facts.name, seconds, bound, parts, 2 * macs, asked, written,
         memory, launch.blocks, launch.occupancy, launch.waves,
-        tuple(launch.program.assumed),
+        tuple(launch.program.assumed) + tuple(
+            f"{place}: the last {n} iterations of a thread take as long as those before"
+            for place, n in launch.left_out.items()
+        ),
     )  # fmt: skip

@@ -10,10 +10,12 @@ of the launch that one of them asks goes on by the number of those that ask.
 Times are cycles of the SM."""
 
 import dataclasses
+import functools
 import heapq
 import math
 
 from . import _core
+from ._estimate_loops import EVENTS, MOST
 from ._estimate_program import UNKNOWN
 
 
@@ -154,6 +156,7 @@ class Place:
         self.cluster, self.clusters = cluster, clusters
         self.scalars, self.kept, self.names, self.calls = {}, {}, {}, {}
         self.section, self.values = Section(), values
+        self.skipped, self.told = 0, False
 
     def barriers(self, value, count, arrivals):
         """One array for all threads of the block, made anew where a scope begins again."""
@@ -167,9 +170,13 @@ class Place:
             self.names[key] = Named(lanes)
         return self.names[key]
 
-    def next(self, n):
+    def next(self, n, sm):
         """The answer of a counter that all clusters ask: spread evenly over what the others got."""
-        self.calls[n] = k = self.calls.get(n, -1) + 1
+        k = self.calls.get(n, -1) + 1
+        if sm.over:
+            self.skipped = k // 32
+            k += self.skipped
+        self.calls[n] = k
         return int((k + (k * 0.618 + self.cluster / self.clusters) % 1) * self.clusters)
 
     def argument(self, value, *index):
@@ -183,7 +190,7 @@ class Machine:
     """One SM. `share`: bytes a cycle of the L2 that it gets; `memory`: of memory; `cold`: by number
     of an argument, the part of its bytes that passes between L2 and memory."""
 
-    def __init__(self, facts, share, memory, cold):
+    def __init__(self, facts, share, memory, cold, dynamic):
         self.facts, self.cold = facts, cold
         self.in_cost = 1 / min(facts.intake, share)
         self.out_cost = 1 / min(facts.outflow, share)
@@ -193,7 +200,10 @@ class Machine:
         self.busy = dict.fromkeys(("instructions", "exponentials", "tensor cores", "SMEM"), 0.0)
         self.read, self.written, self.taken = {}, {}, 0.0
         self.macs = self.work_16 = 0  # multiply-adds; as many of 16 bits, for their energy
-        self.ready, self.order = [], 0
+        self.ready, self.order, self.blocked = [], 0, {}
+        self.left, self.over, self.extra, self.before = EVENTS, False, 0.0, None
+        self.known = dynamic  # whether loops that go on now can be left out
+        self.loops, self.left_out = {}, {}  # the last time of each loop; iterations, by line
 
     # -- engines
 
@@ -294,18 +304,55 @@ class Machine:
             del products[:k]
         return t
 
-    def finish(self, t, stores, products):
-        """A thread ends: its shared memory must have been read, its stores come later."""
+    def finish(self, t, stores, products, rest):
+        """A thread ends: its shared memory must have been read, its stores come later. rest: cycles
+        of iterations that were left out."""
+        self.extra = max(self.extra, rest)
         self.end = max([self.end, t, *(s[1] for s in stores)])
         return max([t, *(s[0] for s in stores), *products])
+
+    # -- more than can be simulated
+
+    def _totals(self):
+        single = {"taken": self.taken, "macs": self.macs, "work_16": self.work_16}
+        return [dict(self.busy), dict(self.read), dict(self.written), single]
+
+    def count(self, t, place):
+        """An event at time t, in a loop at a line of Python or elsewhere."""
+        self.left -= 1
+        if self.left == EVENTS // 2:
+            self.before = t, self._totals()
+        elif self.left <= 0 and not self.over and self.known:
+            self.over, self.since, self.left = True, (t, self._totals()), 0
+            for thread, done in self.blocked.values():
+                self._push(t, thread, done)
+            self.blocked.clear()
+        elif self.left < -MOST * EVENTS:
+            raise NotImplementedError(
+                f"plgpu.estimate: {place or 'the kernel'} has more iterations than are simulated,"
+                " and their number is not known beforehand; measure with plgpu.testing.do_bench"
+            )
+
+    def _extrapolate(self):
+        """What was left out reads, writes and multiplies at the rate of the last half before."""
+        (begin, first), (end, last) = self.before, self.since
+        factor = self.extra / (end - begin) if end > begin else 0.0
+        more = [{k: (n - x.get(k, 0.0)) * factor for k, n in y.items()}
+                for x, y in zip(first, last)]  # fmt: skip
+        for total, x in zip((self.busy, self.read, self.written), more):
+            total.update((k, total[k] + n) for k, n in x.items())
+        self.taken += more[3]["taken"]
+        self.macs += more[3]["macs"]
+        self.work_16 += more[3]["work_16"]
 
     # -- threads
 
     def run(self, blocks, slots):
         """The time at which the last of `blocks` ends, `slots` of them at once. blocks: an iterator
-        of functions of a begin that give the generators of a block's threads."""
+        of functions of a begin that give the generators of a block's threads. `begun` of them begin
+        before the machine has simulated EVENTS; no other one does."""
         self.end, self.started, self.blocks = 0.0, 0.0, iter(blocks)
-        self.running = 0  # blocks
+        self.running = self.begun = 0  # blocks
         for _ in range(slots):
             self._start(0.0)
         while self.ready:
@@ -316,16 +363,24 @@ class Machine:
                 "plgpu.estimate: threads wait for what no thread of their block does, as far as the"
                 " model knows; measure with plgpu.testing.do_bench"
             )
-        return self.end
+        if self.over:
+            self._extrapolate()
+        return self.end + self.extra
 
     def _push(self, t, thread, done):
         self.order += 1
         heapq.heappush(self.ready, (t, self.order, thread, done))
 
+    def _wake(self, number, t):
+        found = self.blocked.pop(number, None)
+        if found:
+            self._push(t, *found)
+
     def _start(self, t):
-        make = next(self.blocks, None)
+        make = None if self.over else next(self.blocks, None)
         if make is None:
             return
+        self.begun += 1
         self.started = t = max(t + self.facts.begin, self.started + self.facts.next_block)
         threads = make(t)
         left = [len(threads), 0.0]
@@ -347,6 +402,7 @@ class Machine:
         """Let a thread go on at time t, until another one is earlier or it waits."""
         ready = self.ready
         while True:
+            self.count(t, None)
             try:
                 found = thread.send(t)
             except StopIteration as stop:
@@ -354,7 +410,12 @@ class Machine:
                 return
             if type(found) is tuple:
                 what, phase, since = found
-                what.block(phase, since, lambda at: self._push(at, thread, done))
+                if self.over:  # whom it waits for may have left out what would end the wait
+                    t = since
+                    continue
+                self.order += 1
+                self.blocked[self.order] = thread, done
+                what.block(phase, since, functools.partial(self._wake, self.order))
                 return
             if type(found) is list:
                 self._fork(found, t, thread, done)

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import re
 
+from ._estimate_loops import Loop
 from ._types import _DTYPES
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -326,7 +327,8 @@ class _Compiler:
         self.expr, self.views, self.defined = {}, {}, {}
         self.work = [0.0, 0.0, 0.0, 0.0]  # instructions, special ones, latency, scalars
         self.assumed, self.maps = [], 0
-        self.overlaps = self.dynamic = False
+        self.overlaps = self.dynamic = self.shares_grid = False
+        self.whiles = 0
 
     # -- text
 
@@ -452,12 +454,16 @@ class _Compiler:
     def do_first_tile(self, op):
         self.expr[op.outs[0]] = "place.cluster"
 
-    def do_fetch_tile(self, op):
+    def do_next_tile(self, op):
         self.dynamic = True
-        self.set_scalar(op, f"place.next({op.int('n')})")
+        self.set_scalar(op, f"place.next({op.int('n')}, sm)")
         self.put("t += sm.facts.lane_latency")
 
-    do_next_tile = do_fetch_tile
+    def do_fetch_tile(self, op):
+        """The same of the points of the grid, of which each cluster has one from the start."""
+        self.dynamic = self.shares_grid = True
+        self.set_scalar(op, f"place.next({op.int('n')}, sm) + place.clusters")
+        self.put("t += sm.facts.lane_latency")
 
     # -- views
 
@@ -610,15 +616,17 @@ class _Compiler:
         for v, x in zip(op.outs, op.types):
             self.expr[v] = "UNKNOWN" if x.is_scalar else "0"
 
-    def guarded(self, op, lines, predicate):
+    def guarded(self, op, lines, predicate, otherwise=None):
         self.flush()
-        if predicate is not None:  # an unknown one is taken to be true: others wait for the copy
-            self.put(f"if {self.value(predicate)} is not False:")
+        if predicate is not None:
+            self.put(f"if may_hold({self.value(predicate)}):")
             self.depth += 1
         for line in lines:
             self.put(line)
         if predicate is not None:
             self.depth -= 1
+            if otherwise:
+                self.put(f"else: {otherwise}")
 
     def shared_by(self, op):
         """Blocks of the cluster that a copy is multicast to."""
@@ -632,7 +640,8 @@ class _Compiler:
             f"sm.copy_in(t, {self.root_of(source)}, {self.moved(source)}, {self.shared_by(op)},"
             f" {self.barrier(barrier)})",
         ]
-        self.guarded(op, lines, op.ins[3] if len(op.ins) > 3 else None)
+        predicate = op.ins[3] if len(op.ins) > 3 else None
+        self.guarded(op, lines, predicate, f"{self.barrier(barrier)}.arrive(t)")
 
     def do_copy_smem_to_gmem(self, op):
         lines = [
@@ -813,6 +822,12 @@ class _Compiler:
             self.put(f"{'elif' if k else 'if'} case == {k}:" if k < last else "else:")
             self.nest(region, results)
 
+    def loop(self, op, lo, hi):
+        """Arguments of a `Loop`."""
+        outer = op.name == "for" and not self.whiles
+        key = f"({len(self.lines)}, thread, warp)"
+        return f"sm, {key}, {lo}, {hi}, rest, {op.place!r}, place, {outer})"
+
     def do_for(self, op):
         self.flush()
         (index, _), *carries = op.regions[0].args
@@ -820,9 +835,14 @@ class _Compiler:
         self.assign(names, op.ins[2:])
         self.bind([index])
         lo, hi = map(self.value, op.ins[:2])
-        self.put(f"for v{index} in trips({lo}, {hi}, {op.place!r}):")
+        loop, step = f"l{index}", f"v{index}"
+        self.put(f"{loop} = trips({self.loop(op, lo, hi)}")
+        self.put(f"{step} = {loop}.low")
+        self.put(f"while {step} < {loop}.high and not {loop}.is_over({step}, t):")
         self.put("  met = t")  # the compiler moves no load to an earlier iteration
         self.nest(op.regions[0], names)
+        self.put(f"  {step} += 1")
+        self.put(f"{loop}.end({step}, t)")
         results = self.bind(op.outs)
         if results:
             self.put(f"{', '.join(results)} = {', '.join(names)}")
@@ -833,12 +853,18 @@ class _Compiler:
         names = self.bind([v for v, _ in body.args])
         self.assign(names, op.ins)
         self.expr.update((v, n) for (v, _), n in zip(condition.args, names))
-        self.put("while True:")
+        loop, step = f"l{len(self.lines)}", f"n{len(self.lines)}"
+        self.put(f"{loop} = Loop({self.loop(op, 0, 0)}")
+        self.put(f"{step} = 0")
+        self.put(f"while {loop}.goes_on({step}, t):")
         self.depth += 1
+        self.whiles += 1
+        self.put(f"{step} += 1")
         self.block(condition, ["go"])
         self.put(f"if not go: end_of_loop(go, {op.place!r}); break")
         self.depth -= 1
         self.nest(body, names)
+        self.whiles -= 1
         results = self.bind(op.outs)
         if results:
             self.put(f"{', '.join(results)} = {', '.join(names)}")
@@ -849,13 +875,15 @@ class _Compiler:
         self.put(f"def {name}(t, warp, stores, products, waits):")
         self.depth += 1
         self.maps += 1
+        self.put("rest = rests[warp]")
         self.put("met = t = yield t")
         self.block(op.regions[0])
         self.put("return t")
         self.maps -= 1
         self.depth -= 1
-        self.put("of_warps = [dict(waits) for _ in range(4)]")
+        self.put("of_warps, rests = [dict(waits) for _ in range(4)], [[0.0] for _ in range(4)]")
         self.put(f"t = yield [{name}(t, w, stores, products, of_warps[w]) for w in range(4)]")
+        self.put("rest[0] += max(rests)[0]")
         self.put("for x in of_warps:")
         self.put("  waits.update((b, n) for b, n in x.items() if n > waits.get(b, 0))")
 
@@ -869,14 +897,19 @@ class _Compiler:
     do_async_store_tmem = do_try_cluster_cancel = refuse
 
 
-def _trips(lo, hi, place):
+def _may_hold(predicate):
+    """An unknown one is taken to hold: others wait for the copy."""
+    return predicate is UNKNOWN or bool(predicate)
+
+
+def _trips(sm, key, lo, hi, rest, place, block, outer):
     if lo is UNKNOWN or hi is UNKNOWN:
         raise ValueError(
             f"plgpu.estimate: the number of iterations of the loop at {place} depends on elements"
             " of arrays. Kernels that load such elements one by one can be estimated with values="
             "{number of the argument: array}; measure others with plgpu.testing.do_bench"
         )
-    return range(lo, hi)
+    return Loop(sm, key, lo, hi, rest, place, block, outer)
 
 
 def _clip(start, size, dim):
@@ -891,6 +924,7 @@ class Program:
     assumed: list[str]
     overlaps: bool  # lets the next kernel of the stream start before its end
     dynamic: bool  # blocks take what to do next from a counter
+    shares_grid: bool  # and there are only as many as run at once
 
 
 def compile_kernel(graph, products, least):
@@ -900,15 +934,15 @@ def compile_kernel(graph, products, least):
         c.view(v)
     c.put("def body(sm, place, grid, thread, sizes, t):")
     c.depth += 1
-    c.put("stores, products, waits, warp = [], [], {}, 0")
+    c.put("stores, products, waits, warp, rest = [], [], {}, 0, [0.0]")
     c.put("met = t = yield t")
     c.block(graph.body)
-    c.put("return sm.finish(t, stores, products)")
+    c.put("return sm.finish(t, stores, products, rest[0])")
     source = "\n".join(c.lines)
     scope = {
         "UNKNOWN": UNKNOWN, "_div": _div, "_rem": _rem, "_min": _min, "_max": _max,
         "_select": _select, "_not": _not, "_convert": _convert, "trips": _trips, "clip": _clip,
-        "end_of_loop": c.end_of_loop,
+        "end_of_loop": c.end_of_loop, "may_hold": _may_hold, "Loop": Loop,
     }  # fmt: skip
     exec(compile(source, f"<estimate of {graph.name}>", "exec"), scope)  # noqa: S102
-    return Program(graph, scope["body"], source, c.assumed, c.overlaps, c.dynamic)
+    return Program(graph, scope["body"], source, c.assumed, c.overlaps, c.dynamic, c.shares_grid)

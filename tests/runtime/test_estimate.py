@@ -148,6 +148,124 @@ def test_loops_over_what_arrays_hold():
         plgpu.estimate(lowered)
 
 
+def many_steps(kind, n):
+    """A kernel that does something n times."""
+    x = SPEC((128, 64), jnp.float16)
+
+    def products(a, b, o):
+        def compute(acc):
+            def step(_, x, y):
+                plgpu.wgmma(acc, x, y)
+                plgpu.wgmma_wait(1)
+
+            specs = [
+                plgpu.BlockSpec(shape, lambda k: (0, 0), delay_release=1)
+                for shape in ((128, 64), (64, 64))
+            ]
+            plgpu.emit_pipeline(step, grid=(n,), in_specs=specs, max_concurrent_steps=3)(a, b)
+            return acc[...]
+
+        o[...] = pl.run_scoped(compute, plgpu.ACC((128, 64)))
+
+    def nested(a, b, o):
+        def one(i, y):
+            return lax.fori_loop(0, 100, lambda _, z: z * 1.5 + a[...], y)
+
+        o[...] = lax.fori_loop(0, n // 100, one, a[...]).astype(jnp.float32)
+
+    def tiles(a, b, o):
+        @plgpu.dynamic_scheduling_loop(("tile",))
+        def _(info):
+            o[...] = a[...] + info.index[0].astype(jnp.float32)
+
+    def roles(a, b, o, smem, full, empty):
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            def send(i, _):
+                plgpu.barrier_wait(empty)
+                plgpu.copy_gmem_to_smem(a, smem, full)
+
+            lax.fori_loop(0, n, send, None)
+            plgpu.barrier_wait(empty)
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _():
+            def receive(state):
+                i, total = state
+                plgpu.barrier_wait(full)
+                total += smem[...].astype(jnp.float32)
+                plgpu.barrier_arrive(empty)
+                return i + 1, total
+
+            plgpu.barrier_arrive(empty)
+            begin = 0, jnp.zeros((128, 64), jnp.float32)
+            o[...] = lax.while_loop(lambda state: state[0] < n, receive, begin)[1]
+
+    options = {}
+    if kind == "tiles":
+        options = {"grid": (132 * n,), "grid_names": ("tile",)}
+    elif kind == "roles":
+        options = {"num_threads": 2, "thread_name": "wg"}
+        options["scratch_types"] = [
+            plgpu.SMEM((128, 64), jnp.float16), plgpu.Barrier(), plgpu.Barrier(),
+        ]  # fmt: skip
+    body = {"products": products, "nested": nested, "tiles": tiles, "roles": roles}[kind]
+    return plgpu.kernel(body, out_type=SPEC((128, 64), jnp.float32), **options).lower(x, x)
+
+
+@pytest.mark.parametrize("kind", ["products", "nested", "tiles", "roles"])
+def test_more_iterations_than_are_simulated(kind, monkeypatch):
+    """Those that are left out are in proportion to the others, and a billion of them end."""
+    exact = plgpu.estimate(many_steps(kind, 4000))
+    assert not exact.assumed
+    monkeypatch.setattr(_estimate_machine, "EVENTS", 3000)
+    found = plgpu.estimate(many_steps(kind, 4000))
+    assert any("as long as those before" in text for text in found.assumed)
+    for name in ("seconds", "flops", "read", "written"):
+        assert getattr(found, name) == pytest.approx(getattr(exact, name), rel=0.08), name
+    assert found.bound == exact.bound
+    most = 10**9 if kind != "tiles" else 10**6  # of each SM
+    many = plgpu.estimate(many_steps(kind, most))
+    assert many.seconds == pytest.approx(exact.seconds * most / 4000, rel=0.1)
+
+
+def test_a_loop_whose_end_nobody_knows(monkeypatch):
+    @plgpu.kernel(out_type=SPEC((128,), jnp.float32))
+    def k(x, o):
+        def step(state):
+            i, y = state
+            return i + 1, y * 1.5 + x[...]
+
+        o[...] = lax.while_loop(lambda state: state[0] < 10**9, step, (0, x[...]))[1]
+
+    monkeypatch.setattr(_estimate_machine, "EVENTS", 3000)
+    with pytest.raises(NotImplementedError, match=r"test_estimate.py:\d+ has more iterations"):
+        plgpu.estimate(k.lower(SPEC((128,), jnp.float32)))
+
+
+def test_a_copy_that_is_left_out_arrives():
+    @plgpu.kernel(
+        out_type=SPEC((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32), plgpu.Barrier(num_arrivals=2)],
+    )
+    def k(x, o, smem, barrier):
+        def step(i, _):
+            plgpu.copy_gmem_to_smem(x, smem, barrier)
+            plgpu.copy_gmem_to_smem(x, smem, barrier, predicate=i < 1)
+            plgpu.barrier_wait(barrier)
+
+        lax.fori_loop(0, 3, step, None)
+        o[...] = smem[...]
+
+    assert plgpu.estimate(k.lower(SPEC((128,), jnp.float32))).read == 4 * 512
+
+
+def test_a_loop_over_the_grid_launches_what_fits():
+    e = plgpu.estimate(many_steps("tiles", 400))
+    assert e.blocks == 132 * e.occupancy and e.waves == 1
+    assert e.written == pytest.approx(132 * 400 * 128 * 64 * 4, rel=0.02)
+
+
 def test_branches_on_data_are_named():
     @plgpu.kernel(out_type=SPEC((128,), jnp.float32))
     def k(x, o):
