@@ -202,6 +202,7 @@ class Machine:
         self.macs = self.work_16 = 0  # multiply-adds; as many of 16 bits, for their energy
         self.ready, self.order, self.blocked = [], 0, {}
         self.left, self.over, self.extra, self.before = EVENTS, False, 0.0, None
+        self.place = "the beginning"  # of the last loop that went on
         self.known = dynamic  # whether loops that go on now can be left out
         self.loops, self.left_out = {}, {}  # the last time of each loop; iterations, by line
 
@@ -318,8 +319,9 @@ class Machine:
         return [dict(self.busy), dict(self.read), dict(self.written), single]
 
     def count(self, t, place):
-        """An event at time t, in a loop at a line of Python or elsewhere."""
+        """An event at time t: an iteration of a loop at a line of Python, or a wait."""
         self.left -= 1
+        self.place = place or self.place
         if self.left == EVENTS // 2:
             self.before = t, self._totals()
         elif self.left <= 0 and not self.over and self.known:
@@ -329,7 +331,7 @@ class Machine:
             self.blocked.clear()
         elif self.left < -MOST * EVENTS:
             raise NotImplementedError(
-                f"plgpu.estimate: {place or 'the kernel'} has more iterations than are simulated,"
+                f"plgpu.estimate: the loop at {self.place} has more iterations than are simulated,"
                 " and their number is not known beforehand; measure with plgpu.testing.do_bench"
             )
 
