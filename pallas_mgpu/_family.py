@@ -167,7 +167,8 @@ def specialize(make=None, *, in_place=True):
     by position or by name and reach the kernel in the order of the signature. Options are passed by
     name and must be hashable. Define functions that are passed as options only once, because each
     new function object makes a new kernel. ``in_place=False``: the kernels read their operands
-    while they write, so ``out=`` must not be one of the arrays (ValueError).
+    while they write, so ``out=`` must not be one of the arrays (ValueError), of calls of the
+    function and of its kernels.
 
     ``f.kernel(*args, **kwargs)`` returns the kernel that a call with such arguments runs; any
     objects with shape and dtype are accepted. TypeError for arguments that do not fit the

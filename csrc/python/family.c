@@ -311,6 +311,13 @@ done:
   return made;
 }
 
+/* Borrowed: the kernel that a target is, perhaps of views; or NULL. */
+static pmpy_kernel *kernel_of(PyObject *target) {
+  const pmpy_views *views;
+  if (Py_TYPE(target) == pmpy.reshaped_type) target = pmpy_reshaped_parts(target, &views);
+  return Py_TYPE(target) == pmpy.kernel_type ? (pmpy_kernel *)target : NULL;
+}
+
 /* Read (target, order) into the entry. */
 static int read_made(const family *f, const request *r, PyObject *made, entry *e) {
   PyObject *target, *order;
@@ -321,7 +328,9 @@ static int read_made(const family *f, const request *r, PyObject *made, entry *e
     return -1;
   }
   e->target = Py_NewRef(target);
-  e->direct = Py_TYPE(target) == pmpy.kernel_type || Py_TYPE(target) == pmpy.reshaped_type;
+  pmpy_kernel *k = kernel_of(target);
+  e->direct = k;
+  if (k && !f->in_place) k->apart = true; /* whoever calls it */
   e->n_order = r->n_operands;
   for (uint32_t i = 0; i < e->n_order; i++) {
     long k = PyLong_AsLong(PyTuple_GET_ITEM(order, i));

@@ -19,6 +19,7 @@ typedef struct pmpy_kernel {
   uint8_t *open; /* owned: of each operand the dimensions that calls may differ in, a bit each */
   uint32_t n_open;
   bool has_warned; /* of operands that were converted */
+  bool apart;      /* no output given may be an operand: a family says so */
 } pmpy_kernel;
 
 /* ---- kernel.c ------------------------------------------------------------------------------ */

@@ -5,7 +5,7 @@
  * would be read or written again after another block has changed it, so it is refused before
  * anything runs. Extents are those of the caller's memory; operands that were copied on the way in
  * have none. */
-#include "call.h"
+#include "kernel.h"
 
 typedef struct extent {
   uint64_t begin, end; /* addresses */
@@ -49,7 +49,7 @@ int pmpy_call_check_overlap(const pmpy_call *c) {
         return refuse(c, -(int)i - 1, (int)k, shared,
                       "what the kernel writes to one would be read through the other. Pass an "
                       "array that overlaps no operand, or exactly the operand to work in place");
-      if (!c->in_place)
+      if (!c->in_place || (c->k && c->k->apart))
         return refuse(c, -(int)i - 1, (int)k, shared,
                       "it reads its operands while it writes its result, so that it cannot work "
                       "in place. Pass an array that overlaps no operand");

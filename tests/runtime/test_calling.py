@@ -117,6 +117,13 @@ def test_ops_that_cannot_work_in_place(rng):
     a, b = (rng.standard_normal((64, 64)).astype(np.float16) for _ in range(2))
     with pytest.raises(ValueError, match=r"matmul: out\[0\] and argument 1 .*in place"):
         ops.matmul(a, b, out=b)
+    with pytest.raises(ValueError, match=r"matmul: out\[0\] and argument 0 .*in place"):
+        ops.matmul.kernel(a, b)(a, b, out=a)
+    q, k, v = (rng.standard_normal((1, 64, 2, 64)).astype(np.float16) for _ in range(3))
+    bare, want = ops.attention.kernel(q, k, v), ops.attention(q, k, v)
+    with pytest.raises(ValueError, match=r"attention: out\[0\] and argument 0 .*in place"):
+        bare(q, k, v, out=q)
+    assert (bare(q, k, v) == want).all()
     x = rng.standard_normal((4, 256)).astype(np.float32)
     want = ops.softmax(x)
     assert ops.softmax(x, out=x) is x and (x == want).all()
