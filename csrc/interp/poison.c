@@ -624,6 +624,19 @@ void pm_poison_take(const thread *t, uint32_t slot, char *p, size_t bytes) {
   memcpy(p, flags(t, slot), bytes);
 }
 
+/* Whatever becomes of the result, an operand of which no byte was ever written is a mistake. */
+static step check_operand(pm_machine *m, const thread *t, const instr *i, const located *s,
+                          const flag *p) {
+  const size_t n = (size_t)s->mem->n * s->mem->bytes;
+  if (!n || *p == OUTSIDE || memchr(p, 0, n)) return STEP_NEXT;
+  return fail(m, t, i, *p, "an operand of the product");
+}
+
+step pm_poison_operand(pm_machine *m, const thread *t, const instr *i, const located *s) {
+  const flag *p = (const flag *)pm_poison_bytes(m, t, s);
+  return p ? check_operand(m, t, i, s, p) : STEP_FAIL;
+}
+
 step pm_poison_product(pm_machine *m, const task *k, const char *array) {
   const access *acc = k->acc.mem, *right = k->rhs.mem;
   const int64_t rows = acc->dim[0], cols = acc->dim[1], depth = right->dim[0];
@@ -636,6 +649,9 @@ step pm_poison_product(pm_machine *m, const task *k, const char *array) {
   else memcpy(p, array, a);
   read_flags(m, k->owner, &k->rhs, 0, depth * cols, p + a);
   if (!any(p, a + b)) return STEP_NEXT;
+  if ((k->lhs.mem && check_operand(m, k->owner, k->i, &k->lhs, p) == STEP_FAIL) ||
+      check_operand(m, k->owner, k->i, &k->rhs, p + a) == STEP_FAIL)
+    return STEP_FAIL;
   beside(m, k->owner, &k->acc, &s);
   pm_vm_gather(&s, p + a + b);
   product(p + a + b, acc->bytes, p, pm_dtypes[k->i->out].bytes, p + a, right->bytes, rows, cols,

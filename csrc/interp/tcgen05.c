@@ -164,6 +164,10 @@ static step poison_product(pm_machine *m, task *k, const located *a, const locat
   }
   uint8_t *row = (uint8_t *)k->buffer, *column = row + x->m;
   const int64_t half = b_of_peer ? x->n / 2 : x->n;
+  if ((x->a && pm_poison_operand(m, t, k->i, a) == STEP_FAIL) ||
+      pm_poison_operand(m, t, k->i, b) == STEP_FAIL ||
+      (b_of_peer && pm_poison_operand(m, t, k->i, b_of_peer) == STEP_FAIL))
+    return STEP_FAIL;
   if (x->a && !pm_poison_lines(m, t, a, 0, row)) return STEP_FAIL;
   for (int64_t i = 0; !x->a && i < x->m; i++) row[i] = mark_of(m, &places[x->a_tmem], i, 1);
   if (!pm_poison_lines(m, t, b, 1, column)) return STEP_FAIL;

@@ -791,9 +791,10 @@ step pm_poison_rule_acc_store(pm_machine *m, thread *t, const instr *i),
 void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, size_t at);
 /* Of tensor memory: the bytes beside it; the number of an allocation; of a matrix in SMEM for each
  * index along a dimension, what its row or column comes from; the bytes beside a view, NULL: no
- * memory; those beside a slot. */
+ * memory; those beside a slot. pm_poison_operand: an error if nothing of a matrix was written. */
 char *pm_poison_tmem(const pm_machine *m, const block *b);
 uint8_t pm_poison_number(pm_machine *m, const char *name, pm_opid op);
+step pm_poison_operand(pm_machine *m, const thread *t, const instr *i, const located *s);
 bool pm_poison_lines(pm_machine *m, const thread *t, const located *s, int dim, uint8_t *line);
 const char *pm_poison_bytes(pm_machine *m, const thread *t, const located *s);
 char *pm_poison_beside(const pm_machine *m, const thread *t, const located *s, const char *at);

@@ -311,6 +311,35 @@ def test_products(where):
     np.testing.assert_array_equal(fine(body, out(56, 64), x, **scratch), x[:56])
 
 
+@pytest.mark.parametrize("empty", ["a", "b"])
+def test_an_operand_that_nobody_filled(empty):
+    """It is found even if the result is not used."""
+    square = plgpu.SMEM(
+        (2, 64, 64), F16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
+
+    def body(x, o, a, b, acc):
+        for s in (a, b):
+            s[0] = x[...]
+            if (s is a) == (empty == "b") or partly:
+                s[1, :8] = x[:8]
+        plgpu.commit_smem()
+        for slot in range(2):
+            plgpu.wgmma(acc, a.at[slot], b.at[slot])  # here
+        plgpu.wgmma_wait(0)
+        o[...] = x[:8]
+
+    x = np.eye(64, dtype=F16)
+    scratch = dict(scratch_types=[square, square, plgpu.ACC((64, 64))])
+    partly = False
+    text = refused(
+        f"operand of the product .*'{empty}', allocated", body, out(8, 64, dtype=F16), x, **scratch
+    )
+    assert "# here" in text
+    partly = True
+    np.testing.assert_array_equal(fine(body, out(8, 64, dtype=F16), x, **scratch), x[:8])
+
+
 def test_clusters():
     """Stores to another block carry it."""
 
