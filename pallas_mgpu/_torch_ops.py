@@ -79,25 +79,38 @@ def _of_any_size(fn, fake, sums):
 def _check_sizes(fn, args, options):
     """Raises what fn raises for tensors without elements for another reason than that. It is asked
     about tensors without memory that have another size in place of 0: with 1, blocks of 0 elements
-    are as many as those of 1; other sizes have to be multiples of something."""
-    refused = []
-    for size in (1, 128):
-
-        def like(x, size=size):
-            if not isinstance(x, Tensor):
-                return x
-            return torch.empty([d or size for d in x.shape], dtype=x.dtype, device="meta")
-
-        try:
-            derive(fn, *map(like, args), **{name: like(x) for name, x in options.items()})
-        except NotImplementedError:
+    are as many as those of 1; other sizes have to be multiples of something. A size of 1 beside one
+    of 0 differs from it: with 2 in place of 0, too, unless scales of blocks are among them."""
+    given = inspect.signature(fn).bind(*args, **options).arguments
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    blocks = any("scale" in name for name in tensors)
+    refused, sizes = {}, [1, 128]
+    if not blocks and any(1 in x.shape for x in tensors.values()):
+        sizes = [2, 128]
+    for size in sizes:
+        error = _refusal(fn, args, options, size)
+        if error is None:
             return
-        except (TypeError, ValueError) as e:
-            refused.append(e)
-        else:
-            return
-    first = refused[0]
-    raise type(first)(f"{first} (with sizes of 1 in place of 0)") from None
+        refused[size] = error
+    size, first = next(iter(refused.items()))
+    raise type(first)(f"{first} (with sizes of {size} in place of 0)") from None
+
+
+def _refusal(fn, args, options, size):
+    """What fn raises with another size in place of 0, or None."""
+
+    def like(x):
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty([d or size for d in x.shape], dtype=x.dtype, device="meta")
+
+    try:
+        derive(fn, *map(like, args), **{name: like(x) for name, x in options.items()})
+    except NotImplementedError:
+        return None
+    except (TypeError, ValueError) as e:
+        return e
+    return None
 
 
 def _no_gradients(ctx, *outputs):
@@ -1134,6 +1147,7 @@ def linear_cross_entropy_gradients(
     of_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss, and its gradients by x and weight: all logits are never there at once."""
+    _check_linear_entropy(x, weight, targets)
     targets = targets.to(torch.int32)
     counted = (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
     n = x.shape[0]
@@ -1158,6 +1172,26 @@ def linear_cross_entropy_gradients(
             dw.add(logits, rows)
         del logits, losses, lse  # before the next ones are made
     return total / counted, dx, none.clone() if dw is None else dw.total.to(weight.dtype)
+
+
+def _check_linear_entropy(x, weight, targets):
+    """The rest is checked by what it is made of, but only if there are rows."""
+    shapes = tuple(x.shape), tuple(weight.shape), tuple(targets.shape)
+    if x.ndim != 2 or weight.ndim != 2 or targets.shape != x.shape[:1]:
+        raise ValueError(
+            "linear_cross_entropy: x, weight and targets must have the shapes (rows, K),"
+            f" (classes, K) and (rows,), got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy: the inner dims differ, {x.shape[1]} and {weight.shape[1]}: x"
+            f" is {shapes[0]}, weight {shapes[1]}"
+        )
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"linear_cross_entropy: x and weight must have one dtype, got {x.dtype} and"
+            f" {weight.dtype}"
+        )
 
 
 class _WeightGradient:

@@ -103,8 +103,8 @@ class SeveralKernels:
 
     def lower(self, *args, **options):
         raise NotImplementedError(
-            "lower: the choice for these operands consists of several kernels; give config= one"
-            " that needs a single kernel, as MatmulConfig(slices=1), or lower them one by one"
+            "lower: the choice for these operands consists of several kernels; pass a config= that"
+            " needs a single one, such as MatmulConfig(slices=1) or AttentionConfig()"
         )
 
     def compile(self, *operands):

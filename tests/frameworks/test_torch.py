@@ -1207,6 +1207,22 @@ def test_tensors_without_elements(name):
         (lambda: pt.add_rms_norm(half(0, 64), half(5, 64)), "residual must be"),
         (lambda: pt.attention(half(1, 0, 2, 64), *[half(1, 5, 2, 32)] * 2), "head_dim"),
         (lambda: pt.softmax(half(0, 5), axis=3), "axis must be"),
+        (lambda: pt.matmul(half(16, 0), half(1, 32)), "inner dims differ"),
+        (lambda: pt.rms_norm(half(4, 0), half(1)), "weight must have the shape"),
+        (lambda: pt.gated_linear_unit(half(0, 64), half(1, 64)), "up must be"),
+        (lambda: pt.attention(half(0, 3, 2, 64), *[half(1, 5, 2, 64)] * 2), "differ in batch"),
+        (
+            lambda: pt.transposed_ragged_dot(half(0, 64), half(1, 32), torch.zeros(3).int()),
+            "the same rows",
+        ),
+        (
+            lambda: pt.linear_cross_entropy(half(0, 64), half(9, 48), torch.zeros(0)),
+            "inner dims differ, 64 and 48",
+        ),
+        (
+            lambda: pt.linear_cross_entropy(half(0, 64), half(9, 64), torch.zeros(1)),
+            "must have the shapes",
+        ),
     ],
 )
 def test_tensors_without_elements_of_wrong_shapes(call, words):

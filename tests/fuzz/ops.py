@@ -30,6 +30,7 @@ from fuzz import ops_training
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
+from pallas_mgpu.ops._common import SeveralKernels
 
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 I8, I4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
@@ -533,13 +534,14 @@ def check(call, ways=("interpret", "host"), interpret=True):
         if "races" in ways:
             compare("races", call, f(*positional, **options, interpret=CHECKED))
         target = f.kernel(*positional, **options, interpret=True)
-        if "host" in ways and call.name in ops_training.MAKERS:  # some run several kernels
+        several = isinstance(target, SeveralKernels) and not hasattr(target, "slicing")
+        if "host" in ways and (several or call.name in ops_training.MAKERS):
             compare("host", call, f(*positional, **options, interpret="emulate"))
         elif "host" in ways:
             for seed in (call.seed, call.seed + 1):
                 got = step_by_step(target, arrays, lambda k, a, s=seed: on_host(k, a, s))
                 compare("host", call, got)
-        if "nvrtc" in ways and hasattr(target, "lower") | hasattr(target, "product"):
+        if "nvrtc" in ways and not several and hasattr(target, "lower") | hasattr(target, "product"):
             step_by_step(target, arrays, lambda k, a: compiled(k, a, spills))
         if "cuda" in ways:
             on_gpu = [plgpu.device_put(x) for x in arrays]
