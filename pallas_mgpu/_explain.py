@@ -111,6 +111,7 @@ def run(argv):
         lowered = _lowered(found, operands, args.kernel)
         print(estimate(lowered, gpu=args.gpu, sizes=sizes, cold=args.cold))
     except (ValueError, NotImplementedError) as e:
-        print(f"error: {e}")
+        # where the operands do not fit, the caller is not a line of the file but this command
+        print("error: " + re.sub(r"\n *at <frozen runpy>:\d+", "", str(e)))
         return 2
     return 0

@@ -541,7 +541,8 @@ def check(call, ways=("interpret", "host"), interpret=True):
             for seed in (call.seed, call.seed + 1):
                 got = step_by_step(target, arrays, lambda k, a, s=seed: on_host(k, a, s))
                 compare("host", call, got)
-        if "nvrtc" in ways and not several and hasattr(target, "lower") | hasattr(target, "product"):
+        single = hasattr(target, "lower") and not several
+        if "nvrtc" in ways and (single or hasattr(target, "product")):
             step_by_step(target, arrays, lambda k, a: compiled(k, a, spills))
         if "cuda" in ways:
             on_gpu = [plgpu.device_put(x) for x in arrays]
