@@ -1221,7 +1221,7 @@ def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
             parts = _attention_parts.parts_of(problem, chosen, cores)
             few = 2 * _attention_parts.tiles_of(problem, chosen) <= cores
             shares = _attention_parts.shares_of(problem, chosen, cores, parts)
-        if not exact:
+        if not exact and not (parts > 1 and call.deterministic):  # else others may have come before
             found = _flattened(problem, widths, parts > 1 and few, call)
             if found is not None:
                 return found
@@ -1368,7 +1368,8 @@ def attention(
     preallocated result, or a pair of them. batch_invariant: the bits of a query's result depend on
     that query, its keys and values, the dtypes and options alone (for the same config, if one is
     given); the keys are then not divided among blocks where queries are few. deterministic: a call
-    repeats bit for bit, at present always.
+    repeats bit for bit, in other processes, too, whatever they called before. Where blocks divide
+    the keys, each combination of lengths then has a program of its own.
 
     window: ``(left, right)``; query i sees the keys from i - left to i + right, None: no limit
     on that side; causal makes right 0. bottom_right: the diagonal of causal and window is ``i +

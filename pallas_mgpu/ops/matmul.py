@@ -25,6 +25,7 @@ steps of a tile, the slots of A hold one part of its columns after the other.
 Ragged edges need nothing: TMA reads zeros outside an array and does not write there. Arrays whose
 rows TMA cannot address are first copied to padded rows (_padding.py)."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -65,7 +66,7 @@ from ._matmul_choice import (
     misaligned_rows,
     rates_of,
 )
-from ._open_rows import may_settle, own_program, rows_of, settle
+from ._open_rows import may_settle, own_program, rows_of, settle, together
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
@@ -1279,8 +1280,10 @@ def matmul(
     batch_invariant: the bits of a row of the result depend on that row of ``a``, ``b``, the dtypes
     and options alone, not on M or on other rows (for the same config, if one is given): K is never
     divided, and a single row goes to the tensor cores, too, which takes longer where M and N are
-    small. deterministic: a call repeats bit for bit. Without it, the bits may change once, when a
-    number of rows that came often gets a program of its own.
+    small. deterministic: a call repeats bit for bit, in other processes, too, whatever they called
+    before; each number of rows has a program of its own. Without it, the bits depend on whether the
+    numbers of rows of a process share a program, and may change once, when one that came often gets
+    a program of its own.
 
     accumulate: add the product to the contents of ``out``, for example a float32 gradient; without
     bias and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16
@@ -1302,7 +1305,8 @@ def matmul(
         options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
         options |= {"transpose_a": ta, "transpose_b": tb, "precision": precision}
         options |= {"interpret": interpret}
-        return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
+        with together(True) if deterministic else contextlib.nullcontext():
+            return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
     scaled = scale_a is not None or scale_b is not None
     x = _checked(a, b, bias, activation, out_dtype, ta, tb, scaled)
     x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
@@ -1312,9 +1316,10 @@ def matmul(
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
     operands = a, b, bias, scale_a, scale_b
-    if a.dtype.name == "float32":
-        return _of_float32(x, operands, config, invariant, precision, accumulate, interpret)
-    return _of_narrow_types(x, operands, config, invariant, accumulate, interpret)
+    with together(True) if deterministic else contextlib.nullcontext():
+        if a.dtype.name == "float32":
+            return _of_float32(x, operands, config, invariant, precision, accumulate, interpret)
+        return _of_narrow_types(x, operands, config, invariant, accumulate, interpret)
 
 
 _GAIN = 1.01  # by which a program of its own is to be faster, by the estimate
