@@ -1,8 +1,9 @@
 """The gradient of an activation, and the sums of its columns: the gradient of a bias before it.
 
-A block takes 16 rows of a strip of columns at a time, of its share of the rows. Each lane has
-16 bytes of a row, always of the same columns, so that its sums stay in registers until its last
-row. A further kernel adds up the sums of the blocks, always in the same order."""
+A block takes 16 rows of a strip of columns, and where it sums them 8 at a time of its share of the
+rows. Each lane has 16 bytes of a row, always of the same columns, so that its sums stay in
+registers until its last row. A further kernel adds up the sums of the blocks, always in the same
+order."""
 
 import functools
 import math
@@ -22,8 +23,9 @@ from .norms_backward import WithSums, sums_of_rows
 
 _F32 = np.float32
 _HEIGHT = 16
+_SUMMED = 8  # rows at a time: with sums, 16 take 122 to 161 registers, by NVRTC's luck
 _EDGES = 0, 512, ANY_ROWS[1]  # of numbers of rows that share a program with sums
-_RESIDENT = 4  # blocks of an SM that registers have room for
+_RESIDENT = 6  # blocks of an SM with sums; registers have room for 7
 
 
 def _tanh_slope(x):
@@ -65,13 +67,14 @@ def _kernel(x, interpret):
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
-    tiles, shape = pl.cdiv(x.n, width), (_HEIGHT, width)
+    height = _SUMMED if x.chunks else _HEIGHT
+    tiles, shape = pl.cdiv(x.n, width), (height, width)
     steps, is_open = 1, _sizes.is_open(x.shape)
     if x.chunks:
-        steps = pl.cdiv(pl.cdiv(x.rows, _HEIGHT), x.chunks)
-    chunks = x.chunks or pl.cdiv(x.rows, _HEIGHT)
+        steps = pl.cdiv(pl.cdiv(x.rows, height), x.chunks)
+    chunks = x.chunks or pl.cdiv(x.rows, height)
     slope = (_OF_RESULT if x.of_result else _OF_ARGUMENT)[x.activation]
-    ragged = is_open or x.rows % (_HEIGHT * steps) or x.n % width
+    ragged = is_open or x.rows % (height * steps) or x.n % width
 
     def body(grad, value, out, *sums):
         overlap_launches()
@@ -80,12 +83,14 @@ def _kernel(x, interpret):
             grad, value, out = (r.reshape((x.rows, x.n)) for r in (grad, value, out))
 
         def add(i, total):
-            r = (chunk * steps + i) * _HEIGHT
-            at, keep = (pl.ds(r, _HEIGHT), pl.ds(c, width)), None
+            r = (chunk * steps + i) * height
+            at, keep = (pl.ds(r, height), pl.ds(c, width)), None
             if ragged:
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-                column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-                keep = (row < x.rows - r) & (column < x.n - c)
+                keep = row < x.rows - r
+                if x.n % width:
+                    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+                    keep &= column < x.n - c
             options = {"layout": layout} if keep is None else {"mask": keep, "other": 0}
             g, v = (plgpu.load(ref.at[at], **options).astype(jnp.float32) for ref in (grad, value))
             g = g * slope(v)
@@ -121,9 +126,9 @@ def _with_sums(x, device, sms, interpret):
     """The kernel that also sums rows, perhaps of any number of them, and the number of sums."""
     kind = "activation_backward", x._replace(rows=0, shape=()), x.shape[-1], device, interpret
     rows, typical = rows_of(kind, x.rows, _EDGES)
-    steps = pl.cdiv(typical, _HEIGHT)
+    steps = pl.cdiv(typical, _SUMMED)
     steps = pl.cdiv(steps, max(1, min(steps, _RESIDENT * sms // pl.cdiv(x.n, _width(x)))))
-    x = x._replace(chunks=pl.cdiv(typical, steps * _HEIGHT))
+    x = x._replace(chunks=pl.cdiv(typical, steps * _SUMMED))
     if rows is x.rows:
         return _kernel(x, interpret), x.chunks
     kernel, flat = _kernel(x._replace(rows=rows, shape=(rows, x.n)), interpret), (x.rows, x.n)
