@@ -33,7 +33,8 @@ class _Maker:
 
     ``better``: None, or a function of what ``make`` gets. It returns None, or a function without
     arguments that makes a kernel for that call alone, and compiles it; this one takes the place of
-    the first one."""
+    the first one. ``check``: None, or a function of the name and the bound arguments, which raises
+    for those that ``make`` does not take."""
 
     def __init__(self, make, name):
         self.make, self.name = make, name
@@ -44,6 +45,7 @@ class _Maker:
         self.n_required = sum(p.default is p.empty for p in by_position)
         self.made = {}
         self.better, self.threads = getattr(make, "better", None), {}
+        self.check = None
 
     def bind(self, args, arrays, options):
         """The arguments, the order of the operands in them, and the key of `made`."""
@@ -79,6 +81,8 @@ class _Maker:
         if target is not None:
             self.made[key] = target  # the last one used is the last one in order
         else:
+            if self.check:
+                self.check(self.name, bound)
             target = self.make(*bound.args, **bound.kwargs)
             if not callable(target):
                 raise TypeError(

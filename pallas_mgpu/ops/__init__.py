@@ -1,5 +1,6 @@
 """Ready kernels, written in the public language alone."""
 
+from ._arguments import check_arguments as _check_arguments
 from .activation_backward import activation_backward
 from .adamw import adamw
 from .add_norm import add_layer_norm, add_rms_norm
@@ -95,6 +96,10 @@ __all__ = [
     "softmax_backward",
     "transposed_ragged_dot",
 ]
+
+for _name in __all__:
+    if hasattr(globals()[_name], "maker"):
+        globals()[_name].maker.check = _check_arguments
 
 
 def __dir__():

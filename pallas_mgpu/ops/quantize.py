@@ -542,7 +542,8 @@ def check_options(name, x, dtype, block, mx):
 def _check(name, x, block, mx):
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{name}: x must have a dim and elements, got shape {x.shape}")
-    if block not in (None, 32, 64, 128, SQUARE) or isinstance(block, bool):
+    known = block is None or isinstance(block, int | tuple) and not isinstance(block, bool)
+    if not known or block not in (None, 32, 64, 128, SQUARE):
         raise ValueError(
             f"{name}: block must be None (rows), 32, 64, 128 or {SQUARE}, got {block!r}"
         )

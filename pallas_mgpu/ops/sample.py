@@ -401,7 +401,9 @@ def sample(logits, seed, *, top_k=None, top_p=None, temperature=1.0, config=None
             f" {seed.shape}"
         )
     rows, n = logits.shape
-    k = _option("top_k", top_k, rows, np.int32, lambda v: v == int(v) >= 0, "an int from 0")
+    k = _option(
+        "top_k", top_k, rows, np.int32, lambda v: 0 <= v < np.inf and v == int(v), "an int from 0"
+    )
     p = _option("top_p", top_p, rows, _F32, lambda v: 0 < v <= 1, "above 0 and at most 1")
     t = _option(
         "temperature", temperature, rows, _F32, lambda v: 0 <= v < np.inf, "from 0 and finite"
