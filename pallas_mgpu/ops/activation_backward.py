@@ -1,12 +1,12 @@
 """The gradient of an activation, and the sums of its columns: the gradient of a bias before it.
 
-A block takes 16 rows of a strip of columns, and where it sums them 8 at a time of its share of the
-rows. Each lane has 16 bytes of a row, always of the same columns, so that its sums stay in
-registers until its last row. A further kernel adds up the sums of the blocks, always in the same
-order."""
+A block takes 16 rows of a strip of columns at a time, of its share of the rows. Each lane has
+16 bytes of each fourth row, always of the same columns, so that its sums stay in registers until
+its last row. A further kernel adds up the sums of the blocks, always in the same order."""
 
 import functools
 import math
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +22,8 @@ from .gated import SLOPES
 from .norms_backward import WithSums, sums_of_rows
 
 _F32 = np.float32
-_HEIGHT = 16
-_SUMMED = 8  # rows at a time: with sums, 16 take 122 to 161 registers, by NVRTC's luck
+_HEIGHT, _WARPS = 16, 4
 _EDGES = 0, 512, ANY_ROWS[1]  # of numbers of rows that share a program with sums
-_RESIDENT = 6  # blocks of an SM with sums; registers have room for 7
 
 
 def _tanh_slope(x):
@@ -60,14 +58,20 @@ def _width(x):
     return 32 * (16 // max(d.itemsize for d in x.dtypes))
 
 
+def _tiling(x):
+    """(rows at a time, blocks of an SM) of a kernel with sums. Registers have room for so many: 16
+    rows whose columns are masked, too, take up to 161."""
+    return (8, 6) if x.n % _width(x) else (_HEIGHT, 4)
+
+
 @cached
 def _kernel(x, interpret):
     width = _width(x)
     vec = width // 32
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((_WARPS, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
-    height = _SUMMED if x.chunks else _HEIGHT
+    height = _tiling(x)[0] if x.chunks else _HEIGHT
     tiles, shape = pl.cdiv(x.n, width), (height, width)
     steps, is_open = 1, _sizes.is_open(x.shape)
     if x.chunks:
@@ -98,9 +102,13 @@ def _kernel(x, interpret):
                 out[at] = g.astype(out.dtype)
             else:
                 pl.store(out, at, g.astype(out.dtype), mask=keep)
-            return total + g if x.chunks else total
+            if x.chunks:  # the rows of a lane first
+                total = total + functools.reduce(
+                    operator.add, (g[k : k + _WARPS] for k in range(0, height, _WARPS))
+                )
+            return total
 
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        zero = plgpu.layout_cast(jnp.zeros((_WARPS, width), jnp.float32), layout)
         total = lax.fori_loop(0, steps, add, zero if x.chunks else jnp.int32(0))
         for ref in sums:
             total, at = jnp.sum(total, axis=0), (chunk, pl.ds(c, width))
@@ -126,9 +134,10 @@ def _with_sums(x, device, sms, interpret):
     """The kernel that also sums rows, perhaps of any number of them, and the number of sums."""
     kind = "activation_backward", x._replace(rows=0, shape=()), x.shape[-1], device, interpret
     rows, typical = rows_of(kind, x.rows, _EDGES)
-    steps = pl.cdiv(typical, _SUMMED)
-    steps = pl.cdiv(steps, max(1, min(steps, _RESIDENT * sms // pl.cdiv(x.n, _width(x)))))
-    x = x._replace(chunks=pl.cdiv(typical, steps * _SUMMED))
+    height, blocks = _tiling(x)
+    steps = pl.cdiv(typical, height)
+    steps = pl.cdiv(steps, max(1, min(steps, blocks * sms // pl.cdiv(x.n, _width(x)))))
+    x = x._replace(chunks=pl.cdiv(typical, steps * height))
     if rows is x.rows:
         return _kernel(x, interpret), x.chunks
     kernel, flat = _kernel(x._replace(rows=rows, shape=(rows, x.n)), interpret), (x.rows, x.n)
