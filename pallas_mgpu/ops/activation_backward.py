@@ -1,8 +1,9 @@
 """The gradient of an activation, and the sums of its columns: the gradient of a bias before it.
 
 A block takes 16 rows of a strip of columns at a time, of its share of the rows. Each lane has
-16 bytes of each fourth row, always of the same columns, so that its sums stay in registers until
-its last row. A further kernel adds up the sums of the blocks, always in the same order."""
+16 bytes of each fourth row, always of the same columns, so that its sums, of two rows, stay in
+registers until its last row. A further kernel adds up the sums of the blocks, always in the same
+order."""
 
 import functools
 import math
@@ -22,7 +23,8 @@ from .gated import SLOPES
 from .norms_backward import WithSums, sums_of_rows
 
 _F32 = np.float32
-_HEIGHT, _WARPS = 16, 4
+_HEIGHT = 16
+_SUMS = 8  # rows of sums: with 16, registers of silu have no room for four blocks of an SM
 _EDGES = 0, 512, ANY_ROWS[1]  # of numbers of rows that share a program with sums
 
 
@@ -61,7 +63,7 @@ def _width(x):
 def _tiling(x):
     """(rows at a time, blocks of an SM) of a kernel with sums. Registers have room for so many: 16
     rows whose columns are masked, too, take up to 161."""
-    return (8, 6) if x.n % _width(x) else (_HEIGHT, 4)
+    return (_SUMS, 6) if x.n % _width(x) else (_HEIGHT, 4)
 
 
 @cached
@@ -69,7 +71,7 @@ def _kernel(x, interpret):
     width = _width(x)
     vec = width // 32
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((_WARPS, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
     height = _tiling(x)[0] if x.chunks else _HEIGHT
     tiles, shape = pl.cdiv(x.n, width), (height, width)
@@ -102,13 +104,10 @@ def _kernel(x, interpret):
                 out[at] = g.astype(out.dtype)
             else:
                 pl.store(out, at, g.astype(out.dtype), mask=keep)
-            if x.chunks:  # the rows of a lane first
-                total = total + functools.reduce(
-                    operator.add, (g[k : k + _WARPS] for k in range(0, height, _WARPS))
-                )
-            return total
+            parts = [g[k : k + _SUMS] for k in range(0, height, _SUMS)]
+            return total + functools.reduce(operator.add, parts) if x.chunks else total
 
-        zero = plgpu.layout_cast(jnp.zeros((_WARPS, width), jnp.float32), layout)
+        zero = plgpu.layout_cast(jnp.zeros((_SUMS, width), jnp.float32), layout)
         total = lax.fori_loop(0, steps, add, zero if x.chunks else jnp.int32(0))
         for ref in sums:
             total, at = jnp.sum(total, axis=0), (chunk, pl.ds(c, width))
