@@ -1,9 +1,8 @@
 """The gradient of an activation, and the sums of its columns: the gradient of a bias before it.
 
 A block takes 16 rows of a strip of columns at a time, of its share of the rows. Each lane has
-16 bytes of each fourth row, always of the same columns, so that its sums, of two rows, stay in
-registers until its last row. A further kernel adds up the sums of the blocks, always in the same
-order."""
+16 bytes of each fourth row, always of the same columns, so that its sums stay in registers until
+its last row. A further kernel adds up the sums of the blocks, always in the same order."""
 
 import functools
 import math
@@ -24,7 +23,6 @@ from .norms_backward import WithSums, sums_of_rows
 
 _F32 = np.float32
 _HEIGHT = 16
-_SUMS = 8  # rows of sums: with 16, registers of silu have no room for four blocks of an SM
 _EDGES = 0, 512, ANY_ROWS[1]  # of numbers of rows that share a program with sums
 
 
@@ -61,9 +59,12 @@ def _width(x):
 
 
 def _tiling(x):
-    """(rows at a time, blocks of an SM) of a kernel with sums. Registers have room for so many: 16
-    rows whose columns are masked, too, take up to 161."""
-    return (_SUMS, 6) if x.n % _width(x) else (_HEIGHT, 4)
+    """(rows at a time, rows of sums, blocks of an SM) of a kernel with sums, as registers have room
+    for. silu of 16 bits takes up to 138 with 16 rows of sums, and 161 where columns are masked,
+    too; others take at most 121."""
+    if x.activation != "silu" or _width(x) < 256:
+        return _HEIGHT, _HEIGHT, 4
+    return (8, 8, 6) if x.n % _width(x) else (_HEIGHT, 8, 4)
 
 
 @cached
@@ -73,7 +74,7 @@ def _kernel(x, interpret):
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((4, width), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
-    height = _tiling(x)[0] if x.chunks else _HEIGHT
+    height, summed, _ = _tiling(x) if x.chunks else (_HEIGHT, _HEIGHT, 0)
     tiles, shape = pl.cdiv(x.n, width), (height, width)
     steps, is_open = 1, _sizes.is_open(x.shape)
     if x.chunks:
@@ -104,10 +105,10 @@ def _kernel(x, interpret):
                 out[at] = g.astype(out.dtype)
             else:
                 pl.store(out, at, g.astype(out.dtype), mask=keep)
-            parts = [g[k : k + _SUMS] for k in range(0, height, _SUMS)]
+            parts = [g[k : k + summed] for k in range(0, height, summed)]
             return total + functools.reduce(operator.add, parts) if x.chunks else total
 
-        zero = plgpu.layout_cast(jnp.zeros((_SUMS, width), jnp.float32), layout)
+        zero = plgpu.layout_cast(jnp.zeros((summed, width), jnp.float32), layout)
         total = lax.fori_loop(0, steps, add, zero if x.chunks else jnp.int32(0))
         for ref in sums:
             total, at = jnp.sum(total, axis=0), (chunk, pl.ds(c, width))
@@ -133,7 +134,7 @@ def _with_sums(x, device, sms, interpret):
     """The kernel that also sums rows, perhaps of any number of them, and the number of sums."""
     kind = "activation_backward", x._replace(rows=0, shape=()), x.shape[-1], device, interpret
     rows, typical = rows_of(kind, x.rows, _EDGES)
-    height, blocks = _tiling(x)
+    height, _, blocks = _tiling(x)
     steps = pl.cdiv(typical, height)
     steps = pl.cdiv(steps, max(1, min(steps, blocks * sms // pl.cdiv(x.n, _width(x)))))
     x = x._replace(chunks=pl.cdiv(typical, steps * height))
