@@ -472,7 +472,12 @@ class Trace:
     def exit(self) -> None: ...
     def operand(self, shape: _Shape, dtype: DType, name: str | None = None) -> Ref: ...
     def output(
-        self, shape: _Shape, dtype: DType, name: str | None = None, alias: int = -1
+        self,
+        shape: _Shape,
+        dtype: DType,
+        name: str | None = None,
+        alias: int = -1,
+        scratch: bool = False,
     ) -> Ref: ...
     def size(
         self, how: str, a: int, b: int, least: int, most: int, multiple: int, name: str, /

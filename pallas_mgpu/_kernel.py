@@ -371,7 +371,7 @@ class Definition:
             what = f"{self.who} {self.name}: {x} for each of {shape[0]} blocks"
             _checked(ShapeDtypeStruct(shape, x.dtype), what)
             count += 1
-            ref = t.output(shape, x.dtype, name or f"scratch{count}")
+            ref = t.output(shape, x.dtype, name or f"scratch{count}", scratch=True)
             if is_shared:
                 shared.add(id(ref))
             return ref

@@ -204,6 +204,7 @@ typedef struct pm_graph {
   uint32_t n_grid, n_cluster, n_mesh,
       n_threads;                  /* n_threads: Pallas threads of a block, at least 1 */
   uint32_t n_operands, n_outputs; /* arguments of block 1 */
+  uint32_t n_scratch;             /* the last outputs, which the caller does not get */
   uint32_t n_inout;               /* outputs that alias operands (recorded in alias[]) */
   int32_t *alias;                 /* per output: operand index or -1 */
   const int64_t *

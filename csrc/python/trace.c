@@ -265,6 +265,7 @@ typedef struct arg_job {
   const char *name;
   bool output;
   int32_t alias;
+  int scratch;
   pm_val val;
 } arg_job;
 
@@ -277,19 +278,20 @@ static pm_code arg_body(void *ctx, pm_err *err) {
   if (j->name) g->values.at[j->val].name = pm_intern(g, j->name);
   if (j->output) g->n_outputs++;
   else g->n_operands++;
+  g->n_scratch += j->scratch;
   return PM_OK;
 }
 
 static PyObject *add_arg(PyObject *self, PyObject *args, PyObject *kw, bool output) {
   static char *operand_names[] = {"shape", "dtype", "name", NULL};
-  static char *output_names[] = {"shape", "dtype", "name", "alias", NULL};
+  static char *output_names[] = {"shape", "dtype", "name", "alias", "scratch", NULL};
   pmpy_trace *t = (pmpy_trace *)self;
   PyObject *shape, *dtype;
   arg_job j = {.t = t, .type = {.kind = PM_REF, .space = PM_GMEM}, .output = output, .alias = -1};
   pm_dtype d;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, output ? "OO|zi:output" : "OO|z:operand",
+  if (!PyArg_ParseTupleAndKeywords(args, kw, output ? "OO|zip:output" : "OO|z:operand",
                                    output ? output_names : operand_names, &shape, &dtype, &j.name,
-                                   &j.alias) ||
+                                   &j.alias, &j.scratch) ||
       pmpy_shape(shape, "shape", &j.type) || pmpy_dtype_from(dtype, &d)) {
     return NULL;
   }
@@ -432,7 +434,7 @@ static PyMethodDef trace_methods[] = {
     {"operand", (PyCFunction)(void (*)(void))trace_operand, METH_VARARGS | METH_KEYWORDS,
      "operand(shape, dtype, name=None) -> Ref"},
     {"output", (PyCFunction)(void (*)(void))trace_output, METH_VARARGS | METH_KEYWORDS,
-     "output(shape, dtype, name=None, alias=-1) -> Ref"},
+     "output(shape, dtype, name=None, alias=-1, scratch=False) -> Ref"},
     {"size", trace_size, METH_VARARGS,
      "size(how, a, b, least, most, multiple, name) -> number of a size of the call"},
     {"extents", trace_extents, METH_VARARGS, "extents(argument, numbers of sizes)"},

@@ -142,6 +142,21 @@ def test_leaked_values_say_where_they_were_made():
         leaked[0] + 1
 
 
+def test_scratch_that_nothing_writes():
+    """It says so if something reads it."""
+    scratch = {"scratch_types": {"parts": plgpu.ext.SharedScratch((64,), np.float32)}}
+
+    def reads(x, out, parts):
+        out[...] = x[...] + parts[...]
+
+    def ignores(x, out, parts):
+        out[...] = x[...]
+
+    found = plgpu.kernel(reads, out_type=OUT, **scratch).lower(X).graph.warnings
+    assert "nothing writes output 1 (parts)" in found[0]
+    assert not plgpu.kernel(ignores, out_type=OUT, **scratch).lower(X).graph.warnings
+
+
 def test_outputs_that_nothing_writes():
     def silent(x, out):
         pass
