@@ -10,19 +10,16 @@ FN u32 bits_under(u32 x, u32 mask, u32 one) {
 }
 
 //! bf16_of_s8
-// Of the low bytes of both halves of p. bf16 has 7 mantissa bits: 128 + (the low bits) - (128 + the
-// sign bit)
-FN u32 bf16_of_s8(u32 p) {
+// Of bytes 0 and 1, or 2 and 3, of w. bf16 has 7 mantissa bits, so that under a byte of 0x41 the
+// sign bit is the lowest one of the exponent: 8 + (the low bits) / 16, or twice that. r, 16 or 8,
+// makes it 128 + (the low bits), and 128 or 256, 384 - 16 r, is subtracted. Two of these four
+// instructions leave those units alone that limit products with narrow operands, and one register
+// has all constants that do not fit into instructions.
+FN u32 bf16_of_s8(u32 w, bool upper) {
+  const u32 k = 0x41804180u, p = __byte_perm(w, k, upper ? 0x5352 : 0x5150);
   u32 r;
-#ifdef HAS_BF16
-  asm("sub.rn.bf16x2 %0, %1, %2;"
-      : "=r"(r) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
-        "r"(bits_under(p, 0x00800080u, 0x43004300u)));
-#else
-  asm("fma.rn.bf16x2 %0, %2, %3, %1;" // times -1
-      : "=r"(r) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
-        "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0xbf80bf80u));
-#endif
+  asm("{ .reg .b32 t; fma.rn.bf16x2 t, %1, %3, %4; fma.rn.bf16x2 %0, %2, %1, t; }"
+      : "=r"(r) : "r"(bits_under(p, 0x00800080u, k)), "r"(p), "r"(k), "r"(0xc3c0c3c0u));
   return r;
 }
 
@@ -33,7 +30,7 @@ FN void cvt_from_s8x4_apart(bf16* d, const i8* x) {
   #pragma unroll
   for (int k = 0; k < 2; k++) {
     const u32 pair = (u8)x[2 * k] | (u32)(u8)x[2 * k + 1] << 8;
-    r[k] = bf16_of_s8(__byte_perm(pair, 0, 0x4140));
+    r[k] = bf16_of_s8(pair, false);
   }
   unpack<bf16, 4>(d, r);
 }
@@ -53,7 +50,7 @@ FN void cvt_from_s8x4(f16* d, const i8* x) {
 FN void cvt_from_s8x4(bf16* d, const i8* x) {
   u32 w;
   pack<i8, 4>(&w, x);
-  const u32 r[2] = {bf16_of_s8(__byte_perm(w, 0, 0x4140)), bf16_of_s8(__byte_perm(w, 0, 0x4342))};
+  const u32 r[2] = {bf16_of_s8(w, false), bf16_of_s8(w, true)};
   unpack<bf16, 4>(d, r);
 }
 // f32: 2^23 + (x + 128)
