@@ -88,6 +88,18 @@ class SharedTiles:
     consume = produce
 
 
+def semaphores(shares, size, consumers):
+    """Of the shares of tiles, for Parts; None where there are none, and under vmap, whose elements
+    would share them: all tiles are then whole. size: blocks of a cluster."""
+    if not shares:
+        return None
+    shape = shares.rounds, shares.abreast, size, consumers
+    try:
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+    except NotImplementedError:
+        return None
+
+
 class Parts:
     """Where clusters leave parts of tiles. ``memory``: sums [rounds, clusters, blocks of a
     cluster, consumers, rows, columns]; ``done``: semaphores [rounds, tiles abreast, blocks of a
@@ -102,11 +114,6 @@ class Parts:
         parts = shares.abreast * (shares.each - 1)
         shape = shares.rounds, parts, size, consumers, rows, columns
         return plgpu.ext.SharedScratch(shape, dtype)
-
-    @staticmethod
-    def semaphores(shares, size, consumers):
-        shape = shares.rounds, shares.abreast, size, consumers
-        return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
 
     def hand_over(self, me, values, tiles, work):
         """A consumer's part, a list of arrays side by side."""

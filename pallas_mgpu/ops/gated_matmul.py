@@ -20,7 +20,7 @@ from pallas_mgpu._caches import cached
 
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import SeveralKernels, overlap_launches, store, swizzled, warp_specialized
-from ._matmul_choice import MatmulConfig, candidates, cycles
+from ._matmul_choice import MatmulConfig, candidates, cycles, rates_of
 from ._open_rows import better, in_shapes, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
@@ -33,9 +33,11 @@ _NAME = "gated_matmul"
 class _GatedPlan(_KernelPlan):
     """Tiles have tile_n // 2 columns of the result."""
 
+    parted = (1 << 22,)  # tiles of any number of rows
+
     def __init__(self, x, cfg, sms, activation, packed, products):
         """x: the product with both weights, of 2 N columns."""
-        super().__init__(x, cfg, sms)
+        super().__init__(x, cfg, sms, clips=True)
         self.activation, self.packed, self.products = activation, packed, products
         self.n, self.half = x.n // 2, self.cols // 2
         # does up begin where TMA can begin to read rows?
@@ -50,7 +52,8 @@ class _GatedPlan(_KernelPlan):
         shape = (self.consumers, self.buffers, 64, self.chunk)
         transforms = swizzled(self.chunk, x.out_dtype)
         found["o_smem"] = plgpu.SMEM(shape, x.out_dtype, transforms=transforms)
-        found["full"] = plgpu.Barrier(num_arrivals=3, num_barriers=self.stages)
+        copies = len(self.parts_a) + 2
+        found["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
         return found
 
 
@@ -70,20 +73,16 @@ class _Gated(_Block):
     def fetch_tile(self, t, it0):
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
         row, col = self.origin(t)
-        along_m, col = pl.ds(row, p.rows), col // 2
-        place = self.order(it0)
+        place, col = self.order(it0), col // 2
 
         def fetch(s, _):
             it = it0 + s
             slot = ring.slot(it)
             along_k = pl.ds(place(s) * step, step)
             ring.acquire(it)
-            plgpu.copy_gmem_to_smem(
-                self.a.at[along_m, along_k],
-                self.a_smem.at[slot],
-                self.full.at[slot],
-                collective_axes="cn" if "cn" in p.axes else None,
-            )
+            for part, along_m, exists in self.parts_at(p.parts_a, row, x.m, it):
+                a = self.a.at[along_m, along_k]
+                self.copy(True, a, self.a_smem.at[slot, part], slot, "cn", exists)
             for h in range(2):
                 columns, by_tma = pl.ds(h * p.half, p.half), p.aligned or not h
                 plgpu.copy_gmem_to_smem(
@@ -158,11 +157,29 @@ def _fits(config):
     )
 
 
-def _choose(m, n, k, sms, transposed):
-    """A tiling of the product whose tiles have two halves of 64 columns at least."""
-    found = [c for c in candidates(m, 2 * n, k, sms) if _fits(c) and c.consumers < 3]
+# Of rows that share a program. Those above 128 share one for each of these tilings, of which the
+# fastest for the number of rows is taken. By the estimate others are at most 0.5 % faster.
+_EDGES = 0, 64, 128, 1 << 22
+_OPEN_TILINGS = (
+    MatmulConfig(2, 256, cluster=2),
+    MatmulConfig(2, 256, cluster=1, cluster_n=2),
+    MatmulConfig(2, 256, cluster=1),
+    MatmulConfig(2, 128, cluster=2),
+    MatmulConfig(2, 128, cluster=1, cluster_n=2),
+    MatmulConfig(1, 256, cluster=1),
+    MatmulConfig(1, 128, cluster=2),
+)
+
+
+def _choose(m, n, k, sms, is_open=False):
+    """A tiling of the product whose tiles have two halves of 64 columns at least. is_open: the
+    program is one for many numbers of rows."""
+    if is_open and m > _EDGES[-2]:
+        found = _OPEN_TILINGS
+    else:
+        found = [c for c in candidates(m, 2 * n, k, sms) if _fits(c) and c.consumers < 3]
     if found:
-        return min(found, key=lambda cfg: cycles(m, 2 * n, k, cfg, sms))
+        return min(found, key=lambda cfg: cycles(m, 2 * n, k, cfg, sms, rates=rates_of(m)))
     return MatmulConfig(1, 128, cluster=1) if m <= 64 or n <= 64 else MatmulConfig(2, 256)
 
 
@@ -248,9 +265,9 @@ def gated_matmul(
     )
     if config is None and not any(map(needs_padding, operands)):
         kind = _NAME, product._replace(m=0), x.device, activation, packed, products, interpret
-        rows, m = rows_of(kind, m)
-        product = product._replace(m=rows)
-    config = config or _choose(m, n, product.k, sms, transposed)
+        rows, typical = rows_of(kind, m, _EDGES)
+        product, m = product._replace(m=rows), m if m > _EDGES[-2] else typical
+    config = config or _choose(m, n, product.k, sms, isinstance(product.m, plgpu.Dim))
     fits = isinstance(config, MatmulConfig) and _fits(config) and config.step in (64, 128)
     if not fits or config.consumers * config.tile_n > 512:
         raise ValueError(

@@ -70,14 +70,13 @@ from ._open_rows import may_settle, own_program, rows_of, settle, together
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
-from ._shares import Parts, SharedTiles, Work
+from ._shares import Parts, SharedTiles, Work, semaphores
 from ._tensor_memory import TensorMemoryConfig
 from ._warp_mma import MmaConfig
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FP4 = jnp.dtype(_block_scaled.FP4)
 _PRECISIONS = ("bf16x3", "tf32")  # of float32
-_PARTED = 512  # most rows of an open product whose tiles are copied in several parts
 _FEW_ROWS = 128  # of which operands come from memory, and are asked for early
 _EARLY = 2  # steps whose operands are; more of them were slower
 
@@ -135,13 +134,14 @@ class Product(NamedTuple):
         )
 
 
-def _parts(extent, size, blocks, sharers, grain):
+def _parts(extent, size, blocks, sharers, grain, parted=512):
     """What a tile is copied in: triples of the first row, or column, how many of them, and whether
     they may all be beyond the array. extent: of that; size: of the tile; blocks: of a cluster that
-    have tiles side by side; sharers: that copy a part together; grain: of what a block copies."""
+    have tiles side by side; sharers: that copy a part together; grain: of what a block copies;
+    parted: the most of an extent known at run time for which there are several parts."""
     grain *= sharers
     if isinstance(extent, plgpu.Dim):
-        few = _sizes.most(extent) <= _PARTED
+        few = _sizes.most(extent) <= parted
         height = next((size // n for n in (4, 3, 2) if few and size % (n * grain) == 0), size)
         return [(first, height, True) for first in range(0, size, height)]
     outside = pl.cdiv(extent, size) % blocks > 0
@@ -153,6 +153,8 @@ def _parts(extent, size, blocks, sharers, grain):
 
 class _KernelPlan(Plan):
     """The same for a kernel, and what else its blocks need to know."""
+
+    parted: tuple = ()  # of _parts
 
     def __init__(self, x, cfg, sms, clips=False):
         """x: a Product. clips: what is beyond the arrays is not fetched."""
@@ -189,7 +191,7 @@ class _KernelPlan(Plan):
         of_a = x.m, self.rows, cfg.cluster, cfg.cluster_n, chunk if x.ta else 8
         of_b = x.n, self.cols, cfg.cluster_n, cfg.cluster, 8 if x.tb else chunk
         self.parts_a, self.parts_b = (
-            _parts(*of) if clips else [(0, of[1], False)] for of in (of_a, of_b)
+            _parts(*of, *self.parted) if clips else [(0, of[1], False)] for of in (of_a, of_b)
         )
         # slots after the steps of a tile, for what the product is added to
         self.there = self.chunks if x.accumulate else 0
@@ -710,14 +712,7 @@ class _Block(WarpSpecialized):
 
 
 def _semaphores(plan):
-    """Of shared tiles; None where there are none, and under vmap, whose elements would share
-    them: all tiles are then whole."""
-    if not plan.shares:
-        return None
-    try:
-        return Parts.semaphores(plan.shares, plan.cluster, plan.consumers)
-    except NotImplementedError:
-        return None
+    return semaphores(plan.shares, plan.cluster, plan.consumers)
 
 
 @cached
