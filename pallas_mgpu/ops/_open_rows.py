@@ -4,7 +4,8 @@ Programs for one number of rows know more, and the first few numbers that a prod
 models that run with few shapes never leave that form. From then on numbers of rows are served in
 buckets of powers of two, by a program each that takes the rows at run time (plgpu.dim). So a stream
 of arbitrary lengths compiles at most `STATIC` + len(_EDGES) - 1 programs, whatever comes, and the
-decision of `rows_of` is the only place that knows.
+decision of `rows_of` is the only place that knows. Where a bucket has programs with several tiles
+(mixed.py, gated_matmul.py), these are so few that there are twelve in all.
 
 A number of rows that comes again and again may get a program of its own later (specialize's
 ``better``): `settle` says so."""

@@ -50,8 +50,9 @@ from ._matmul_choice import clusters_at_once
 from ._mixed_tensor_memory import TensorMemoryMixedConfig
 from ._open_rows import better, rows_of
 from ._padding import needs_padding, padding_of, with_padding
+from ._shares import Parts, SharedTiles, Work, semaphores, shares_of
 
-_WHOLE = 176  # rows of a tile that have sums and an accumulator in registers
+_WHOLE = 192  # rows of a tile that have sums and an accumulator in registers
 _BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8}  # of weights
 
 
@@ -67,8 +68,11 @@ class MixedConfig(NamedTuple):
     on. ``ahead``: so many steps, or groups of scales, one after the other convert weights while the
     product before runs; 0: none do. ``cluster``: blocks side by side that share rows of x, 1 or 2;
     1 with a split. ``ordered``: consumers, 2 or 3 with 1 turn, issue their products one after the
-    other, so that some multiply while others convert. With groups of scales, ``ahead`` or a tile_m
-    above 128 wants up to 2 consumers, 1 turn and no split.
+    other, so that some multiply while others convert. ``shares``: parts of K of the last tiles,
+    which are too few for all SMs; one block of each of them adds them up. Above 1 with 1 turn, no
+    split, a cluster of 1 and, with groups of scales, without ``ahead``; no effect under ``vmap``
+    and for rows at run time. With groups of scales, ``ahead`` or a tile_m above 128 wants up to 2
+    consumers, 1 turn and no split.
     """
 
     consumers: int = 2
@@ -81,6 +85,16 @@ class MixedConfig(NamedTuple):
     ahead: int = 0
     cluster: int = 1
     ordered: bool = False
+    shares: int = 1
+
+
+class Piece(NamedTuple):
+    """Of K, that a block works on: ``it``, number of its first step among all of the block;
+    ``first``: the same along K; ``steps``: how many."""
+
+    it: object
+    first: object
+    steps: object
 
 
 class Product(NamedTuple):
@@ -120,19 +134,32 @@ class _Plan:
         else:
             self.groups, self.group_steps = 1, pl.cdiv(steps, cfg.split)
         self.steps = self.groups * self.group_steps  # of a block, for a tile
+        # shares of K are multiples of so many steps
+        self.unit = self.group_steps if self.grouped else math.gcd(self.steps, cfg.ahead or 1)
+        # Programs for many numbers of rows do not fetch what is beyond x: TMA is slow to fill with
+        # zeros. They fetch a tile in boxes of powers of two, those that the number of its rows is
+        # the sum of. (Where blocks share x, and in small tiles, more copies take longer.)
+        self.boxes = [cfg.tile_m]
+        if isinstance(x.m, plgpu.Dim) and cfg.cluster == 1 and cfg.tile_m >= 64:
+            self.boxes = [1 << i for i in range(cfg.tile_m.bit_length() - 1, 2, -1)]
         bits = _BITS[x.weight_dtype.name]
-        # rows of a store buffer: those of large tiles leave in two parts, so that more slots fit
-        apart = cfg.tile_m > 128 and (self.grouped or x.out_dtype.itemsize == 4)
-        self.stored = cfg.tile_m // 2 if apart else cfg.tile_m
-        used = self.strips * self.stored * 64 * x.out_dtype.itemsize + 2048
-        self.parts = cfg.split * cfg.turns  # of sums
-        used += (self.parts - 1) * self.strips * 64 * cfg.tile_m * 4
         slot = (self.rows * bits // 8 + cfg.tile_m * 2) * cfg.step
         # scales arrive with the weights: lanes would wait for memory, group by group
         self.scales_by_tma = self.grouped and x.n * x.scale_dtype.itemsize % 16 == 0
         if self.scales_by_tma:
             slot += self.rows * x.scale_dtype.itemsize
-        most = min((SMEM_BYTES - used) // slot, 16)
+        self.parts = cfg.split * cfg.turns  # of sums
+        sums = (self.parts - 1) * self.strips * 64 * cfg.tile_m * 4
+
+        def slots(stored):
+            """That fit beside store buffers of so many rows."""
+            used = self.strips * stored * 64 * x.out_dtype.itemsize + 2048 + sums
+            return min((SMEM_BYTES - used) // slot, 16)
+
+        # rows of a store buffer: those of large tiles leave in two parts, so that more slots fit
+        apart = cfg.tile_m > 128 and (self.grouped or slots(cfg.tile_m) < 3)
+        self.stored = cfg.tile_m // 2 if apart else cfg.tile_m
+        most = slots(self.stored)
         self.stages = min(cfg.stages or most, most, max(self.steps, 2))
         # A slot always has the same turn, which sees every phase of it; slots of a product are
         # released after it, or after the next one has been issued.
@@ -153,6 +180,11 @@ class _Plan:
         one_each = cfg.split > 1 or cfg.turns > 1 and not rounds
         one_each = one_each or _sizes.most(self.total) <= fit
         self.clusters = self.total if one_each else _sizes.minimum(self.total, fit)
+        self.shares = None  # of the last tiles
+        if cfg.shares > 1 and not isinstance(self.total, plgpu.Dim):
+            self.shares = shares_of(self.total, fit, self.steps // self.unit, cfg.shares)
+        if self.shares:
+            self.clusters = fit if self.total > fit else self.shares.clusters
         axes = {"ck": cfg.split, "cn": cfg.cluster}
         self.axes = {name: size for name, size in axes.items() if size > 1}
         self.registers = REGISTERS.get(self.strips) if cfg.tile_m > 64 else None
@@ -172,7 +204,7 @@ class _Plan:
             "x_smem": plgpu.SMEM((self.stages, *x_tile), x.dtype, transforms=x_tiled),
             "o_smem": plgpu.SMEM((self.strips, self.stored, 64), x.out_dtype),
         }
-        copies = 2
+        copies = 1 + len(self.boxes)
         if self.scales_by_tma:
             copies += 1
             found["s_smem"] = plgpu.SMEM((self.stages, self.rows), x.scale_dtype)
@@ -186,6 +218,9 @@ class _Plan:
                 found["arrived"] = plgpu.ClusterBarrier(collective_axes=("ck",), **arrivals)
             else:
                 found["arrived"] = plgpu.Barrier(**arrivals)
+        if self.shares:
+            tile = self.consumers, 64, cfg.tile_m
+            found["parts"] = Parts.scratch(self.shares, cfg.cluster, *tile, jnp.float32)
         return found
 
 
@@ -195,14 +230,27 @@ class _Block(WarpSpecialized):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.cfg = plan.cfg
+        done = semaphores(plan.shares, plan.cfg.cluster, plan.consumers)
         slots = [self.w_smem, self.x_smem]
         if plan.scales_by_tma:
             slots.append(self.s_smem)
         self.ring = Ring(plan.stages, self.full, self.empty, *slots)
         cluster = lax.axis_index("cluster")
-        self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
+        if done is None:
+            self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
+        else:
+            units = plan.steps // plan.unit
+            self.tiles = SharedTiles(plan.total, plan.clusters, units, plan.shares, cluster)
         self.rank = lax.axis_index("ck") if "ck" in plan.axes else 0
         self.place = lax.axis_index("cn") if "cn" in plan.axes else 0
+        self.shared = None if done is None else Parts(self.parts, done, self.place)
+
+    def steps_of(self, t):
+        """The tile of unit t of the schedule, the first of its steps of K and their number."""
+        p = self.plan
+        if isinstance(t, Work):
+            return t.tile, t.first * p.unit, t.steps * p.unit
+        return t, self.rank * p.steps, p.steps
 
     def origin(self, t):
         """First row of x and of the weights of tile t."""
@@ -231,28 +279,41 @@ class _Block(WarpSpecialized):
     def producer(self):
         self.ring.drain(self.tiles.produce(self.fetch_tile, jnp.int32(0)))
 
-    def group(self, g):
-        """The row of scales of sum g of this block."""
-        g = self.rank * self.plan.groups + g
-        return g // self.plan.parts_of_group
-
     def fetch_tile(self, t, it):
         p, cfg = self.plan, self.cfg
-        row, col = self.origin(t)
+        tile, first, steps = self.steps_of(t)
+        row, col = self.origin(tile)
+        rows = jnp.minimum(p.x.m - row + 7, cfg.tile_m) // 8 * 8  # of x, that the tile has
 
         def copy(s, w_slot, x_slot, *others):
             *s_slot, full = others
-            along_k = pl.ds((self.rank * p.steps + s) * cfg.step, cfg.step)
+            along_k = pl.ds((first + s) * cfg.step, cfg.step)
             plgpu.copy_gmem_to_smem(self.w.at[pl.ds(col, p.rows), along_k], w_slot, full)
             shared = "cn" if "cn" in p.axes else None
-            x_rows = self.x.at[pl.ds(row, cfg.tile_m), along_k]
-            plgpu.copy_gmem_to_smem(x_rows, x_slot, full, collective_axes=shared)
+            for start, box, exists in self.boxes(rows, it + s):
+                x_rows = self.x.at[pl.ds(row + start, box), along_k]
+                part = x_slot.at[pl.ds(start, box)]
+                how = {"collective_axes": shared, "predicate": exists}
+                plgpu.copy_gmem_to_smem(x_rows, part, full, **how)
             if s_slot:
-                scales = self.scales.at[self.group(s // p.group_steps), pl.ds(col, p.rows)]
+                group = (first + s) // (p.group_steps * p.parts_of_group)
+                scales = self.scales.at[group, pl.ds(col, p.rows)]
                 plgpu.copy_gmem_to_smem(scales, s_slot[0], full)
 
-        self.ring.fetch(0, p.steps, self.ring.at(it), copy)
-        return it + p.steps
+        self.ring.fetch(0, steps, self.ring.at(it), copy)
+        return it + steps
+
+    def boxes(self, rows, it):
+        """The first row of each box of a tile with so many rows, in the tile, the number of its
+        rows, and whether it is fetched in step `it`. When a slot is filled for the first time, the
+        whole tile is, so that no memory stays undefined."""
+        p, tile_m = self.plan, self.cfg.tile_m
+        if len(p.boxes) == 1:
+            yield 0, tile_m, None
+            return
+        rows = lax.select(it < p.stages, tile_m, rows)
+        for box in p.boxes:
+            yield rows // (2 * box) * (2 * box), box, rows & box != 0
 
     # ---- consumers
 
@@ -264,57 +325,76 @@ class _Block(WarpSpecialized):
         self.tiles.consume(multiply, jnp.int32(0))
 
     def multiply_tile(self, strip, turn, t, it):
-        row, col = self.origin(t)
+        tile, first, steps = self.steps_of(t)
+        row, col = self.origin(tile)
         col = col + strip * 64
-        if self.plan.halves:
-            sums = self.scaled_late if self.cfg.ahead else self.scaled_halves
-            first = 0
-            for value in sums(strip, it, col):
-                self.epilogue(strip, value, row, col, first)
-                first += value.shape[1]
-            return it + self.plan.steps
-        value = self.scaled_sum(strip, turn, it, col)
-        if self.plan.parts == 1:
-            self.epilogue(strip, value, row, col)
+        piece = Piece(it, first, steps)
+        if not self.plan.halves:
+            values = [self.scaled_sum(strip, turn, piece, col)]
+        elif self.cfg.ahead:
+            values = self.scaled_late(strip, piece, col)
         else:
-            self.reduce(strip, turn, value, row, col)
-        return it + self.plan.steps
+            values = self.scaled_halves(strip, piece, col)
+        if isinstance(t, Work):
+            self.finish(strip, t, values, row, col)
+        elif self.plan.parts == 1:
+            self.epilogue(strip, values, row, col)
+        else:
+            self.reduce(strip, turn, *values, row, col)
+        return it + steps
+
+    def finish(self, strip, t, values, row, col):
+        """Hands over what the block has of a tile without the last steps, and stores a tile with
+        what others have of it."""
+        shared, tiles, values = self.shared, self.tiles, list(values)
+        pl.when(~t.ends)(lambda: shared.hand_over(strip, values, tiles, t))
+
+        @pl.when(t.ends)
+        def _():
+            self.epilogue(strip, shared.added(strip, values, tiles, t), row, col)
 
     def share(self, count, turn):
         """How many of so many it is this consumer's turn to take."""
         turns = self.cfg.turns
+        if turns == 1:
+            return count
         return count // turns if count % turns == 0 else (count - turn + turns - 1) // turns
 
-    def scaled_sum(self, strip, turn, it, col):
-        """Of this block's part of K and the slots that it is this consumer's turn to take."""
+    def scaled_sum(self, strip, turn, piece, col):
+        """Of a piece of K and the slots that it is this consumer's turn to take."""
         p, turns = self.plan, self.cfg.turns
         if not p.grouped:
             scales = self.load_scales(0, col)
-            value = self.sum(strip, it + turn, self.share(p.group_steps, turn), turns)
+            value = self.sum(strip, piece.it + turn, self.share(piece.steps, turn), turns)
             return self.scaled(value, scales)
 
         def group(i, total):
             g = turn + i * turns
-            first = it + g * p.group_steps
-            scales = self.scales_of(g, first, strip, col)
+            first = piece.it + g * p.group_steps
+            scales = self.scales_of(piece, g, strip, col)
             part = self.sum(strip, first, p.group_steps, 1, waited=p.scales_by_tma)
             return total + self.scaled(part, scales)
 
         zeros = jnp.zeros((64, self.cfg.tile_m), jnp.float32)
         zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
         # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
-        count = lax.optimization_barrier(jnp.int32(self.share(p.groups, turn)))
+        count = self.share(self.groups_of(piece), turn)
+        count = lax.optimization_barrier(jnp.int32(count))
         return lax.fori_loop(0, count, group, zeros)
 
-    def scaled_halves(self, strip, it, col):
+    def groups_of(self, piece):
+        """How many sums its steps are."""
+        return piece.steps // self.plan.group_steps
+
+    def scaled_halves(self, strip, piece, col):
         """Sums of the left and the right half of the rows of x, by the same accumulators."""
         p, ring, half = self.plan, self.ring, self.cfg.tile_m // 2
 
         def multiply(acc):
             def group(i, totals):
                 totals = list(totals)
-                steps = [it + i * p.group_steps + s for s in range(p.group_steps)]
-                scales = self.scales_of(i, steps[0], strip, col)
+                steps = [piece.it + i * p.group_steps + s for s in range(p.group_steps)]
+                scales = self.scales_of(piece, i, strip, col)
                 weights = self.weights_of_steps(strip, steps)
                 for k in (0, 1):
                     with self.in_order():
@@ -331,22 +411,22 @@ class _Block(WarpSpecialized):
 
             zeros = jnp.zeros((64, half), jnp.float32)
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            count = lax.optimization_barrier(jnp.int32(p.groups))
+            count = lax.optimization_barrier(jnp.int32(self.groups_of(piece)))
             return lax.fori_loop(0, count, group, (zeros, zeros))
 
         return pl.run_scoped(multiply, plgpu.ACC((64, half)))
 
-    def scaled_late(self, strip, it, col):
+    def scaled_late(self, strip, piece, col):
         """The same with accumulators for each half: one is multiplied while the other is added, and
         while the next weights are converted."""
         p, ring, half = self.plan, self.ring, self.cfg.tile_m // 2
 
         def multiply(*accs):
             def steps(g):
-                return [it + g * p.group_steps + s for s in range(p.group_steps)]
+                return [piece.it + g * p.group_steps + s for s in range(p.group_steps)]
 
             def factors(g):
-                scales = self.scales_of(g, steps(g)[0], strip, col)
+                scales = self.scales_of(piece, g, strip, col)
                 return scales, self.weights_of_steps(strip, steps(g))
 
             def issue(k, g, weights):
@@ -403,11 +483,13 @@ class _Block(WarpSpecialized):
             return contextlib.nullcontext()
         return plgpu.ext.ordered_section(self.plan.consumers)
 
-    def scales_of(self, g, it, strip, col):
-        """Of group g of this block's, whose first step is `it`."""
+    def scales_of(self, piece, g, strip, col):
+        """Of group g of a piece."""
         p = self.plan
+        it = piece.it + g * p.group_steps
         if not p.scales_by_tma:
-            return self.load_scales(self.group(g), col)
+            group = piece.first // p.group_steps + g
+            return self.load_scales(group // p.parts_of_group, col)
         self.ring.wait(it)
         mine = self.s_smem.at[self.ring.slot(it), pl.ds(strip * 64, 64)]
         return plgpu.load(mine, layout=plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
@@ -449,7 +531,11 @@ class _Block(WarpSpecialized):
                 pl.when(i > 0)(lambda: ring.release(it - every))
 
             several = self.cfg.ahead
-            if not several or not isinstance(count, int) or count < 2 or waited:
+            if isinstance(count, int):
+                several = several if count > 1 else 0
+            elif every > 1 or self.plan.unit % max(several, 1):
+                several = 0  # a share is no whole number of those
+            if not several or waited:
                 if waited:
                     step(0, None, waited=True)
                 lax.fori_loop(int(waited), count, step, None)
@@ -460,8 +546,9 @@ class _Block(WarpSpecialized):
                     ahead(several * j + i)
 
             lax.fori_loop(0, count // several, some, None)
-            for i in range(count - count % several, count):
-                ahead(i)
+            if isinstance(count, int):
+                for i in range(count - count % several, count):
+                    ahead(i)
             value = acc[...]
             ring.release(first + (count - 1) * every)
             return value
@@ -504,22 +591,24 @@ class _Block(WarpSpecialized):
             total = value
             for j in range(p.parts - 1):
                 total = total + plgpu.load(self.inbox.at[j, strip], layout=plgpu.Layout.WGMMA)
-            self.epilogue(strip, total, row, col)
+            self.epilogue(strip, [total], row, col)
 
     # ---- epilogue
 
-    def epilogue(self, strip, value, row, col, first=0):
-        """first: of the tile's rows, that of the value."""
-        p = self.plan
-        for start in range(0, value.shape[1], p.stored):
-            at = (first + start) % p.stored
-            if at == 0:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            part = value[:, start : start + p.stored].T.astype(p.x.out_dtype)
-            rows = part.shape[0]
-            where = self.o.at[pl.ds(row + (first + start), rows), pl.ds(col, 64)]
-            buffer = self.o_smem.at[strip, pl.ds(at, rows)]
-            store(buffer, part, where, engine=None if p.by_tma else "plain")
+    def epilogue(self, strip, values, row, col):
+        """values: of the tile's rows, one part after the other."""
+        p, first = self.plan, 0
+        for value in values:
+            for start in range(0, value.shape[1], p.stored):
+                at = (first + start) % p.stored
+                if at == 0:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                part = value[:, start : start + p.stored].T.astype(p.x.out_dtype)
+                rows = part.shape[0]
+                where = self.o.at[pl.ds(row + (first + start), rows), pl.ds(col, 64)]
+                buffer = self.o_smem.at[strip, pl.ds(at, rows)]
+                store(buffer, part, where, engine=None if p.by_tma else "plain")
+            first += value.shape[1]
 
 
 @cached
@@ -533,29 +622,49 @@ def _kernel(x, cfg, sms, interpret):
 
 _INBOX = 96 << 10  # bytes of sums that a block receives, at most
 
-_EDGES = (1, 16, 32, 64, 128, 256, 512, 2048, 1 << 22)  # of rows that share a program
 
-# Configurations for more than 64 rows with the most rows of x, and relative times of a tile (H200)
+class _Tiles(NamedTuple):
+    """Configurations for more than 64 rows. ``largest``: the one with the most rows of x;
+    ``time``: of such a tile with K = 8192, as a multiple of that of 128 x 128; ``fixed``: the part
+    of it that tiles with fewer rows of x take, too. (H100)"""
+
+    largest: MixedConfig
+    time: float
+    fixed: float
+
+
 _LARGE_TILES = (
-    (MixedConfig(1, 128, 1, 0, 64, turns=2), 0.6),
-    (MixedConfig(2, 128, 1, 0, 128, ahead=4, ordered=True), 1.0),
-    (MixedConfig(2, 176, 1, 0, 128, ordered=True), 1.31),
-    (MixedConfig(3, 128, 1, 0, 128), 1.75),
-    (MixedConfig(2, 256, 1, 0, 64, 16, ahead=8, cluster=2), 1.73),
+    _Tiles(MixedConfig(1, 128, 1, 0, 64, turns=2), 0.68, 0.35),
+    _Tiles(MixedConfig(2, 128, 1, 0, 128, ahead=4, ordered=True), 1.0, 0.5),
+    _Tiles(MixedConfig(2, 192, 1, 0, 128, ordered=True), 1.4, 0.45),
+    _Tiles(MixedConfig(3, 128, 1, 0, 128), 1.55, 0.3),
+    _Tiles(MixedConfig(2, 256, 1, 0, 64, 16, ahead=8, cluster=2), 1.78, 0.2),
 )
 _GROUPED_TILES = (
-    (MixedConfig(1, 128, 1, 0, 64, turns=2), 0.6),
-    (MixedConfig(2, 128, 1, 0, 128, 16, ordered=True), 1.0),
-    (MixedConfig(2, 176, 1, 0, 128, 16, ordered=True), 1.31),
-    (MixedConfig(2, 256, 1, 0, 64, 16, cluster=2), 1.85),
+    _Tiles(MixedConfig(1, 128, 1, 0, 64, turns=2), 0.6, 0.35),
+    _Tiles(MixedConfig(2, 128, 1, 0, 128, 16, ordered=True), 1.0, 0.3),
+    _Tiles(MixedConfig(2, 192, 1, 0, 128, 16, ordered=True), 1.3, 0.3),
+    _Tiles(MixedConfig(2, 256, 1, 0, 64, 16, cluster=2), 1.72, 0.2),
 )
+_SHARES = 4  # most parts of K of the last tiles
+_SHARED = 1.02  # they are to gain more than that
+# time of a row of a tile that each of them adds, with K = 8192, without and with groups of scales
+_EXCHANGE = 7.5e-4, 5.5e-4
+
+# Of rows that share a program. Those above 64 share one for each height of tiles, which is chosen
+# for the number of rows: a height for a bucket would leave tiles that are mostly beyond x.
+_EDGES = (0, 16, 32, 64, 1 << 22)
+_OPEN_HEIGHTS = (96, 128, 192, 256)
+_OPEN_HEIGHTS_WIDE = (96, 128, 160, 176, 192, 256)  # where tiles of 64 weights have no use
 
 
-def choose(m, n, k, scale_groups=1, sms=SMS, weights="int8"):
-    """The configuration for a shape and weights of that dtype, on a GPU with that many SMs."""
+def choose(m, n, k, scale_groups=1, sms=SMS, weights="int8", is_open=False, out_bytes=2):
+    """The configuration for a shape and weights of that dtype, on a GPU with that many SMs.
+    is_open: the program is one for many numbers of rows, up to 64 those of a bucket, then any.
+    out_bytes: of an element of the result."""
     tile, bits = next((t for t in (16, 32, 48, 64) if m <= t), None), _BITS[weights]
     if tile is None:
-        return _choose_large(m, n, k, scale_groups, sms, weights)
+        return _choose_large(m, n, k, scale_groups, sms, weights, is_open, out_bytes)
     step = 128 if k // scale_groups % 128 == 0 else 64
     many = pl.cdiv(n, 64) > sms  # strips of 64 rows of the weights
     if scale_groups > 1 and k // scale_groups > 4 * step:
@@ -578,23 +687,46 @@ def choose(m, n, k, scale_groups=1, sms=SMS, weights="int8"):
     return MixedConfig(consumers, tile, split, stages, step, turns=turns)
 
 
-def _choose_large(m, n, k, scale_groups, sms, weights):
+def _heights(m, n, tiles, is_open, sms):
+    """Rows of x that tiles may have."""
+    most, fewer = tiles.largest.tile_m, {128: 64, 192: 128, 256: _WHOLE}
+    if not is_open:
+        fewest = pl.cdiv(m, most)
+        found = [pl.cdiv(pl.cdiv(m, count), 16) * 16 for count in (fewest, fewest + 1)]
+    elif tiles.largest.consumers == 2:
+        found = _OPEN_HEIGHTS if n <= 64 * sms else _OPEN_HEIGHTS_WIDE
+    else:
+        found = (96, 128) if tiles.largest.consumers == 1 and n <= 64 * sms else ()
+    return [h for h in found if fewer[most] < h <= most]  # others are faster with fewer
+
+
+def _choose_large(m, n, k, scale_groups, sms, weights, is_open, out_bytes):
     """The same for more than 64 rows: the tile by which the waves take least."""
     length, found = k // scale_groups, {}
-    for cfg, of_tile in _GROUPED_TILES if scale_groups > 1 else _LARGE_TILES:
-        if cfg.turns > 1 and scale_groups > 1 and length > 4 * cfg.step:
+    for tiles in _GROUPED_TILES if scale_groups > 1 else _LARGE_TILES:
+        cfg = tiles.largest
+        if cfg.turns > 1 and scale_groups > 1 and length > 8 // out_bytes * cfg.step:
             continue  # a slot has the same turn
         if cfg.consumers > 1 and n <= 64 * (cfg.consumers * cfg.cluster - 1):
             continue
-        tiles, most = pl.cdiv(m, cfg.tile_m), cfg.tile_m
-        cfg = cfg._replace(tile_m=pl.cdiv(pl.cdiv(m, tiles), 16) * 16)
-        if most > _WHOLE >= cfg.tile_m:
-            continue  # there is a faster one
-        blocks = tiles * pl.cdiv(n, 64 * cfg.consumers * cfg.cluster) * cfg.cluster
-        found[cfg] = pl.cdiv(blocks, sms) * of_tile * (0.15 + 0.85 * cfg.tile_m / most)
+        for height in _heights(m, n, tiles, is_open, sms):
+            total = pl.cdiv(m, height) * pl.cdiv(n, 64 * cfg.consumers * cfg.cluster)
+            of_tile = tiles.time * (tiles.fixed + (1 - tiles.fixed) * height / cfg.tile_m)
+            one = cfg._replace(tile_m=height)
+            found[one] = pl.cdiv(total * cfg.cluster, sms) * of_tile
+            if is_open or cfg.turns * cfg.cluster > 1:
+                continue
+            steps = pl.cdiv(k, cfg.step)
+            units = scale_groups if scale_groups > 1 else steps // math.gcd(steps, cfg.ahead or 1)
+            for each in range(2, _SHARES + 1):
+                s = shares_of(total, sms, units, each)
+                if s and s.each == each:
+                    waves = (total - s.tiles) // sms + s.rounds * s.steps / units
+                    exchange = _EXCHANGE[scale_groups > 1] * each * height * 8192 / k
+                    found[one._replace(shares=each)] = _SHARED * (waves * of_tile + exchange)
     cfg = min(found, key=found.get) if found else MixedConfig(1, 128, 1, 0, 128)
     one_wave = pl.cdiv(m, cfg.tile_m) * pl.cdiv(n, 64 * cfg.consumers) <= sms
-    if scale_groups > 1 and (one_wave or weights == "int4"):
+    if scale_groups > 1 and (one_wave and not is_open or weights == "int4"):
         cfg = cfg._replace(cluster=1)
     return cfg._replace(step=64) if length % cfg.step else cfg
 
@@ -625,6 +757,9 @@ def _check_config(config, x, sms):
         or c.ahead < 0
         or c.ordered
         and (c.consumers == 1 or c.turns > 1)
+        or c.shares < 1
+        or c.shares > 1
+        and (c.turns * c.split * c.cluster > 1 or groups > 1 and c.ahead)
         or groups > 1
         and (c.ahead or c.tile_m > 128)
         and (c.turns > 1 or c.split > 1 or c.consumers > 2)
@@ -634,7 +769,9 @@ def _check_config(config, x, sms):
             " to 256 (to 192 with 3 consumers, to 64 with a split), a split of 1, 2, 4 or 8, stages"
             " from 0, a step of 64 or 128, a group from 1, 1, 2 or 4 turns (consumers * turns up to"
             " 4, tile_m * consumers * turns up to 256), ahead from 0, and a cluster of 1 or 2 (1"
-            " with a split); ordered with 2 or 3 consumers and 1 turn; with groups of scales and"
+            " with a split); ordered with 2 or 3 consumers and 1 turn; shares from 1, above 1 with"
+            " 1 turn, no split, a cluster of 1 and, with groups of scales, an ahead of 0; with"
+            " groups of scales and"
             f" ahead or a tile_m above 128 up to 2 consumers, 1 turn and no split; got {config}"
         )
     if groups > 1 and (x.k // groups % c.step or groups % c.split):
@@ -707,9 +844,11 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
     else:
         if config is None and not needs_padding(x):
             kind = name, product._replace(m=0), x.device, interpret
-            rows, m = rows_of(kind, m, _EDGES)
-            product = product._replace(m=rows)
-        config = config or choose(m, n, k, groups, sms, weights.dtype.name)
+            rows, typical = rows_of(kind, m, _EDGES)
+            product, m = product._replace(m=rows), m if m > _EDGES[-2] else typical
+        is_open = isinstance(product.m, plgpu.Dim)
+        how = sms, weights.dtype.name, is_open, out_dtype.itemsize
+        config = config or choose(m, n, k, groups, *how)
         _check_config(config, product, sms)
         kernel = _kernel(product, config, sms, interpret)
     return with_padding(kernel, [padding_of(x, interpret), None, None])

@@ -683,6 +683,53 @@ def test_other_products_have_at_most_twelve_programs(make, monkeypatch):
     assert len(kernels) <= 12
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("sms", [2, 6])  # weights are many for one, few for the other
+def test_mixed_products_with_tiles_of_several_heights(groups, sms, monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: sms)
+    rng, used = np.random.default_rng(7), set()
+    w = rng.integers(-9, 9, (300, 256)).astype(np.int8)
+    scales = rng.uniform(0.5, 2, (groups, 300)).astype(np.float32)
+    full = f32(w) * np.repeat(scales, 256 // groups, 0).T
+    for m in (65, 97, 100, 129, 150, 170, 193, 250, 300, 400):
+        x = rng.standard_normal((m, 256)).astype(bfloat16)
+        options = {"out_dtype": np.float32, "interpret": plgpu.InterpretParams(detect_races=True)}
+        used.add(ops.mixed_matmul.kernel(x, w, scales, **options))
+        got = ops.mixed_matmul(x, w, scales, **options)
+        np.testing.assert_allclose(got, f32(x) @ full.T, rtol=1e-3, atol=1e-2)
+    assert len(used) > 2
+
+
+def test_gated_products_with_several_tilings(monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 8)
+    rng, used = np.random.default_rng(7), set()
+    x, w = (rng.standard_normal(s).astype(bfloat16) for s in ((600, 128), (520, 128)))
+    both = f32(x) @ f32(w).T
+    want = gated(both[:, :260], both[:, 260:])
+    options = {"interpret": plgpu.InterpretParams(detect_races=True), "transpose_b": True}
+    for m in (40, 65, 129, 140, 200, 257, 300, 390, 520, 600):
+        used.add(ops.gated_matmul.kernel(x[:m], w, **options))
+        got = f32(ops.gated_matmul(x[:m].copy(), w, **options))
+        np.testing.assert_allclose(got, want[:m], rtol=2e-2, atol=2e-2 * np.abs(want).max())
+    assert len(used) > 3
+
+
+@pytest.mark.parametrize("n", [512, 4096, 8192, 14336])
+@pytest.mark.parametrize("function", [ops.mixed_matmul, ops.gated_matmul])
+def test_no_rows_need_more_than_twelve_programs(function, n):
+    """Also where each program is met."""
+    rows = [1, 2, *range(3, 1025, 11), *range(1030, 8193, 97)]
+    for scales in ([], [plgpu.ShapeDtypeStruct((32, n), bfloat16)]):
+        if function is ops.mixed_matmul:
+            others, options = (plgpu.ShapeDtypeStruct((n, 4096), np.int8), *scales), {}
+        else:
+            others, options = (spec(2 * n, 4096),), {"transpose_b": True}
+        kernels = {function.kernel(spec(m, 4096), *others, **options) for m in rows}
+        assert len(kernels) <= 12
+
+
 @pytest.mark.parametrize("make", [of_rows, mixed, in_groups, "softmax", "more dimensions"])
 def test_rows_that_come_often(make, monkeypatch):
     """They get a program of their own, unless bits have to stay."""

@@ -108,11 +108,21 @@ CONFIGS = {  # with extents m, n, k, groups of scales
     C(3, 48, 1, 3, 64, ordered=True): (50, 456, 320, 1),
     C(2, 128, 1, 0, 128, ahead=2, ordered=True): (140, 300, 640, 0),
     C(2, 256, 1, 0, 64, ordered=True): (300, 392, 384, 3),
-    C(2, 192, 1, 1, 64): (150, 136, 768, 2),  # parts of groups, no slot to spare
+    C(2, 208, 1, 1, 64): (150, 136, 768, 2),  # parts of groups, no slot to spare
     C(1, 16, 1, 2, 64, turns=2, ahead=3): (9, 130, 640, 0),
     C(1, 16, 1, 4, 64, turns=4): (9, 712, 768, 12),  # several tiles of a block
     C(1, 32, 1, 4, 64, turns=2): (20, 712, 768, 6),
     C(1, 16, 1, 4, 64, turns=4, group=1): (40, 500, 512, 1),
+    # parts of K of the last tiles: without whole tiles before, after some, in several rounds
+    C(1, 48, 1, 3, 64, shares=3): (90, 64, 704, 1),
+    C(2, 128, 1, 4, 64, ahead=4, ordered=True, shares=2): (250, 500, 1024, 1),
+    C(2, 128, 1, 0, 64, ahead=2, shares=4): (250, 200, 320, 1),
+    C(2, 32, 1, 4, 64, shares=2): (200, 250, 384, 3),
+    C(2, 176, 1, 0, 128, ordered=True, shares=3): (340, 200, 640, 5),
+    C(2, 256, 1, 0, 64, shares=2): (500, 260, 512, 4),
+    C(3, 64, 1, 0, 64, shares=2): (100, 400, 512, 0),
+    C(2, 208, 1, 1, 64, shares=2): (150, 136, 768, 2),
+    C(2, 192, 1, 0, 128, ordered=True): (380, 200, 512, 4),
 }
 
 
@@ -128,6 +138,27 @@ def test_weights_are_asked_for_early(rng):
     x, w, s = operands(rng, 4, 256, 256, 1)
     text = mixed_matmul.kernel(x, w, s).lower(x, w, s, target="sm_90a").as_text("cuda")
     assert "tma_prefetch" in text[text.index("__global__") : text.index("griddepcontrol_wait();")]
+
+
+def test_slots_of_chosen_configurations(monkeypatch):
+    """Also of float32 results, whose store buffers leave room for fewer."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device: 132)
+    spec = plgpu.ShapeDtypeStruct
+    for m in (100, 128, 300, 1000, 2725):
+        for n, groups in ((200, 32), (4096, 64), (4096, 32), (5120, 1), (28672, 16)):
+            for out_dtype in (F32, BF16):
+                given = spec((m, 8192), BF16), spec((n, 8192), I8), spec((groups, n), F32)
+                mixed_matmul.kernel(*given, out_dtype=out_dtype)
+
+
+def test_shares_under_vmap(rng):
+    """All tiles are whole."""
+    _, w, scales = operands(rng, 1, 64, 512, 4)
+    x = rng.standard_normal((2, 90, 512)).astype(BF16)
+    how = {"config": C(1, 48, 1, 3, 64, shares=2), "interpret": True, "out_dtype": F32}
+    got = plgpu.vmap(lambda x: mixed_matmul(x, w, scales, **how))(x)
+    full = w.astype(np.float64) * np.repeat(scales, 128, 0).T
+    np.testing.assert_allclose(got, x.astype(np.float64) @ full.T, rtol=1e-4, atol=1e-3)
 
 
 def test_what_callers_get(rng):
@@ -178,6 +209,7 @@ def test_chosen_configurations(m, tile):
         ),
         (dict(config=C(2, 128, step=64, turns=2)), ValueError, "tile_m .* turns up to 256"),
         (dict(config=C(1, 16, 2, step=64, cluster=2)), ValueError, r"2 \(1 with a split\)"),
+        (dict(config=C(1, 16, 2, step=64, shares=2)), ValueError, "above 1 with 1 turn, no split"),
     ],
 )
 def test_errors(change, error, words):
