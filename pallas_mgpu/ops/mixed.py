@@ -268,13 +268,17 @@ class _Block(WarpSpecialized):
         """Asks for the weights that fill the ring first. They go to the L2 cache, where stores of
         the kernels before this one reach them."""
         p, cfg = self.plan, self.cfg
-        _, col = self.origin(self.tiles.tile(0))
+        zero, tiles = jnp.int32(0), self.tiles
+        t = tiles.work(zero) if isinstance(tiles, SharedTiles) else tiles.tile(zero)
+        tile, first, steps = self.steps_of(t)
+        _, col = self.origin(tile)
 
         def one(s, _):
-            along_k = pl.ds((self.rank * p.steps + s) * cfg.step, cfg.step)
+            along_k = pl.ds((first + s) * cfg.step, cfg.step)
             plgpu.async_prefetch(self.w.at[pl.ds(col, p.rows), along_k])
 
-        lax.fori_loop(0, min(p.stages, p.steps), one, None)
+        count = min if isinstance(steps, int) else jnp.minimum
+        lax.fori_loop(0, count(p.stages, steps), one, None)
 
     def producer(self):
         self.ring.drain(self.tiles.produce(self.fetch_tile, jnp.int32(0)))
