@@ -732,6 +732,13 @@ def _choose_large(m, n, k, scale_groups, sms, weights, is_open, out_bytes):
     one_wave = pl.cdiv(m, cfg.tile_m) * pl.cdiv(n, 64 * cfg.consumers) <= sms
     if scale_groups > 1 and (one_wave and not is_open or weights == "int4"):
         cfg = cfg._replace(cluster=1)
+    if cfg.turns > 1 and (scale_groups == 1 or length == 128):
+        # Longer steps are faster, but where the weights of a wave keep the memory busy. Sums of
+        # groups for 128 rows spill a little then.
+        busy = 4 * pl.cdiv(n, 64) > 3 * sms and weights != "int4"
+        spills = scale_groups > 1 and cfg.tile_m > 112
+        if is_open or not (busy or spills):
+            cfg = cfg._replace(step=128)
     return cfg._replace(step=64) if length % cfg.step else cfg
 
 
