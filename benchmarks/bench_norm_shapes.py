@@ -1,7 +1,7 @@
 """ops.softmax, rms_norm and layer_norm of many widths, heights and axes, beside the fastest copy.
 
     python benchmarks/bench_norm_shapes.py [--budget SECONDS] [--below SHARE] [--no-torch]
-        [--only TEXT] [--config "height=32, cluster=8, ..."] [--json FILE]
+        [--only TEXT] [--workers N] [--config "height=32, cluster=8, ..."] [--json FILE]
 
 Rows of 64 to 131072 elements, odd ones among them, reductions along other axes, arrays that begin
 after a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32 read, 32 written), or
@@ -25,8 +25,10 @@ import torch
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops, pl
+from pallas_mgpu.ops import _open_rows
 from pallas_mgpu.testing import do_bench
 
+_open_rows.STATIC = 1 << 30  # programs of one shape, as calls that come often have them
 OPS = ("softmax", "rms_norm", "layer_norm")
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 ODD_WIDTHS = (100, 777, 5000, 50257, 128256)
@@ -228,14 +230,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--config", type=config_of, help="fields of an ops.NormConfig")
     results.argument(parser)
     args = parser.parse_args()
     args.found, begin = results.Results(__file__, args.json), time.time()
     todo = [case for case in cases() if args.only in str(case)]
-    workers = max(1, (os.cpu_count() or 1) - 2)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=start) as pool:
+    with ProcessPoolExecutor(args.workers, mp_context=context, initializer=start) as pool:
         running = {case: pool.submit(check, case, args.config) for case in todo}
         wait(running.values(), timeout=args.budget / 2)  # nothing else runs while it is timed
         checked = {c: f.result() if f.done() else (None, "no time") for c, f in running.items()}

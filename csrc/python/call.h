@@ -10,7 +10,7 @@
 #define Py_END_CRITICAL_SECTION() }
 #endif
 
-enum { PMPY_FEW = 16, PMPY_MOST_SIZES = 2 };
+enum { PMPY_FEW = 16, PMPY_MOST_SIZES = 3 };
 
 /* Shapes that a kernel sees the arrays of a call with, and that its results get: reshaped.c */
 typedef struct pmpy_views {

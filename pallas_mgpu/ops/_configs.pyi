@@ -84,6 +84,7 @@ class NormConfig(NamedTuple):
     spans: bool = False
     threads: int = 1
     divided: bool = False
+    slices: int = 0
 
 class AttentionBackwardConfig(NamedTuple):
     products: int = 7

@@ -2,20 +2,14 @@
 
 The array is seen as flat. A *span* is what one warpgroup works on: a contiguous range of it, which
 is a row, a segment of a row, or several short rows. A *piece* is 16 aligned bytes, the grain of
-bulk copies. The first and the last piece of a span may also hold elements of its neighbours. The
-copy brings all pieces that the span touches to SMEM, and results take the place of what was read.
-Pieces that belong to the span alone are stored by a bulk copy, and lanes store the elements at both
-ends.
+bulk copies. A bulk copy brings the pieces that belong to the span alone to SMEM, and lanes load the
+elements at both ends, whose pieces neighbours have, too: these may be stored already where the
+result takes the place of x. In SMEM results take the place of what was read, and leave in the same
+way.
 
-A bulk copy has a static number of bytes: near the end of the array it begins earlier than it has
-to, and lanes load the elements after the array's last whole piece. If the last tile has fewer rows,
-lanes store it. So no copy reaches beyond the array (`Span.base` is at most `top`), and none stores
-an element of another span.
-
-If the result takes the place of x, a copy may read the elements of a neighbour, up to 15 bytes at
-each end of a span, while the block of the neighbour stores its results there. Whatever arrives,
-old, new or between, has no effect: masks leave it out of statistics, and it is not stored. The race
-detector reports it, because the read and the write are in fact not ordered.
+A bulk copy has a static number of bytes: so many whole pieces lie in every span, wherever it
+begins. The last tile may have fewer rows; if their number is known at run time only, lanes copy
+them all. So they do with arrays that do not begin at a multiple of 16 bytes.
 
 Several short rows are one tile (height, n). Consecutive lanes read consecutive words of 4 bytes, at
 whatever element the row starts, so that there are no bank conflicts. Long rows, or their segments,
@@ -41,6 +35,7 @@ from ._open_rows import in_shapes
 
 SHORT = 2048  # elements of a row, up to which a tile has several at once
 _LANES = 128
+_AT_ONCE = 8  # elements of a lane that are on their way, where lanes load them
 _HELD_OF_LANE = 32  # elements of a short row
 _CACHED = 8192  # elements of a weight or bias up to which lanes load it, from the L1 cache
 STREAMED_BYTES = 73728  # of a block in SMEM, longer vectors among them: three blocks on an SM
@@ -53,33 +48,51 @@ class Span:
         """pitch: spans start at multiples of it."""
         self.total, self.count, self.piece = total, count, 16 // itemsize
         self.exact = pitch % self.piece == 0
-        most = count if self.exact else count + self.piece - 1
-        whole = _sizes.least(total) // self.piece  # pieces of the array
-        self.room = min(pl.cdiv(most, self.piece), whole) * self.piece
-        self.buffer = max(pl.cdiv(count, self.piece) * self.piece, self.room) + self.piece
-        self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
-        # elements after that, which bulk copies do not reach
-        self.rest = total - self.top - self.room
+        self.buffer = (pl.cdiv(count, self.piece) + 1) * self.piece
 
-    def base(self, start):
-        """The first element of the buffer that has the span from `start` on."""
-        found = start if self.exact else start // self.piece * self.piece
-        return pl.multiple_of(jnp.clip(found, 0, self.top), self.piece)
+    def first(self, start):
+        """The first element of the piece in which a span begins, as the buffer does."""
+        if not self.exact:
+            start = start // self.piece * self.piece
+        return pl.multiple_of(start, self.piece)
+
+    def whole(self, start, inner):
+        """The first whole piece of a span, with so many elements after it that lie inside."""
+        if not self.exact:
+            start = (start + (self.piece - 1)) // self.piece * self.piece
+        return pl.multiple_of(jnp.clip(start, 0, self.total - inner), self.piece)
 
     def inner(self, count):
         """Elements of whole pieces that lie in every span of so many elements."""
         return (count if self.exact else max(count - self.piece + 1, 0)) // self.piece * self.piece
 
+
+class Vector:
+    """The same for a weight or bias, which is not written: what comes beside the segment does no
+    harm, so one copy brings all pieces, or those before the end of the array."""
+
+    def __init__(self, total, count, itemsize):
+        """count: elements of a segment; segments start at multiples of it."""
+        self.piece = 16 // itemsize
+        self.room = min(pl.cdiv(count, self.piece), total // self.piece) * self.piece
+        self.buffer = (pl.cdiv(count, self.piece) + 1) * self.piece
+        self.top = (total - self.room) // self.piece * self.piece  # where the last one starts
+        # elements after that, which bulk copies do not reach
+        self.rest = total - self.top - self.room
+
+    def base(self, start):
+        """The first element of the buffer that has the segment from `start` on."""
+        return pl.multiple_of(jnp.clip(start, 0, self.top), self.piece)
+
     def load(self, source, base, buffer, full):
-        """Starts the bulk copy of a span to the buffer."""
-        here = pl.ds(base, self.room)
+        """Starts the copy of a segment to the buffer."""
         plgpu.copy_gmem_to_smem(
-            source.at[here],
+            source.at[pl.ds(base, self.room)],
             buffer.at[pl.ds(0, self.room)],
             full,
             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
         )
-        if isinstance(self.rest, plgpu.Dim) or self.rest:
+        if self.rest:
 
             @pl.when(base == self.top)
             def _():
@@ -95,6 +108,8 @@ class Plan:
     def __init__(self, x, total, cfg):
         """x: a Problem of norms.py; total: elements of the array, perhaps a size of the call."""
         self.problem, self.total, self.cluster = x, total, cfg.cluster
+        # whether arrays begin at a multiple of 16 bytes; otherwise lanes load and store elements
+        self.bulk = x.aligned[0] and x.aligned[-1]
         self.outer, self.n, _ = x.extents
         self.threads, self.segments = cfg.threads, cfg.cluster * cfg.threads  # of a row
         self.joint = self.n <= SHORT and self.segments == 1  # is a tile of several rows one span?
@@ -114,16 +129,15 @@ class Plan:
         self.divide(cfg, max(sizes))
         self.streamed = {}  # vectors that come through SMEM, by number
         if self.exact and (cfg.stream or self.parts > 1 and self.n > _CACHED):
-            pitch = self.width if self.segments > 1 else 0
             for i, v in enumerate(x.vectors):
                 if v is not None and x.aligned[1 + i]:
                     room = SMEM_BYTES - 2048 if cfg.stream else STREAMED_BYTES
-                    self.stream(i, Span(self.n, self.width, pitch, v.itemsize), room)
+                    self.stream(i, Vector(self.n, self.width, v.itemsize), room)
 
     def stream(self, i, span, room):
         """Has vector number i come through SMEM, if there is room."""
         self.streamed[i] = span
-        if self.smem_bytes() > room:
+        if not span.room or self.smem_bytes() > room:
             del self.streamed[i]
 
     def divide(self, cfg, size):
@@ -152,8 +166,6 @@ class Plan:
 
     def why_not(self):
         """What is wrong, or None."""
-        if not (self.x.room and self.o.room):
-            return "the array has less than 16 bytes"
         if self.height > 1 and not self.joint:
             return f"segments, and rows of more than {SHORT} elements, have tiles of one row"
         if self.last <= 0:
@@ -183,13 +195,6 @@ class Plan:
             found["stats"] = plgpu.SMEM((self.segments, 2), jnp.float32)
             found["arrived"] = plgpu.Barrier(num_arrivals=self.segments)
         return found | {"full": plgpu.Barrier(num_barriers=threads)}
-
-
-def fewest(n, cfg, itemsize):
-    """The largest number of rows that is too small for a program that takes the rows at run time: a
-    bulk copy of it would reach beyond the array."""
-    more = 0 if n * itemsize % 16 == 0 else pl.cdiv(16 // itemsize - 1, n)
-    return cfg.height - 1 + more
 
 
 def row_lanes(n, vector):
@@ -256,18 +261,18 @@ class Block:
             self.share = jnp.where(inner, 1 / p.width, 1 / p.last)
         self.first = lax.axis_index("tile") * p.height  # row
         self.start = self.first * p.n + self.offset
-        self.base, self.o_base = p.x.base(self.start), p.o.base(self.start)
+        self.base, self.o_base = p.x.first(self.start), p.o.first(self.start)
         self.x_smem, self.o_smem = (b.at[self.thread] for b in (self.x_smem, self.o_smem))
         # elements between the beginning of part 0 and the row
-        self.lead = (self.start - self.base) % (p.before + 1) if p.before else 0
+        self.lead = self.start - self.base if p.before else 0
 
     def run(self):
-        p = self.plan
-        full = self.full.at[self.thread]
-        p.x.load(self.x, self.base, self.x_smem, full)
+        p, full = self.plan, self.full.at[self.thread]
+        self.by_count(lambda count: self.fetch(count, full))
         bases = {i: span.base(self.offset) for i, span in p.streamed.items()}
         for i, span in p.streamed.items():
             span.load(self.vectors[i], bases[i], self.buffer(i), self.vectors_full.at[self.thread])
+        self.by_count(self.load_beside)
         # while the row comes
         early = self.vectors_of(0, True, {}) if p.parts == 1 and not p.streamed else None
         plgpu.barrier_wait(full)
@@ -284,7 +289,7 @@ class Block:
 
         self.loop(write, None)
         plgpu.commit_smem()
-        self.store()
+        self.by_count(self.store)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def loop(self, step, carry):
@@ -418,56 +423,98 @@ class Block:
             index = plgpu.broadcasted_iota(jnp.int32, (p.part,), 0, layout=p.layout.reduce(0))
         return pl.load(ref, at, mask=index < self.mine - k * p.part, other=0.0)
 
-    # ---- results
+    # ---- from and to global memory
 
-    def store(self):
+    def by_count(self, work):
+        """work(count) for the elements of the span: a static number, but for the last tile of a
+        number of rows that is known at run time only."""
         p, last = self.plan, self.plan.segments - 1
         if p.last != p.width:
-            pl.when(self.segment < last)(lambda: self.store_whole(p.width))
-            pl.when(self.segment == last)(lambda: self.store_whole(p.last))
-        elif p.full_tiles:
-            self.store_whole(p.o.count)
-        elif _sizes.most(p.outer) < p.height:
-            self.store_rest()
-        else:
-            full = self.first <= p.outer - p.height
-            pl.when(full)(lambda: self.store_whole(p.o.count))
-            pl.when(jnp.logical_not(full))(self.store_rest)
-
-    def store_whole(self, count):
-        """A span of so many elements, a static number."""
-        span, begin = self.plan.o, self.start
-        inner = span.inner(count)
-        if not inner:  # all of it may lie inside one piece
-            self.store_elements(self.start, count)
+            pl.when(self.segment < last)(lambda: work(p.width))
+            pl.when(self.segment == last)(lambda: work(p.last))
             return
-        if not span.exact:
-            begin = (self.start + (span.piece - 1)) // span.piece * span.piece
-        begin = jnp.clip(begin, 0, span.total - inner)  # known to lie inside
-        begin = pl.multiple_of(begin, span.piece)
-        here = jnp.clip(begin - self.o_base, 0, span.buffer - inner)
-        source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), inner)]
-        plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, inner)])
-        if inner < count:
-            if not span.exact:
-                self.store_elements(self.start, begin - self.start)
-            end = begin + inner
-            self.store_elements(end, self.start + count - end)
+        if p.full_tiles:
+            work(p.x.count)
+            return
+        is_open = isinstance(p.outer, plgpu.Dim)
+        rest = p.outer - self.first if is_open else p.outer % p.height
+        if _sizes.most(p.outer) < p.height:
+            work(rest * p.n)
+            return
+        full = self.first <= p.outer - p.height
+        pl.when(full)(lambda: work(p.x.count))
+        pl.when(jnp.logical_not(full))(lambda: work(rest * p.n))
 
-    def store_elements(self, start, count):
-        """So many elements, at most as many as lanes."""
-        keep = jnp.arange(_LANES) < count
-        value = pl.load(self.o_smem, pl.ds(start - self.o_base, _LANES), mask=keep, other=0.0)
-        pl.store(self.o, pl.ds(start, _LANES), value, mask=keep)
+    def whole(self, span, count):
+        """Elements that the bulk engine copies of so many; 0: all may lie inside one piece."""
+        return span.inner(count) if self.plan.bulk and isinstance(count, int) else 0
 
-    def store_rest(self):
-        """The last rows, fewer than of other tiles."""
-        p, count = self.plan, (self.plan.outer - self.first) * self.plan.n
+    def beside(self, span, count, step):
+        """step(places) for the other elements, up to _AT_ONCE of a lane at a time; places: in the
+        array, with masks."""
+        whole = self.whole(span, count)
+        most = count - whole if isinstance(count, int) else span.count
+        at_once = min(_AT_ONCE, pl.cdiv(most, _LANES))
+        before = 0  # elements before whole pieces
+        if whole and not span.exact:
+            before = span.whole(self.start, whole) - self.start
 
-        def some(i, _):
-            self.store_elements(self.start + i * _LANES, count - i * _LANES)
+        def place(k):
+            number = jnp.arange(_LANES) + k * _LANES
+            at = self.start + number
+            if whole:
+                at = at + jnp.where(number < before, 0, whole)
+            return at, number < count - whole
 
-        lax.fori_loop(0, pl.cdiv(p.height * p.n, _LANES), some, None)
+        def some(k, _):
+            step([place(k * at_once + j) for j in range(at_once)])
+
+        lax.fori_loop(0, pl.cdiv(most, at_once * _LANES), some, None)
+
+    def fetch(self, count, full):
+        """Starts the bulk copy of the pieces that belong to the span alone."""
+        span = self.plan.x
+        whole = self.whole(span, count)
+        if not whole:
+            plgpu.barrier_arrive(full)
+            return
+        begin = span.whole(self.start, whole)
+        here = pl.multiple_of(begin - self.base, span.piece)
+        plgpu.copy_gmem_to_smem(
+            self.x.at[pl.ds(begin, whole)],
+            self.x_smem.at[pl.ds(jnp.clip(here, 0, span.buffer - whole), whole)],
+            full,
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+
+    def load_beside(self, count):
+        """The other elements."""
+
+        def step(places):
+            values = [pl.load(self.x, at, mask=keep, other=0.0) for at, keep in places]
+            for (at, keep), value in zip(places, values):
+                pl.store(self.x_smem, at - self.base, value, mask=keep)
+
+        if not isinstance(count, int) or self.whole(self.plan.x, count) < count:
+            self.beside(self.plan.x, count, step)
+            plgpu.commit_smem()
+
+    def store(self, count):
+        span = self.plan.o
+        whole = self.whole(span, count)
+        if whole:
+            begin = span.whole(self.start, whole)
+            here = jnp.clip(begin - self.o_base, 0, span.buffer - whole)
+            source = self.o_smem.at[pl.ds(pl.multiple_of(here, span.piece), whole)]
+            plgpu.copy_smem_to_gmem(source, self.o.at[pl.ds(begin, whole)])
+
+        def step(places):
+            for at, keep in places:
+                value = pl.load(self.o_smem, at - self.o_base, mask=keep, other=0.0)
+                pl.store(self.o, at, value, mask=keep)
+
+        if not isinstance(count, int) or whole < count:
+            self.beside(span, count, step)
 
 
 @cached

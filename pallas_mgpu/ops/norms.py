@@ -17,7 +17,8 @@ If few blocks fit on an SM, parts of the tile come and leave by copies of their 
 warpgroups of a block join their statistics first.
 
 Where TMA cannot go (a pitch that is no multiple of 16 bytes) the lanes load and store the tile
-themselves; what registers do not hold they read from memory again.
+themselves. Columns that neither shared memory nor registers hold are read twice, _norms_columns.py;
+so are those of arrays whose extents are known at run time only.
 
 The order of a sum follows from the tile and its register layout. Both depend on the number of rows,
 and on where the array begins, unless the call is batch invariant: then they are functions of the
@@ -36,7 +37,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from .._names import show
-from . import _norms_ring, _norms_spans
+from . import _norms_columns, _norms_ring, _norms_spans
 from ._common import FLOATS, SMS, dtype_of, overlap_launches, unaligned
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
@@ -53,7 +54,7 @@ _COLUMNS = 64  # of a tile along another axis than the last, if lanes load it
 _ROW_BYTES = 128, 64, 32
 _WARPS = 2048  # bytes that the four warps load at once
 _COLUMN_BYTES = 16384  # of a block's part of it, as long as the cluster can grow
-_COLUMN_STAGED_BYTES = 135168  # the most that such a part has
+_COLUMN_STAGED_BYTES = 98304  # the most that such a part has
 _DIVIDED_BYTES = 49152  # from which it comes and leaves in parts: fewer blocks fit on an SM
 _BARRIERS = 32  # of one allocation
 _EARLY_BYTES = 4096  # of a row whose weight and bias come while it does
@@ -78,7 +79,10 @@ class NormConfig(NamedTuple):
     blocks nor warpgroups share them.
     ``threads``: warpgroups of a block, 1 to 8, that share its part of a row, with ``spans``, or of
     columns. ``divided``: each part of columns comes and leaves by copies of its own, so that the
-    first ones are read while others are on their way.
+    first ones are read while others are on their way. ``slices``: of softmax along another axis
+    than the last, the parts of a column of which a first kernel makes statistics, before a second
+    one reads the array again (1: one kernel that reads it twice), with tiles of ``height`` columns
+    and ``part`` rows of each lane at a time; 0: no second read, if there is room.
     """
 
     height: int = 1
@@ -93,6 +97,7 @@ class NormConfig(NamedTuple):
     spans: bool = False
     threads: int = 1
     divided: bool = False
+    slices: int = 0
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -699,15 +704,19 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False):
+def choose(
+    name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False, aligned=True
+):
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
-    `by_spans`: the bulk engine can copy parts of it."""
+    `by_spans`: spans of it may pass through SMEM; `aligned`: it begins at 16 bytes."""
     if inner > 1:
-        return _choose_columns(n, inner, itemsize, staged)
+        return _choose_columns(outer, n, inner, itemsize, staged, sms)
     weighted = name != "softmax"
     long = n > _HELD and n * itemsize >= _BLOCK_BYTES + (not weighted)
     uneven = n > _NARROW and n * itemsize % _WARPS
     early = weighted and n * itemsize >= _EARLY_BYTES
+    if by_spans and not aligned:  # lanes copy them
+        return NormConfig(1, _blocks(n * itemsize, _BLOCK_BYTES), 1024, spans=True, threads=2)
     if by_spans and (long or uneven or early or not staged):
         return _choose_spans(name, n, itemsize)
     height = max(1, min(2048 // n, outer))
@@ -740,6 +749,13 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
     return NormConfig(height, cluster, 0 if whole else _PART)
 
 
+def _by_lanes(name, n, itemsize):
+    """Do lanes copy unaligned rows to SMEM, which they would otherwise read several times?"""
+    if name == "layer_norm":  # from places of any alignment
+        return n > 2 * _HELD and n * itemsize % 16 != 0
+    return n > 8 * _PART
+
+
 def _choose_spans(name, n, itemsize):
     odd, size = n * itemsize % 16 != 0, n * itemsize
     early = name != "softmax" and size >= _EARLY_BYTES and size % _WARPS == 0
@@ -756,14 +772,16 @@ def _choose_spans(name, n, itemsize):
         at_once = 128 // lanes  # rows of the four warps
         return NormConfig(max(round(2048 / n / at_once), 1) * at_once, spans=True)
     if n <= _HELD and not early:
-        # registers hold them, but for those whose statistics take most
-        parts = name == "layer_norm" and itemsize == 2
+        # registers hold them, but for those whose statistics take most, and masks of odd rows
+        parts = itemsize == 2 and (name == "layer_norm" or odd and name == "rms_norm")
         return NormConfig(part=(1024 if n <= 4096 else 2048) if parts else 0, spans=True)
     if odd:  # lanes read and write few bytes at a time
         narrow = name == "softmax" or name == "rms_norm" and itemsize == 2
-        threads = {"softmax": 2, "rms_norm": 8 // itemsize, "layer_norm": itemsize // 2}[name]
-        cluster = _blocks(size, _BLOCK_BYTES * (1 + narrow))
-        return NormConfig(1, cluster, 1024, spans=True, threads=threads)
+        threads = {"softmax": 2, "rms_norm": 8 // itemsize, "layer_norm": 1}[name]
+        cluster, part = _blocks(size, _BLOCK_BYTES * (1 + narrow)), 1024
+        if name == "layer_norm" and itemsize == 4:
+            part = 2048
+        return NormConfig(1, cluster, part, spans=True, threads=threads)
     # weight and bias take as much shared memory as the row, or parts wait for them
     vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
     cluster = _blocks(size, _BLOCK_BYTES // max(vectors, 1))
@@ -779,7 +797,7 @@ def _choose_spans(name, n, itemsize):
     return NormConfig(1, cluster, 2048 if room and not whole else 4096, spans=True)
 
 
-def _choose_columns(n, inner, itemsize, staged):
+def _choose_columns(outer, n, inner, itemsize, staged, sms):
     misaligned = inner * itemsize % 64 != 0
     rows = [row for row in _ROW_BYTES if row < 2 * inner * itemsize] or _ROW_BYTES[-1:]
     for row in rows if staged else ():
@@ -798,14 +816,10 @@ def _choose_columns(n, inner, itemsize, staged):
         # a mask for the last part takes longer than registers for all
         held = elements <= _HELD and (cluster <= 2 or n % (64 * cluster))
         return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
-    height, part = min(_COLUMNS, inner), _PART
     if n * 2 * _COLUMNS <= 10240 and inner >= 2 * _COLUMNS:  # registers hold them
         return NormConfig(2 * _COLUMNS, 1, 0, False)
-    if staged:  # columns too long for shared memory
-        height, part = min(32, inner), 2 * _PART
-    elif itemsize == 2 and inner >= 2 * _COLUMNS:
-        height, part = 2 * _COLUMNS, 2 * _PART
-    return NormConfig(height, 1, max(part // height, 1), False)
+    height, slices, part = _norms_columns.choose((outer, n, inner), itemsize, sms)
+    return NormConfig(height, 1, part, False, slices=slices)
 
 
 def _without_clusters(config, n, itemsize, gpu):
@@ -899,13 +913,18 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     smallest = min(x.dtype.itemsize, out_dtype.itemsize)
     sms = plgpu.sm_count(x.device)
     default = config is None
+    if default and inner > 1 and not invariant:
+        kernel = _norms_columns.open_kernel(_columns_of(problem), x.device, interpret)
+        if kernel:
+            return kernel
     if config is None and invariant:
         columns = _by_columns(x.shape, problem.last, inner, True)
         config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
         config = config._replace(staged=config.staged and by_tma)
     elif config is None:
-        by_spans = x.aligned and "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
-        config = choose(name, outer, n, inner, size, by_tma, sms, by_spans)
+        by_spans = "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
+        by_spans &= x.aligned or _by_lanes(name, n, size)
+        config = choose(name, outer, n, inner, size, by_tma, sms, by_spans, x.aligned)
         # one program has the short rows of less than a tile, however many they are
         few = n <= _norms_spans.SHORT and outer < config.height
         if config.spans and (few or _norms_spans.Plan(problem, outer * n, config).why_not()):
@@ -918,6 +937,9 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             f"{name}: clusters of blocks, which {gpu['name']} lacks; use a NormConfig with cluster"
             " 1, or no config"
         )
+    if config.slices:
+        tiling = _norms_columns.Tiling(config.height, config.slices, config.part)
+        return _norms_columns.kernel(_columns_of(problem), tiling, interpret)
     one_program = default and axes == 1 and inner == 1  # for any number of rows
     kind = problem._replace(shape=(0, n), axis=1), x.device, invariant, interpret
     if config.spans:
@@ -935,6 +957,12 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     return _by_ring(problem, config, sms, interpret)
 
 
+def _columns_of(x):
+    """What _norms_columns.py makes of a Problem."""
+    aligned = x.aligned[0] and x.aligned[-1]
+    return _norms_columns.Columns(x.name, x.shape, x.extents, (x.dtype,), x.out_dtype, aligned)
+
+
 def _by_spans(problem, config, kind, interpret):
     """The kernel of spans. kind: what distinguishes programs but the number of rows; None: this one
     serves no other."""
@@ -948,8 +976,7 @@ def _by_spans(problem, config, kind, interpret):
     def alone():
         return _norms_spans.kernel(problem, outer * n, config, interpret)
 
-    size = min(problem.dtype.itemsize, problem.out_dtype.itemsize)
-    edges = _norms_spans.fewest(n, config, size), min(ANY_ROWS[1], _sizes.MOST // n)
+    edges = config.height - 1, min(ANY_ROWS[1], _sizes.MOST // n)
     if kind is None or rows_of(kind, outer, edges)[0] is outer:
         return alone()
     total = plgpu.dim("E", min=(edges[0] + 1) * n, max=edges[1] * n, multiple_of=n)
@@ -977,12 +1004,18 @@ def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
     height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads, divided = (
-        config
+        config[:-1]
     )
-    if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(part, ring, programs, unroll) < 0:
+    from_0 = part, ring, programs, unroll, config.slices
+    if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(from_0) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4, 8 or 16, and a part,"
-            f" ring, programs and unroll from 0, got {config}"
+            f" ring, programs, unroll and slices from 0, got {config}"
+        )
+    if config.slices and (inner == 1 or staged or not part or cluster > 1 or name != "softmax"):
+        raise ValueError(
+            f"{name}: slices are for softmax along another axis than the last, with a part, and"
+            f" staged=False, without clusters, got {config}"
         )
     if ring and consumers not in (1, 2, 3):
         raise ValueError(f"{name}: a ring has 1 to 3 consumers, got {config}")

@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, _sizes, lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _norms_backward_ring, _norms_backward_roles
+from . import _norms_backward_ring, _norms_backward_roles, _norms_columns
 from ._common import FLOATS, SeveralKernels, dtype_of, overlap_launches
 from ._norms_backward_ring import NormBackwardConfig, matrices
-from ._open_rows import ANY_ROWS, better, divides, in_shapes, rows_of, rowwise, views
+from ._open_rows import better, divides, in_shapes, rows_of, rowwise
 
 _F32 = np.float32
 _OPERANDS = ("grad", "x", "weight", "add")
@@ -44,7 +44,7 @@ _RING, _ROLES = NormBackwardConfig(), NormBackwardConfig(roles=True)
 _WIDE, _PAIR = 1792, 2048  # elements of a row that two warpgroups do, one of each role
 _PADDED = 3072  # most elements of a row whose segments for two would be padded by a third and more
 _HALF = 4096  # elements of a row whose segments for two warpgroups fill them
-_COLUMNS = 64  # columns of a tile, where the axis is not the last one
+_COLUMNS = 64  # columns of a tile of sums over rows
 _EDGES = 0, 512, 1 << 26  # of numbers of rows that share a program
 
 
@@ -397,70 +397,6 @@ def _rows(x, programs, interpret):
     )
 
 
-@cached
-def _columns(x, interpret):
-    """Kernel of softmax along another axis: blocks of columns, which are read in parts, twice."""
-    height, width = min(_PART // _COLUMNS, x.n), min(_COLUMNS, x.inner)
-    parts, tiles = pl.cdiv(x.n, height), pl.cdiv(x.inner, width)
-
-    def body(grad, y, out):
-        overlap_launches()
-        o, c = lax.axis_index("outer"), lax.axis_index("tile") * width
-        if not _sizes.is_open(x.shape):  # it is this shape
-            grad, y, out = (r.reshape((x.outer, x.n, x.inner)) for r in (grad, y, out))
-
-        def place(k):
-            shape, keep = (height, width), None
-            if x.n % height:
-                keep = lax.broadcasted_iota(jnp.int32, shape, 0) < x.n - k * height
-            if x.inner % width:
-                inside = lax.broadcasted_iota(jnp.int32, shape, 1) < x.inner - c
-                keep = inside if keep is None else keep & inside
-            return (o, pl.ds(k * height, height), pl.ds(c, width)), keep
-
-        def load(ref, k):
-            at, keep = place(k)
-            value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=0.0)
-            return value.astype(jnp.float32)
-
-        def add(k, dot):
-            return dot + jnp.sum(load(grad, k) * load(y, k), axis=0, keepdims=True)
-
-        def write(k, dot):
-            at, keep = place(k)
-            value = (load(y, k) * (load(grad, k) - dot)).astype(out.dtype)
-            if keep is None:
-                out[at] = value
-            else:
-                pl.store(out, at, value, mask=keep)
-            return dot
-
-        dot = lax.fori_loop(0, parts, add, jnp.zeros((1, width), jnp.float32))
-        lax.fori_loop(0, parts, write, dot)
-
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1]),
-        grid=(x.outer, tiles),
-        grid_names=("outer", "tile"),
-        interpret=interpret,
-        kernel_name="softmax_backward",
-        **in_shapes(x.shape, x.shape),
-    )
-
-
-def _columns_of(x, device, interpret):
-    """The kernel of this shape, or of any number of such matrices."""
-    alone = functools.partial(_columns, x, interpret)
-    kind = x._replace(outer=0, rows=0, shape=()), device, interpret
-    outer = x.outer if x.outer == 1 else rows_of(kind, x.outer, ANY_ROWS)[0]
-    if outer is x.outer:
-        return alone()
-    kernel = _columns(x._replace(outer=outer, rows=0, shape=(outer, x.n, x.inner)), interpret)
-    shape = x.outer, x.n, x.inner
-    return views(kernel, (shape, shape), (x.shape,), alone) if x.shape != shape else kernel
-
-
 # ---- sums over rows -----------------------------------------------------------------------------
 
 
@@ -693,6 +629,17 @@ def _ring(x, device, operands, sms, config):
     return functools.partial(module.kernel, plan, row) if plan else None
 
 
+def _along_columns(name, grad, y, extents, interpret):
+    """The kernels of softmax_backward along another axis than the last."""
+    dtypes, aligned = (grad.dtype, y.dtype), grad.aligned and y.aligned
+    x = _norms_columns.Columns(name, y.shape, extents, dtypes, y.dtype, aligned)
+    found = _norms_columns.open_kernel(x, y.device, interpret)
+    if found:
+        return found
+    tiling = _norms_columns.choose(extents, x.itemsize, plgpu.sm_count(y.device))
+    return _norms_columns.kernel(x, tiling, interpret)
+
+
 @plgpu.specialize
 @rowwise
 def softmax_backward(grad, y, *, axis=-1, interpret=None):
@@ -711,10 +658,10 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
         )
     axis %= y.ndim
     outer, inner = math.prod(y.shape[:axis]), math.prod(y.shape[axis + 1 :])
+    if inner > 1:
+        return _along_columns(name, grad, y, (outer, y.shape[axis], inner), interpret)
     of, n, dtypes = "softmax", y.shape[axis], (grad.dtype, y.dtype, None, None)
     x = Problem(of, 0.0, outer, n, inner, dtypes, False, y.shape, _is_hopper(y.device), outer)
-    if inner > 1:
-        return _columns_of(x, y.device, interpret)
     if y.ndim == 2:
         kind = x._replace(outer=0, rows=0, shape=(0, n)), grad.aligned, y.aligned
         rows, typical = rows_of((*kind, y.device, interpret), outer, _EDGES)

@@ -1,9 +1,21 @@
 """Norms of rows that begin anywhere (ops/_norms_spans.py): pieces of 16 bytes that rows share with
 their neighbours, the end of the array, tiles of several rows, segments of a cluster."""
 
+import re
+
 import numpy as np
 import pytest
-from test_ops_norms import BF16, F16, F32, FUNCTIONS, arrays, check, no_warnings
+from test_ops_norms import (
+    BF16,
+    F16,
+    F32,
+    FUNCTIONS,
+    TOLERANCE,
+    arrays,
+    check,
+    no_warnings,
+    reference,
+)
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
@@ -82,15 +94,40 @@ def test_results_of_another_dtype(run, rng, shape, config, dtype, out_dtype):
     check(run, "rms_norm", given, config=config, out_dtype=out_dtype)
 
 
-def test_in_place_and_without_races(rng):
-    """Pieces at the ends of a span belong to its neighbours, too, which may have been written."""
-    x, w = arrays(rng, "rms_norm", (5, 2051))
-    config = spans(1, 2, 512)
+@pytest.mark.parametrize(
+    "shape, config",
+    [
+        ((5, 2051), spans(1, 2, 512)),
+        ((9, 777), spans(4)),
+        ((7, 100), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_in_place_and_without_races(rng, name, shape, config):
+    """Pieces at the ends of a span belong to its neighbours, too: nobody reads these elements."""
+    given = arrays(rng, name, shape)
     params = plgpu.InterpretParams(detect_races=True, detect_uninitialized=True, seeds=2)
-    want = rms_norm(x, w, config=config, interpret=params)
-    given = x.copy()
-    assert rms_norm(given, w, config=config, out=given, interpret=True) is given
-    np.testing.assert_array_equal(given, want)
+    want = FUNCTIONS[name](*given, config=config, interpret=True)
+    x = given[0]
+    assert FUNCTIONS[name](*given, config=config, out=x, interpret=params) is x
+    np.testing.assert_array_equal(x, want)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_long_rows_of_arrays_that_begin_anywhere(run, rng, name, dtype):
+    """Lanes bring them to shared memory, element by element."""
+    given = arrays(rng, name, (3, 16401), dtype)
+    x, *vectors = (plgpu.ArrayInfo(a.shape, dtype, aligned=False) for a in given)
+    interpret = None if run.way == "cuda" else True
+    kernel = FUNCTIONS[name].__wrapped__(x, *vectors, interpret=interpret)
+    got, want = run.call(kernel, *given), reference(name, *given)
+    np.testing.assert_allclose(got.astype(F32), want, rtol=TOLERANCE[dtype], atol=2e-6)
+    text = kernel.lower(x, *vectors).as_text("cuda")
+    text = text[text.index("__global__") :]
+    assert set(re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text)) == {"1"}
+    assert "bulk_load" not in text
 
 
 def test_a_short_row_has_the_same_bits_wherever_it_begins(rng):

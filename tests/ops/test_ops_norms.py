@@ -416,9 +416,9 @@ def test_chosen_configurations():
     assert [choose("softmax", m, 16).height for m in (10**4, 10**6)] == [128, 256]
     for n, inner in ((1, 8), (600, 64), (4096, 4096), (20000, 24), (30000, 24), (10**6, 8)):
         config = choose("softmax", 3, n, inner)
-        assert config.staged == (n <= 30000)
+        assert config.staged == (n <= 20000) and bool(config.slices) == (n > 20000)
         if config.staged:
-            assert -(-n // config.cluster) * config.height * 2 <= 135168
+            assert -(-n // config.cluster) * config.height * 2 <= 98304
     for n in (131071, 10**6):
         x = plgpu.ShapeDtypeStruct((3, n), BF16)
         assert softmax.kernel(x).lower(x).resources()["spill_bytes"] == 0
@@ -460,7 +460,7 @@ def test_chosen_configurations():
             "up to 32 parts, 32 for each of 2",
         ),
         (lambda x: softmax(x, config=C(spans=True, threads=9)), ValueError, "threads are 1 to 8"),
-        (lambda x: softmax(x, config=C(ring=-1)), ValueError, "programs and unroll from 0"),
+        (lambda x: softmax(x, config=C(ring=-1)), ValueError, "unroll and slices from 0"),
         (lambda x: softmax(x, config=C(ring=500)), ValueError, "a multiple of 512 elements"),
         (lambda x: softmax(x, config=C(ring=512)), ValueError, "a whole chunk for each"),
         (
