@@ -370,7 +370,8 @@ def open_kernel(x, device, interpret):
     outer, n, inner = x.extents
     narrow = inner <= _NARROW
     kind = x._replace(shape=(), extents=(), aligned=False), device, interpret
-    if math.prod(x.extents) > _sizes.MOST // 2 or is_static(kind, x.extents):
+    too_large = max(x.extents) > _EDGE or math.prod(x.extents) > _sizes.MOST // 2
+    if too_large or is_static(kind, x.extents):
         return None
     sizes = [plgpu.dim(name, max=_EDGE) for name in ("B", "N", "K")]
     flat = (plgpu.dim("E", max=_sizes.MOST // 2),)

@@ -704,9 +704,7 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(
-    name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False, aligned=True
-):
+def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False, aligned=True):
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
     `by_spans`: spans of it may pass through SMEM; `aligned`: it begins at 16 bytes."""
     if inner > 1:

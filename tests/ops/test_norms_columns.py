@@ -7,6 +7,7 @@ from test_open_rows import kernels_in
 from test_ops_norms import BF16, F16, F32, TOLERANCE, arrays, no_warnings, reference
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _core
 from pallas_mgpu.ops import NormConfig, _open_rows, softmax, softmax_backward
 
 pytestmark = pytest.mark.covering(1, share=True)
@@ -120,3 +121,11 @@ def test_views_and_batches_of_any_sizes(rng, monkeypatch):
     kernel = softmax.kernel(x, axis=1, interpret=True)
     with pytest.raises(ValueError, match="argument 0 must have 84000 elements, got 40"):
         kernel(x[0, :, :1].copy())
+
+
+@pytest.mark.parametrize("shape", [(2, 2**25), (2**15, 2**15)])
+def test_shapes_too_large_for_any_sizes(monkeypatch, shape):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+    found = softmax.kernel(plgpu.ArrayInfo(shape, BF16), axis=0)
+    assert all(not isinstance(k, _core.Reshaped) for k in vars(found).values())
