@@ -772,6 +772,8 @@ def _choose_spans(name, n, itemsize):
     if n <= _HELD and not early:
         # registers hold them, but for those whose statistics take most, and masks of odd rows
         parts = itemsize == 2 and (name == "layer_norm" or odd and name == "rms_norm")
+        if parts and n > 4096 and not odd:
+            return NormConfig(part=1024, stream=True, spans=True)
         return NormConfig(part=(1024 if n <= 4096 else 2048) if parts else 0, spans=True)
     if odd:  # lanes read and write few bytes at a time
         narrow = name == "softmax" or name == "rms_norm" and itemsize == 2
