@@ -194,11 +194,21 @@ pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) {
   return whole ? call(e, op, "mul_rn") : arithmetic(e, op, "*", "wrap_mul", "&");
 }
 
-/* By a constant it is plain C++; else a function, because x / 0 is undefined, also for padding. */
+/* Is operand k an i32 scalar that is known to be at least 0? */
+static bool is_never_negative(pm_gen *e, pm_opid op, uint32_t k) {
+  int64_t lo, hi;
+  const pm_val v = pm_in(e->g, op, k);
+  const pm_type *t = pm_typeof(e->g, v);
+  return !t->rank && t->dtype == PM_I32 && pm_range(e->g, v, &lo, &hi) && lo >= 0;
+}
+
+/* By a constant it is plain C++; else a function, because x / 0 is undefined, also for padding.
+ * Without signs it takes a third of the instructions less. */
 static pm_code divide(pm_gen *e, pm_opid op, const char *sign, const char *fn) {
   pm_scalar y;
   if (pm_constant(e->g, pm_in(e->g, op, 1), &y) && y.i && y.i != -1) return infix_cast(e, op, sign);
-  return call(e, op, fn);
+  if (!is_never_negative(e, op, 0) || !is_never_negative(e, op, 1)) return call(e, op, fn);
+  return leave(e, pm_str(e, "(i32)%s((u32)%s, (u32)%s)", fn, arg(e, op, 0), arg(e, op, 1)));
 }
 
 /* By a power of two an exact quotient is a product: both round the same real number. */
