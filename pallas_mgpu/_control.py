@@ -296,26 +296,42 @@ def cond(pred, true_fun, false_fun, *operands):
     )
 
 
-def warp_where(mask, on_true, on_false):
+def warp_where(mask, on_true, on_false, *, along=None):
     """``jnp.where(mask, on_true(), on_false)``, in which a warp computes ``on_true`` only if it
     holds a true element of ``mask`` (Hopper).
 
     mask: a bool array that broadcasts to the shape of the values. on_false: an array or a pytree of
     arrays. on_true: a function that returns the same structure. It may compute element by element,
-    but must not access memory or reduce (ValueError when the kernel is lowered). Use it for work
+    and reduce along dims that a warp has all of, as the columns of a product's result, but must not
+    access memory (ValueError when the kernel is lowered). along: the last dim of mask, along which
+    any true element counts for all; values may then have any last dim, or none. Use it for work
     that is seldom needed, such as rescaling an accumulator. TypeError for other masks, or if the
     structures differ.
     """
     mask = as_bools(mask, "warp_where: mask", "bool array")
     if not mask.shape:
         raise TypeError(f"warp_where: mask must be a bool array, got {type_text(mask)}")
+    if along is not None and (len(mask.shape) < 2 or along not in (-1, len(mask.shape) - 1)):
+        raise ValueError(
+            "warp_where: along must be the last dim of a mask with two dims or more, got"
+            f" {show(along)} for {type_text(mask)}"
+        )
     on_false = tree.map(lambda x: as_array(x, "warp_where: on_false"), on_false)
 
     def compute():
         new = tree.map(lambda x: as_array(x, "warp_where: on_true"), on_true())
         if tree.structure(new) != tree.structure(on_false):
             raise TypeError("warp_where: on_true() and on_false differ in structure")
-        return tree.map(lambda x, y: _core.where(mask, x, y), new, on_false)
+        if along is None:
+            return tree.map(lambda x, y: _core.where(mask, x, y), new, on_false)
+        rows = _core.reduce("any", mask, (len(mask.shape) - 1,), False)
+        dims = list(range(len(rows.shape)))
+
+        def where(x, y):
+            here = rows if x.shape == rows.shape else _core.broadcast_in_dim(rows, x.shape, dims)
+            return _core.where(here, x, y)
+
+        return tree.map(where, new, on_false)
 
     some = _core.reduce("any_in_warp", mask, tuple(range(len(mask.shape))), False)
     with _read_only():

@@ -80,6 +80,8 @@ static bool is_local(const pm_graph *g, pm_opid op) {
   if (!pm_is_pure(o->code) || o->n_regions) return false;
   const pm_op_info *info = &pm_ops[o->code];
   if (info->layout == PM_LAY_FIXED) return !pm_op_scratch(g, op);
+  /* by shuffles of the lanes of a warp; to a scalar it is by a vote of the thread */
+  if (info->layout == PM_LAY_REDUCE && pm_typeof(g, o->out)->rank) return !pm_op_scratch(g, op);
   return info->participants == PM_BY_EACH || pm_moves_in_registers(g, op);
 }
 

@@ -176,6 +176,34 @@ def test_lazy_where_is_where(run, rng, rows):
         assert "warp_any" in text_of(run, body, (shape, shape), x, m)
 
 
+@pytest.mark.parametrize("rows", ["none", "one", "some", "all"])
+def test_lazy_where_along_rows(run, rng, rows):
+    """One true element counts for its row, of results of several widths; reductions of rows."""
+
+    def body(x, m, o, p, q):
+        v = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+        mask = plgpu.load(m, layout=plgpu.Layout.WGMMA) > 0
+        top = jnp.max(v, axis=1)
+
+        def work():
+            least = jnp.min(v, axis=1)
+            return v - lax.broadcast_in_dim(least, v.shape, [0]), v[:, :8] * 2, least
+
+        o[...], p[...], q[...] = plgpu.ext.warp_where(mask, work, (v, v[:, :8], top), along=1)
+
+    x = rng.standard_normal((64, 32)).astype(f32)
+    m = np.zeros((64, 8), i32)
+    m[{"none": [], "one": [33], "some": slice(3, 60, 7), "all": slice(None)}[rows], 5] = 1
+    shapes = [plgpu.ShapeDtypeStruct(s, f32) for s in ((64, 32), (64, 8), (64,))]
+    got = run(body, tuple(shapes), x, m)
+    there, least = m.any(1), x.min(1)
+    np.testing.assert_allclose(
+        got[0], np.where(there[:, None], x - least[:, None], x), rtol=1e-6, atol=1e-6
+    )
+    np.testing.assert_array_equal(got[1], np.where(there[:, None], x[:, :8] * 2, x[:, :8]))
+    np.testing.assert_array_equal(got[2], np.where(there, least, x.max(1)))
+
+
 def elsewhere(v):
     return plgpu.layout_cast(v, plgpu.Layout.WG_STRIDED(v.shape, vec_size=1)) + 1
 
@@ -213,6 +241,11 @@ def test_lazy_where_checks_its_arguments():
             lambda v: plgpu.ext.warp_where(v > 0, lambda: (v, v), v),
             TypeError,
             "differ in structure",
+        ),
+        (
+            lambda v: plgpu.ext.warp_where(v > 0, lambda: v, v, along=0),
+            ValueError,
+            "along must be the last dim of a mask with two dims or more",
         ),
     ):
         with pytest.raises(error, match=words):
