@@ -10,6 +10,7 @@ the first extent above 1 is known then, too, unless the function needs it as an 
 
 import functools
 import math
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ from ._common import SeveralKernels, overlap_launches
 from ._open_rows import ENTRIES, any_rows, better, entries, in_shapes, sizes_of, views
 
 ROWS, KEYS = 128, 128  # of a tile and of a block
-_PART = 16  # keys that registers hold at a time
 _LENGTHS = 0, 1 << 24  # edges of the programs for any lengths
 
 
@@ -37,13 +37,12 @@ class Mask(NamedTuple):
     data: bool  # an array that the function reads
     shape: tuple = ()  # of the data
 
-    def keep(self, sizes, at, shape, data, layout=None):
-        """Which pairs are there. sizes: numbers of queries and keys; at: batch entry, head, first
-        query and key; data: a ref; layout: of attention's scores."""
+    def pairs(self, sizes, at, shape, data, layout):
+        """What the function says of pairs, and a function of that: which of them are there. sizes:
+        numbers of queries and keys; at: batch entry, head, first query and key; data: a ref."""
         b, h, *first = at
         i, j = (lax.broadcasted_iota(jnp.int32, shape, n) for n in (0, 1))
-        if layout is not None:
-            i, j = (plgpu.layout_cast(x, layout) for x in (i, j))
+        i, j = (plgpu.layout_cast(x, layout) for x in (i, j))
         i, j = i + first[0], j + first[1]
         inside = [jnp.minimum(x, n - 1) for x, n in zip((i, j), sizes)]
         found = self.function(b, h, *inside, *([data] if self.data else []))
@@ -51,14 +50,29 @@ class Mask(NamedTuple):
         if got != np.bool_:
             raise TypeError(f"mask must return booleans, got {got}")
         found = jnp.broadcast_to(found, shape)
+        return found, lambda found: found & (i < sizes[0]) & (j < sizes[1])
 
-        def cut(found):
-            return found & (i < sizes[0]) & (j < sizes[1])
+    def keep(self, sizes, at, shape, data, layout):
+        """Which pairs are there."""
+        found, cut = self.pairs(sizes, at, shape, data, layout)
+        return cut(found)
 
-        if layout is not None or not isinstance(sizes[0], plgpu.Dim):
-            return cut(found)  # there are registers for no branch
-        ends = [x + count > size for x, count, size in zip(first, shape, sizes)]
-        return lax.cond(ends[0] | ends[1], cut, lambda found: found, found)
+    def count(self, sizes, at, shape, data, layout):
+        """How many keys of eight sets each of the queries attends to."""
+        found, cut = self.pairs(sizes, at, shape, data, layout)
+
+        def number(found):
+            return found.astype(jnp.int32).reshape(shape[0], shape[1] // 8, 8).sum(axis=1)
+
+        ends = [
+            first + n > size
+            for first, n, size in zip(at[2:], shape, sizes)
+            if isinstance(size, plgpu.Dim) or size % n
+        ]
+        if not ends:
+            return number(found)
+        overhangs = functools.reduce(operator.or_, ends)
+        return lax.cond(overhangs, lambda: number(cut(found)), lambda: number(found))
 
     def with_open_data(self, size):
         """The mask whose data have the size as their first extent above 1."""
@@ -105,19 +119,13 @@ def kernel(mask, queries, keys, interpret, like=()):
         def entry(i):
             return at_entry(mask, queries, keys, b, h, tile, i)
 
-        # what lies beyond the last query does not make a block one that needs the mask
-        beyond = tile * ROWS + lax.broadcasted_iota(jnp.int32, (ROWS, _PART), 0) >= queries
+        there = jnp.clip(queries - tile * ROWS, 0, ROWS)  # queries of the tile
+        layout = plgpu.Layout.WGMMA  # a lane has few queries and keys of many pairs
 
         def one(block, count):
-            def look(part, found):
-                some, every = found
-                at = b, h, tile * ROWS, block * KEYS + part * _PART
-                keep = mask.keep((queries, keys), at, (ROWS, _PART), data)
-                return some | keep, every & (keep | beyond)
-
-            none = jnp.zeros((ROWS, _PART), bool)
-            some, every = lax.fori_loop(0, KEYS // _PART, look, (none, ~none))
-            some, every = jnp.any(some), jnp.all(every)
+            at = b, h, tile * ROWS, block * KEYS
+            number = jnp.sum(mask.count((queries, keys), at, (ROWS, KEYS), data, layout))
+            some, every = number > 0, number == there * KEYS
 
             @pl.when(some)
             def _():
