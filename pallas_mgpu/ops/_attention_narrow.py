@@ -14,6 +14,7 @@ operands without any exchange between lanes; columns in an order that the result
 Probabilities of 8 bits are 2^6 times as large as usual and maxima may grow by 2^2 before sums are
 rescaled, so they stay below 2^8 (of 448) and their least steps are 2^-15 of the largest one."""
 
+import functools
 import math
 
 import numpy as np
@@ -77,9 +78,7 @@ class NarrowPlan:
     def fit(self):
         """Sets what depends on dtypes."""
         x, cfg = self.x, self.cfg
-        self.transposes = x.dtype.itemsize == 1
-        self.dim, self.value_dim = width(x.dim), width(x.value_dim)
-        self.check_block()
+        self.begin()
         placed = x.page or any(x.lengths) or x.whole
         self.registers = _REGISTERS.get(self.consumers)
         if self.transposes and not placed:
@@ -87,20 +86,31 @@ class NarrowPlan:
         elif self.transposes and self.value_dim == 128:
             self.registers = _PLACED.get(self.consumers, self.registers)
         self.readers = self.consumers + 1
-        if self.transposes:
-            self.left = plgpu.Layout.WGMMA_8BIT
-            self.lazy, self.raised = _LAZY, _RAISED
-        # with four warpgroups no product has more than 128 registers
-        self.width = math.gcd(self.value_dim, 128)
         self.value_piece = min(self.piece, _KEYS) if self.pairs else self.piece
-        self.q_slots, self.q_ahead, self.raw = 1, cfg.q_registers, cfg.stages
         # the widest parts of O that leave at a time, and as many raw slots as there is room for
-        self.out = min(self.value_dim, 128)
+        self.raw = cfg.stages
         if self.used() > SMEM_BYTES:
             self.out = _KEYS
         while self.raw > 1 and self.used() > SMEM_BYTES:
             self.raw -= 1
-        if not cfg.q_registers:
+        self.place_queries()
+
+    def begin(self):
+        """What blocks that get transposed values have, too."""
+        x = self.x
+        self.transposes = x.dtype.itemsize == 1
+        self.dim, self.value_dim = width(x.dim), width(x.value_dim)
+        self.check_block()
+        if self.transposes:
+            self.left = plgpu.Layout.WGMMA_8BIT
+            self.lazy, self.raised = _LAZY, _RAISED
+        # with four warpgroups no product has more than 128 registers
+        self.width, self.out = math.gcd(self.value_dim, 128), min(self.value_dim, 128)
+        self.q_slots, self.raw = 1, 0
+
+    def place_queries(self):
+        self.q_ahead = self.cfg.q_registers
+        if not self.cfg.q_registers:
             self.q_slots = 2
             self.q_slots = 2 if self.used() <= SMEM_BYTES else 1
             self.q_ahead = self.q_slots > 1
@@ -136,9 +146,9 @@ class NarrowPlan:
             shape = (self.raw, self.block, self.value_dim)
             if self.pairs:
                 shape = (self.raw, self.block // 128, 64, 128)
-            found["v_raw"] = _union(shape, math.gcd(self.value_dim, 128), x.cached)
+            found["v_raw"] = union(shape, math.gcd(self.value_dim, 128), x.cached)
             shape = (self.stages, self.block // _KEYS, self.value_dim, _KEYS)
-            found["v_smem"] = _union(shape, _KEYS, x.dtype)
+            found["v_smem"] = union(shape, _KEYS, x.dtype)
         else:
             for name, dim in (("k_raw", self.dim), ("v_raw", self.value_dim)):
                 found[name] = buffer(self.raw, self.block, dim, dtype=x.cached)
@@ -148,13 +158,25 @@ class NarrowPlan:
         return found | Ring.barriers(self.stages, 1, self.consumers, prefix="v_")
 
 
-def _union(shape, row, dtype):
+def union(shape, row, dtype):
     """The same memory as elements of 8 and of 16 bits, swizzled by rows of so many bytes."""
     pairs, u16 = (*shape[:-1], shape[-1] // 2), np.dtype(np.uint16)
     return plgpu.RefUnion(
         plgpu.SMEM(shape, dtype, transforms=swizzled(row, dtype)),
         plgpu.SMEM(pairs, u16, transforms=swizzled(row // 2, u16)),
     )
+
+
+def transpose_pairs(source, into, halves=False, cut=None):
+    """Stores 64 pairs of columns of 64 keys transposed, as the tensor cores take them; halves: 32
+    of each half of 128 keys. cut: of an array of them."""
+    x = plgpu.load(plgpu.transpose_ref(source, (1, 0)), layout=plgpu.Layout.WGMMA)
+    x = cut(x) if cut else x
+    groups = (2, 4, 8) if halves else (8, 8)
+    into = into.reshape((*groups[:-1], 2, 8, _KEYS // 2))
+    for odd, y in enumerate(_split(x)):
+        at = (slice(None),) * (len(groups) - 1)
+        into[(*at, odd)] = y.reshape((*groups, _KEYS // 2))
 
 
 class Narrow:
@@ -300,16 +322,11 @@ class Narrow:
             rows, here = pl.ds(part * _KEYS, _KEYS), pl.ds(columns * 64, 64)
             source, into = raw.at[rows, here], slot.at[part, pl.ds(columns * 128, 128)]
             first = part * _KEYS
-        x = plgpu.load(plgpu.transpose_ref(source, (1, 0)), layout=plgpu.Layout.WGMMA)
+        cut = None
         if rest is not None:
             apart = 32 if pairs else 0
-            x = self.cut(x, rest - first, keys=1, apart=apart)
-        halves = (2,) if pairs else ()
-        groups = (*halves, 8 // (1 + pairs), 8)
-        into = into.reshape((*groups[:-1], 2, 8, _KEYS // 2))
-        for odd, y in enumerate(_split(x)):
-            at = (slice(None),) * (len(groups) - 1)
-            into[(*at, odd)] = y.reshape((*groups, _KEYS // 2))
+            cut = functools.partial(self.cut, rest=rest - first, keys=1, apart=apart)
+        transpose_pairs(source, into, pairs, cut)
 
     def cut(self, x, rest, keys=0, apart=0):
         """The array, 0 from key number `rest` on. keys: their dim; apart: after so many of its
@@ -383,10 +400,10 @@ class Narrow:
     def factor(self, c):
         return super().factor(None if self.x.scores.adjusted else c)
 
-    def adjust(self, now, s):
+    def adjust(self, now, s, fetched):
         if self.x.scores.adjusted and now.c is not None:
             s = s * now.c
-        return super().adjust(now, s)
+        return super().adjust(now, s, fetched)
 
     def result(self, value, b, head):
         value = value * self.scale_of("v_scale", b, head)

@@ -12,6 +12,7 @@ Dropout hashes the seed, the head and the position of a pair, so that every kern
 decisions in any order."""
 
 import copy
+import functools
 import math
 import operator
 from typing import NamedTuple
@@ -33,6 +34,7 @@ _PART = 256  # rows of a block that looks up ranges
 _LARGEST = 2.0**127  # number, whose product with log2(e) is a float32, too
 LEAST = 2.0**-120  # any finite score times this is as good as 0
 _ENDLESS = 1 << 30  # keys that no side of a window has
+PART_OF_KEYS = 64  # whose values are transposed together
 
 
 class Scores(NamedTuple):
@@ -121,6 +123,7 @@ class Problem(NamedTuple):
     # of q and of k, or pages of k.
     whole: tuple = ()
     table: plgpu.Dim | None = None  # entries of the page table, which has one dim then
+    transposed: tuple = ()  # the shape of values that _attention_transposed.py has transposed
 
     @property
     def value_dim(self):
@@ -171,7 +174,7 @@ class Problem(NamedTuple):
         q = batch, queries, self.heads, self.dim
         k = (keys, self.page) if self.table is not None else (batch, keys)
         k = *k, self.kv_heads
-        return q, (*k, self.dim), (*k, self.value_dim)
+        return q, (*k, self.dim), self.transposed or (*k, self.value_dim)
 
     def shapes_of_options(self, by_keys=False):
         """Of `kernel_operands`; None: as they come. by_keys: are rows of a tile keys?"""
@@ -484,6 +487,11 @@ class Ranges:
 # ---- scores of a tile ----------------------------------------------------------------------------
 
 
+def _is_long(n):
+    """Is a dim of a bias that of the scores, not 1?"""
+    return isinstance(n, plgpu.Dim) or n > 1
+
+
 class Tile:
     """The scores of one head and a tile of pairs, while a kernel is traced.
 
@@ -498,8 +506,9 @@ class Tile:
         self.batch, self.head, self.shape, self.by_keys = batch, head, shape, by_keys
         self.row, self.column = row, column
 
-    def adjust(self, s):
-        """The exponents of 2 of raw scores, and the slope of the cap (None without one)."""
+    def adjust(self, s, bias=None):
+        """The exponents of 2 of raw scores, and the slope of the cap (None without one). bias: what
+        `fetch` returned, if it was called before."""
         if not self.f.adjusted:
             return s, None
         s, slope = s * _F32(self.x.scale), None
@@ -507,14 +516,14 @@ class Tile:
             t = jnp.tanh(s * _F32(1 / self.f.softcap))
             s, slope = t * _F32(self.f.softcap), 1 - t * t
         if self.f.bias:
-            s = s + self.bias()
+            s = s + (self.bias() if bias is None else self.along(bias))
         return s * _LOG2E, slope
 
     def bias(self):
         """float32, of the shape of the tile or broadcast to it."""
         ref, dims = self.refs["bias"], self.f.bias
         if self.x.is_open:
-            return self.bias_in_row(ref, dims)
+            return self.along(self.bias_in_row(ref, self.f.bias_pair))
         ref = ref.at[0 if dims[0] == 1 else self.batch, 0 if dims[1] == 1 else self.head]
         sizes, starts = list(dims[2:]), [self.row, self.column]
         if self.by_keys:
@@ -534,35 +543,67 @@ class Tile:
         value = plgpu.load(ref.at[tuple(at)], layout=layout, mask=keep, other=0.0)
         return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, there)
 
-    def bias_in_row(self, ref, dims):
-        """The same where all of it is one row, since its lengths are not known."""
-        sizes, start = [scalar(n) for n in dims], jnp.int32(0)
+    def fetch(self):
+        """The bias as it is stored, for kernels that load it while a product is in flight. Tiles
+        that do not overhang it are loaded without predicates: with them, ptxas uses elements before
+        it has asked for the others."""
+        ref, dims, pair = self.refs["bias"], self.f.bias, self.f.bias_pair
+        if not self.x.is_open:
+            count = math.prod(dims)
+            if count >= 2**31:
+                return self.bias()
+            pair = 2 if dims[2] > 1 and dims[3] % 2 == 0 else 1
+            ref = ref.reshape((count // pair, pair)[:pair])
+        ends = [
+            start + n > scalar(size)
+            for start, n, size in zip((self.row, self.column), self.shape, dims[2:])
+            if _is_long(size)
+        ]
+        load = functools.partial(self.bias_in_row, ref, pair)
+        if not ends:
+            return load()
+        overhangs = functools.reduce(operator.or_, ends)
+        return lax.cond(overhangs, load, lambda: load(masked=False))
+
+    def along(self, bias):
+        """Elements of the bias as float32, of the shape of the tile or broadcast to it."""
+        bias = bias.astype(jnp.float32)
+        if bias.ndim == 1:
+            of_keys = _is_long(self.f.bias[3])
+            return lax.broadcast_in_dim(bias, self.shape, [int(of_keys != self.by_keys)])
+        return bias.reshape(self.shape) if bias.ndim else bias
+
+    def bias_in_row(self, ref, pair, masked=True):
+        """The bias as it is stored, where all of it is one row of so many neighbours each."""
+        dims, start = self.f.bias, jnp.int32(0)
+        sizes = [scalar(n) for n in dims]
         if isinstance(dims[0], plgpu.Dim):  # 1 where the batch shares it
             start = jnp.minimum(self.batch, sizes[0] - 1)
+        elif dims[0] > 1:
+            start = start + self.batch
         start = start * dims[1] + self.head if dims[1] > 1 else start
-        there = [k for k in (0, 1) if isinstance(dims[2 + k], plgpu.Dim)]
+        there = [k for k in (0, 1) if _is_long(dims[2 + k])]
         for k in there:
             start = start * sizes[2 + k]
         axes = (1, 0) if self.by_keys else (0, 1)  # of queries and keys
         first = [(self.row, self.column)[axis] for axis in axes]
         if not there:
-            return ref[start].astype(jnp.float32)
+            return ref[start]
         if len(there) == 1:
             (k,) = there
             layout, n = self.layout.reduce(1 - axes[k]), self.shape[axes[k]]
             at = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
             keep, at = first[k] + at < sizes[2 + k], (pl.ds(start + first[k], n),)
-            value = plgpu.load(ref, at, layout=layout, mask=keep, other=0.0)
-            return lax.broadcast_in_dim(value.astype(jnp.float32), self.shape, [axes[k]])
-        pair = self.f.bias_pair
+            how = {"mask": keep, "other": 0.0} if masked else {}
+            return plgpu.load(ref, at, layout=layout, **how)
         shape = self.shape[0], self.shape[1] // pair
         i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes)
         i, j = i + first[0], j + first[1] // pair
         keep, at = (i < sizes[2]) & (j < sizes[3] // pair), (start + i * sizes[3]) // pair + j
         if pair > 1:
             keep = lax.broadcast_in_dim(keep, (*shape, pair), [0, 1])
-        value = pl.load(ref, (at, slice(None))[:pair], mask=keep, other=0.0)
-        return value.astype(jnp.float32).reshape(self.shape)
+        how = {"mask": keep, "other": 0.0} if masked else {}
+        return pl.load(ref, (at, slice(None))[:pair], **how)
 
     def drop(self, value):
         """The array with some elements 0 and the others multiplied by 1 / (1 - dropout)."""

@@ -12,8 +12,9 @@ compiles in four fifths of the time. The loop starts with a P V and ends with an
 discarded. What happens once per tile is in one branch, which most steps skip.
 
 Row maxima are stale on purpose: O is rescaled only if a maximum grows by more than 2^8, a factor
-that float16 probabilities can still represent. Row sums are kept per column modulo 8 and added up
-at the end.
+that float16 probabilities can still represent. Most kernels do not even look for maxima after the
+first block of a tile, unless sums of probabilities tell that one may have grown by more
+(_attention_softmax.py). Row sums are kept per column modulo 8 and added up at the end.
 
 Blocks of keys are processed from the last to the first, so that those with a causal mask come
 first. Causal tiles have different lengths: a counter assigns them, longest first, in groups of
@@ -37,7 +38,9 @@ from . import (
     _attention_parts,
     _attention_rotary,
     _attention_scores,
+    _attention_softmax,
     _attention_tensor_memory,
+    _attention_transposed,
     _attention_warp_mma,
     _tensor_memory,
     _warp_mma,
@@ -47,6 +50,7 @@ from ._attention_narrow import Narrow, NarrowPlan, grain
 from ._attention_parts import SharedTiles
 from ._attention_scores import PLAIN, Problem, Ranges, Tile, rows_in, scalar
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
+from ._attention_transposed import Transposed, TransposedFirst, TransposedPlan
 from ._attention_warp_mma import MmaAttentionConfig
 from ._attention_widened import Widened, pays
 from ._common import (
@@ -83,6 +87,7 @@ _L2_BYTES = 32 << 20
 _WIDTHS = (64, 96, 128, 192, 256)
 _PAGES = 2  # numbers of pages that are loaded together
 _OUT = 128  # columns of O that leave at a time, at most
+_FEW = 512  # queries whose kernels are bound by memory rather than by instructions
 
 
 class AttentionConfig(typing.NamedTuple):
@@ -93,7 +98,9 @@ class AttentionConfig(typing.NamedTuple):
     for P V and the next K after the softmax. ``hold``: also release K only then. ``q_registers``:
     keep Q in registers. ``programs``: the number of blocks; 0: one for each SM. ``apart``: wait for
     P V before the softmax, which has the registers of P then. ``early``: probabilities are
-    converted before O is rescaled, beside the exponentials."""
+    converted before O is rescaled, beside the exponentials. ``trusting``: the maxima of earlier
+    blocks serve as those of a block, unless sums of its probabilities are large; only then are its
+    own found (q of 16 bits, no dropout; ``lazy`` and ``early`` do not count)."""
 
     consumers: int = 2
     block: int = 128
@@ -105,34 +112,37 @@ class AttentionConfig(typing.NamedTuple):
     programs: int = 0
     apart: bool = False
     early: bool = False
+    trusting: bool = False
 
 
 def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     """The configuration for a number of queries and a head size. kind: "narrow" or "widened", where
     all operands or keys and values have 8 bits, "placed" if these are all that do and there are
-    lengths or pages; "paged" with pages of 16 bits; "batches" whose lengths are known when the
-    kernel runs."""
+    lengths or pages; "lengths" or "paged" with lengths or pages of 16 bits; "rotated" where blocks
+    rotate queries; "masked" by a function."""
     most = pl.cdiv(queries, 64)
     if kind in ("narrow", "placed", "widened"):
         return _choose_narrow(queries, head_dim, causal, scores, kind)
     if scores.adjusted or scores.dropout:  # registers for what is computed from scores
         return AttentionConfig(min(2, most), 64, 2)
     if head_dim == 64:
-        return _choose_64(queries, causal)
+        return _choose_64(queries, causal, kind)
     if head_dim in (96, 128):
-        # the producer needs registers for the addresses of pages, the consumers for ends of batches
-        held = kind != "paged" and (causal or kind != "batches")
-        return AttentionConfig(min(2, most), 128, 2, q_registers=held, early=held)
+        consumers = min(2, most)
+        if kind:
+            held = kind != "paged"  # the producer needs registers for the addresses of pages
+            return AttentionConfig(consumers, 128, 2, q_registers=held, early=held)
+        late = head_dim == 96 or queries <= _FEW
+        return AttentionConfig(consumers, 128, 2, late=late, hold=not late, trusting=True)
     return AttentionConfig(min(2, most), 64, 2)
 
 
-def _choose_64(queries, causal):
+def _choose_64(queries, causal, kind):
     """Three consumers make a row 1.16 times as fast as two."""
+    if kind == "masked":
+        return AttentionConfig(2, 128, 4, late=False, hold=True)
     consumers = 3 if _of_three(queries, causal, 1.16) else min(2, pl.cdiv(queries, 64))
-    full = not causal
-    if consumers < 3 and full:
-        return AttentionConfig(consumers, 128, 4, q_registers=True)
-    return AttentionConfig(consumers, 128, 4, lazy=full, late=False, hold=full)
+    return AttentionConfig(consumers, 128, 4, late=False, hold=True, apart=True, trusting=True)
 
 
 def _of_three(queries, causal, gain):
@@ -163,15 +173,19 @@ def _choose_narrow(queries, head_dim, causal, scores, kind):
     return AttentionConfig(consumers, block, 2, q_registers=head_dim <= 128)
 
 
-def _choose_for(x, queries, width, kind=""):
+def _choose_for(x, queries, width):
     """The configuration of a problem, tuned for a number of queries."""
-    kind = "paged" if x.page else kind
+    kind = "paged" if x.page else "lengths" if any(x.lengths) else "rotated" if x.angles else ""
     if x.scores.mask:
-        return choose(queries, width, False)._replace(consumers=ROWS // 64, block=KEYS)
+        config = choose(queries, width, False, kind="masked")
+        return config._replace(consumers=ROWS // 64, block=KEYS)
     if x.is_narrow:
         placed = x.page or any(x.lengths) or x.whole
         kind = "widened" if x.kv_dtype else "placed" if placed else "narrow"
     config = choose(queries, width, x.causal, x.scores, kind)
+    if x.transposed:
+        consumers = min(config.consumers, 2)
+        return config._replace(consumers=consumers, **_attention_transposed.tiling(x))
     if x.is_narrow:
         n = grain(x)
         config = config._replace(block=max(config.block // n, 1) * n)
@@ -211,6 +225,7 @@ class _Plan:
             self.total, self.clusters = shares.places * shares.pieces, shares.places
         self.c = x.scores.factor(x.scale)  # exp(x) is exp2(x log2 e)
         self.left = plgpu.Layout.WGMMA  # of a left operand
+        self.most = _F32(2.0**15 if x.dtype == np.float16 else 2.0**32)
         self.lazy, self.raised = _LAZY, 0  # log2 of what all probabilities are multiplied with
         # The next queries are fetched while these are in use, where there is room.
         self.dim, self.value_dim = _width(x.dim), _width(x.value_dim)  # of rows on the chip
@@ -254,6 +269,10 @@ class _Plan:
 
 
 class _NarrowPlan(NarrowPlan, _Plan):
+    pass
+
+
+class _TransposedPlan(TransposedPlan, _Plan):
     pass
 
 
@@ -338,8 +357,9 @@ class _Block(WarpSpecialized):
         if p.group:
             head = jnp.clip(t // p.q_tiles, 0, p.all_heads - 1)
             return jnp.maximum(t - head * p.q_tiles, 0), head
-        band = t // (group * p.q_tiles)
-        inside = jnp.maximum(t - band * (group * p.q_tiles), 0)
+        each = jnp.maximum(group * p.q_tiles, 1)  # not negative: fewer instructions
+        band = lax.div(t, each)
+        inside = jnp.maximum(t - band * each, 0)
         width = jnp.maximum(jnp.minimum(p.all_heads - band * group, group), 1)
         tile = lax.div(inside, width)
         return tile, jnp.clip(band * group + (inside - tile * width), 0, p.all_heads - 1)
@@ -547,7 +567,7 @@ class _Block(WarpSpecialized):
         last = self.is_last(now)
         rare = self.is_rare(now, first | last)
         now = self.rotated(first, now)
-        s = self.adjust(now, self.multiply(me, o_acc, now, slot, first))
+        s = self.adjust(now, *self.multiply(me, o_acc, now, slot, first))
         if not cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
         if cfg.apart:
@@ -557,22 +577,29 @@ class _Block(WarpSpecialized):
         s, m, sums, ended, tail, (w, t, row, end, c, q) = lax.cond(
             rare, change, stay, s, now.m, now.sums, now.q
         )
-        s, new, sums, alpha, grown = self.softmax(s, m, sums, self.factor(now.c))
-        s = self.drop(now, s)
+        if cfg.trusting:
+            p, new, sums, alpha = self.trusting(s, m, sums, self.factor(now.c))
+            grown = alpha != 1
+        else:
+            s, new, sums, alpha, grown = self.softmax(s, m, sums, self.factor(now.c))
+            s = self.drop(now, s)
         if cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
-        if cfg.late:
+        if cfg.late and cfg.trusting:
+            p, alpha, sums = lax.optimization_barrier((p, alpha, sums))
+        elif cfg.late:
             # The loop of this wait ends the basic block: without it ptxas moves the wait for the
             # products up, before the exponentials.
             s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
-        p = self.arranged(s.astype(self.x.dtype)) if cfg.early else None
+        if not cfg.trusting:
+            p = self.arranged(s.astype(self.x.dtype)) if cfg.early else None
         if cfg.late:
             self.k_ring.wait(now.it + 1)
         if not cfg.apart:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
-        p = p if cfg.early else self.arranged(s.astype(self.x.dtype))
+        p = p if p is not None else self.arranged(s.astype(self.x.dtype))
         return _State(w, t, row, end, c, ended, tail, now.it + 1, new, sums, p, q)
 
     def is_last(self, now):
@@ -588,7 +615,10 @@ class _Block(WarpSpecialized):
             rare |= now.end > self.x.keys
         return rare
 
-    def adjust(self, now, s):
+    def fetch(self, now):
+        """What the scores of a block are adjusted with, loaded while they are computed."""
+
+    def adjust(self, now, s, fetched):
         """Scores before the mask; plain ones stay."""
         return s
 
@@ -616,7 +646,8 @@ class _Block(WarpSpecialized):
         return self.plan.c if c is None else c
 
     def multiply(self, me, o_acc, now, slot, first):
-        """Issues Q K of this block and P V of the one before; the scores."""
+        """Issues Q K of this block and P V of the one before; the scores, and what `fetch`
+        returned."""
         p, q = self.plan, now.q
         if not self.cfg.q_registers:
             q = self.q_smem.at[now.w % p.q_slots, me]
@@ -632,7 +663,8 @@ class _Block(WarpSpecialized):
                 if p.cleans:
                     pl.when(now.tail < p.block)(lambda: self.clean(me, self.v_smem.at[slot], now))
                 count = self.add_values(o_acc, now.p, slot)
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if self.cfg.apart else count)
+            fetched, count = self.fetch(now), 0 if self.cfg.apart else count
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=count), fetched
 
         return pl.run_scoped(scores, plgpu.ACC((64, p.block)))
 
@@ -656,7 +688,8 @@ class _Block(WarpSpecialized):
             value = self.value_of(o_acc)
             pl.when(now.ended < p.total)(lambda: self.epilogue(me, now.ended, value, m, sums))
             self.set_value(o_acc, jnp.zeros_like(value))
-            return jnp.full_like(m, _MASKED), jnp.zeros_like(sums)
+            top = jnp.max(s, axis=1) if self.cfg.trusting else jnp.full_like(m, _MASKED)
+            return top, jnp.zeros_like(sums)
 
         def same(q):
             return now.w, now.t, now.row, self.same_tile(now), now.c, q
@@ -682,12 +715,12 @@ class _Block(WarpSpecialized):
     def clean(self, me, values, now):
         """The first consumer makes values 0 that come after the last key, before the turn of the
         others."""
-        n = 8 if self.plan.value_dim > 128 else 16
+        n = 8  # with more, ptxas saves registers everywhere: it waits for P V before the softmax
 
         def part(i, _):
             rows = values.at[pl.ds(pl.multiple_of(i * n, n), n)]
-            there = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < now.tail - i * n
-            rows[...] = jnp.where(there, rows[...], np.zeros((), rows.dtype))
+            beyond = lax.broadcasted_iota(jnp.int32, rows.shape, 0) >= now.tail - i * n
+            pl.store(rows, (slice(None),) * 2, jnp.zeros(rows.shape, rows.dtype), mask=beyond)
 
         @pl.when(me == 0)
         def _():
@@ -735,10 +768,16 @@ class _Block(WarpSpecialized):
         partial = s.reshape(64, p.block // 8, 8).sum(axis=1)
         return s, new, sums * _along_rows(alpha, 8) + partial, alpha, grown
 
+    def trusting(self, s, m, sums, c):
+        """Probabilities by the maxima so far, if sums of them are not too large."""
+        p = self.plan
+        how = lambda e: e.astype(self.x.dtype), p.most, p.lazy
+        return _attention_softmax.trusting(s, m, sums, c, *how)
+
     def rescale(self, o_acc, alpha, grown):
         dim = self.plan.value_dim
         value = self.value_of(o_acc)
-        if self.cfg.lazy:
+        if self.cfg.lazy or self.cfg.trusting:
             value = plgpu.ext.warp_where(
                 _along_rows(grown, dim), lambda: value * _along_rows(alpha, dim), value
             )
@@ -907,8 +946,13 @@ class _ScoredBlock(_Block):
             _, _, head, b = self.tile_of(t)
         return Tile(self.x, self.refs, b, head, now.row, now.end.column, shape, by_keys=False)
 
-    def adjust(self, now, s):
-        return self.tile(now).adjust(s)[0]
+    def fetch(self, now):
+        bias = self.x.scores.bias
+        rows = bias and all(isinstance(n, plgpu.Dim) or n > 1 for n in bias[2:])
+        return self.tile(now).fetch() if rows else None
+
+    def adjust(self, now, s, fetched):
+        return self.tile(now).adjust(s, fetched)[0]
 
     def drop(self, now, s):
         return self.tile(now).drop(s)
@@ -993,6 +1037,14 @@ class _ScoredNarrowBlock(Narrow, _ScoredBlock):
     pass
 
 
+class _TransposedBlock(Transposed, _Block):
+    pass
+
+
+class _ScoredTransposedBlock(Transposed, _ScoredBlock):
+    pass
+
+
 def _along_rows(x, width):
     return lax.broadcast_in_dim(x, (64, width), [0])
 
@@ -1002,6 +1054,8 @@ def _block_of(x, parts):
     if x.scores.mask:
         return _MaskedBlock
     scored = x.scores != PLAIN or any(x.lengths) or parts > 1
+    if x.transposed:
+        return _ScoredTransposedBlock if scored else _TransposedBlock
     if x.is_narrow:
         return _ScoredNarrowBlock if scored else _NarrowBlock
     return _ScoredBlock if scored else _Block
@@ -1012,7 +1066,8 @@ def _kernel(x, cfg, cores, parts, interpret, shares=None):
     """x: a Problem. parts: of the keys; the results of each are heads of their own. shares: these
     parts are Shares."""
     x = x._replace(return_lse=True) if parts > 1 else x
-    plan = (_NarrowPlan if x.is_narrow else _Plan)(x, cfg, cores, parts, shares)
+    plan = _TransposedPlan if x.transposed else _NarrowPlan if x.is_narrow else _Plan
+    plan = plan(x, cfg, cores, parts, shares)
     make = _block_of(x, parts)
 
     def block(refs):
@@ -1146,6 +1201,14 @@ def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False,
         raise ValueError(f"{name}: empty operands, {q.shape} and {k.shape}")
 
 
+def _check_trusting(x, config):
+    if config.trusting and (x.dtype.itemsize == 1 or x.scores.dropout):
+        raise ValueError(
+            "attention: an AttentionConfig with trusting is for q of 16 bits without dropout, got"
+            f" {x.dtype} and dropout={x.scores.dropout}"
+        )
+
+
 def _check_config(config):
     if not isinstance(config, AttentionConfig):
         raise TypeError(f"attention: config must be an AttentionConfig, got {config!r}")
@@ -1173,7 +1236,7 @@ def _flattened(x, widths, divides, call):
     whole = found and _attention_open.with_mask(_attention_open.open_batch(x, found), call)
     if whole is None:
         return None
-    config = _choose_for(whole, found["N"].most, max(widths), "batches")
+    config = _choose_for(whole, found["N"].most, max(widths))
     cores, parts = plgpu.sm_count(call.q.device), 1
     if divides and _attention_parts.open_parts_pay(x, config, cores):
         parts = _attention_parts.open_parts(whole, config, cores)
@@ -1201,7 +1264,7 @@ def _flattened(x, widths, divides, call):
 def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
     """The kernel, or what calls it. widths: those of q and v that it is compiled for; divides: may
     blocks share the keys? call: the arguments, by name; exact: the kernel itself, of the lengths of
-    a batch. widens: may a kernel before copy keys and values, which rounds them otherwise?"""
+    a batch. widens: may a kernel before copy keys and values, whose sums are others then?"""
     interpret, cores = call.interpret, plgpu.sm_count(call.q.device)
     parts, width, mask, shares = 1, max(widths), problem.scores.mask, None
     given, queries, scores = problem, problem.queries, problem.scores
@@ -1226,10 +1289,16 @@ def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
             if found is not None:
                 return found
             problem, queries = _attention_open.open_lengths(problem, call)
+        if widens and _attention_transposed.pays(problem):
+            again = functools.partial(_of_wgmma, config=None, widths=widths, divides=divides)
+            return TransposedFirst(
+                problem, functools.partial(again, call=call, exact=True), interpret
+            )
         if problem.is_open:
             parts = 1
     config = config or _choose_for(problem, queries, width)
     _check_config(config)
+    _check_trusting(problem, config)
     if shares and not problem.is_open:
         kernel = _kernel(problem, config, cores, shares.parts, interpret, shares)
         return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)
@@ -1393,7 +1462,9 @@ def attention(
     a kernel before; with mask, head_dims above 128 or no multiple of 16, and elsewhere, both are.
 
     8 bits (Hopper; head_dims that are multiples of 16): q, k and v may all be float8_e4m3fn, with a
-    bfloat16 result, where probabilities are float8_e4m3fn too; or k and v int8 or float8_e4m3fn,
+    bfloat16 result, where probabilities are float8_e4m3fn too, and v may be transposed by a kernel
+    before, which needs as much memory (2,048 queries to a head of keys or more; not with
+    ``config`` and batch_invariant); or k and v int8 or float8_e4m3fn,
     whose elements are converted to q's dtype: exactly as they arrive or, for 1,024 queries to a
     head of keys or more, times their scales by a kernel before, which needs memory for both, of
     pages 256 MiB at most; ``config`` and batch_invariant keep them from that. q_scale, k_scale,

@@ -25,6 +25,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores, scale_of
+from ._attention_softmax import trusting
 from ._common import (
     SMEM_BYTES,
     Ring,
@@ -48,6 +49,7 @@ from ._open_rows import in_shapes
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is multiplied
+_MOST = _F32(2.0**15)  # what sums of 8 probabilities may be before a maximum is looked for
 _ROWS = 64  # of a tile
 _ADDERS = 2
 _SCORER = _ADDERS
@@ -232,15 +234,10 @@ class _Block(Shares):
         pl.when(last)(lambda: self.queries.release(tile))
         hides = key + n > self.first_hidden(t, length)
         s = lax.cond(hides, lambda s: self.mask(s, t, key, length), lambda s: s, s)
-        new = jnp.maximum(m, jnp.max(s, axis=1))
-        new = jnp.where((new - m) * c > _LAZY, new, m)
-        base = jnp.where(new == _MASKED, _F32(0), new * c)
-        alpha = jnp.exp2(m * c - base)
-        e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [0]))
-        sums = sums * lax.broadcast_in_dim(alpha, sums.shape, [0])
-        sums = sums + e.reshape(_ROWS, n // 8, 8).sum(axis=1)
+        how = lambda e: e.astype(self.x.dtype), _MOST, _LAZY
+        e, new, sums, alpha = trusting(s, m, sums, c, *how)
         self.weights.acquire(it)
-        self.p_smem[here] = e.astype(self.x.dtype)
+        self.p_smem[here] = e
         self.row_smem[here, 0] = alpha
 
         @pl.when(last)

@@ -80,6 +80,9 @@ def test_growing_maxima(run, rng, spread):
     q, k, v = operands(rng, 1, 64, 640, 1, 1, 128, spread=spread)
     k *= np.linspace(3, 0.1, 640).astype(f16)[None, :, None, None]  # blocks come from the last
     check(run, (q, k, v), tolerance=4e-3)
+    config = AttentionConfig(1, 64, 2, trusting=True, late=False, hold=True)
+    for dtype, tolerance in ((f16, 4e-3), (bf16, 3e-2)):
+        check(run, [x.astype(dtype) for x in (q, k, v)], config=config, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,8 @@ def test_growing_maxima(run, rng, spread):
         AttentionConfig(2, 48, 3, lazy=False, late=True, q_registers=True, early=True),
         AttentionConfig(1, 64, 1, lazy=True, late=True, hold=True),
         AttentionConfig(2, 64, 1, lazy=False, late=False, q_registers=True),
+        AttentionConfig(2, 80, 2, late=False, hold=True, trusting=True),
+        AttentionConfig(3, 64, 3, apart=True, late=False, trusting=True),
     ],
     ids=repr,
 )
@@ -112,14 +117,16 @@ def test_what_is_not_finite_stays_where_it_is(run, rng, what, causal):
     q, k, v = operands(rng, 1, 200, 200, 3, 3, 64)
     v[0, 0, 1, 7] = what
     q[0, 3, 2, 5] = np.nan
-    config = implementation.choose(200, 64, causal)._replace(programs=2)
-    options = dict(causal=causal, config=config, interpret=None if run.way == "cuda" else True)
-    o = np.asarray(run.call(attention.kernel(q, k, v, **options), q, k, v))
-    good = np.ones(o.shape, bool)
-    good[0, :, 1, 7] = False
-    good[0, 3, 2] = False
-    assert np.isfinite(o[good]).all() and np.isnan(o[0, 3, 2]).all()
-    np.testing.assert_array_equal(o[0, :, 1, 7], o.dtype.type(what))
+    chosen = implementation.choose(200, 64, causal)._replace(programs=2)
+    for trusting in (False, True):
+        config = chosen._replace(trusting=trusting)
+        options = dict(causal=causal, config=config, interpret=None if run.way == "cuda" else True)
+        o = np.asarray(run.call(attention.kernel(q, k, v, **options), q, k, v))
+        good = np.ones(o.shape, bool)
+        good[0, :, 1, 7] = False
+        good[0, 3, 2] = False
+        assert np.isfinite(o[good]).all() and np.isnan(o[0, 3, 2]).all()
+        np.testing.assert_array_equal(o[0, :, 1, 7], o.dtype.type(what))
 
 
 def test_what_callers_get(rng):

@@ -128,6 +128,9 @@ NARROW = [
                                 "causal": True}),
     ((1, 70, 130, 1, 1, 256), {"value_dim": 64, "softcap": 4.0}),
     ((1, 3, 800, 1, 1, 64), {"scales": (1, 1, 1)}),  # in two parts
+    # many queries: a kernel before
+    ((2, 270, 150, 8, 1, 96), {"scales": (1, 1, 2), "causal": True, "bottom_right": True}),
+    ((1, 520, 70, 4, 1, 48), {"value_dim": 64}),
 ]  # fmt: skip
 WIDENED = [
     ((1, 130, 200, 2, 1, 128), np.int8, {"scales": (0, 1, 1)}),
