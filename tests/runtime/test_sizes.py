@@ -121,6 +121,32 @@ def test_a_size_is_a_scalar_in_the_body(interpret):
 
 
 @BOTH
+def test_quotients_by_sizes_with_and_without_signs(interpret):
+    """Of numbers that are known not to be negative, and of others."""
+
+    def body(x, o):
+        n = x.shape[0] + 0
+        i = lax.axis_index("i")
+        large = jnp.clip(i * 1000003 + 7, 0, 2**31 - 2)
+        o[i, 0], o[i, 1] = lax.div(large, n), lax.rem(large, n)
+        o[i, 2], o[i, 3] = lax.div(i - 5, n), lax.rem(i - 5, n)
+        o[i, 4] = jnp.maximum(i, 1) // jnp.maximum(n - 100, 1)
+
+    out = plgpu.ShapeDtypeStruct((12, 5), np.int32)
+    how = {"in_shapes": ((M,),), "grid": (12,), "grid_names": ("i",), "interpret": interpret}
+    kernel = plgpu.kernel(body, out_type=out, **how)
+    assert "(u32)" in kernel.lower(np.zeros(7, F32)).as_text("cuda").split("body_kernel(")[1]
+    for n in (1, 3, 97, 1000):
+        i = np.arange(12)
+        large, small = np.minimum(i * 1000003 + 7, 2**31 - 2), i - 5
+        towards_0 = np.trunc(small / n).astype(int)
+        columns = [large // n, large % n, towards_0, small - towards_0 * n]
+        columns.append(np.maximum(i, 1) // max(n - 100, 1))
+        got = kernel(np.zeros(n, F32))
+        np.testing.assert_array_equal(got, np.stack(columns, 1))
+
+
+@BOTH
 def test_outputs_and_several_arguments(interpret):
     """Sizes computed from others; a second argument that has to agree; many axes of the grid."""
     L = plgpu.dim("L", multiple_of=4)
