@@ -322,7 +322,28 @@ def test_no_spills(kinds):
     scales = "q_scale" * (q_dtype == dtype), "k_scale", "v_scale"
     if k.dtype.itemsize == 1:
         named |= {n: S((16 if n == "q_scale" else 4,), np.float32) for n in scales if n}
-    one = {"batch_invariant": bool(page)}  # not widened or copied before, by another kernel
+    one = {"batch_invariant": True}  # not widened, copied or transposed by another kernel before
     f = attention.kernel(q, k, k, **named, **one, causal=True, bottom_right=True)
     used = f.lower(q, k, k, *named.values(), target="sm_90a").resources()
     assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim,causal", [(64, False), (128, True), (128, False), (256, True)])
+def test_no_spills_where_values_are_transposed_before(dim, causal):
+    q = plgpu.ShapeDtypeStruct((2, 4096, 16, dim), e4m3)
+    f = attention.kernel(q, q, q, causal=causal)
+    v = plgpu.ShapeDtypeStruct(f.transpose.definition.outs[0].shape, e4m3)
+    for kernel, given in ((f.transpose, (q,)), (f.attention, (q, q, v))):
+        used = kernel.lower(*given, target="sm_90a").resources()
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+
+
+def test_values_transposed_before_give_the_same_bits(rng):
+    q, k, v = (
+        rng.standard_normal((1, n, h, 128)).astype(e4m3) for n, h in ((300, 8), (150, 1), (150, 1))
+    )
+    how = {"causal": True, "bottom_right": True, "interpret": True}
+    assert type(attention.kernel(q, k, v, **how)).__name__ == "TransposedFirst"
+    alone = attention(q, k, v, batch_invariant=True, **how)
+    np.testing.assert_array_equal(attention(q, k, v, **how), alone)
