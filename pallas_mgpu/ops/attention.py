@@ -129,10 +129,13 @@ def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
         return _choose_64(queries, causal, kind)
     if head_dim in (96, 128):
         consumers = min(2, most)
-        if kind:
-            held = kind != "paged"  # the producer needs registers for the addresses of pages
-            return AttentionConfig(consumers, 128, 2, q_registers=held, early=held)
-        late = head_dim == 96 or queries <= _FEW
+        if kind == "paged":  # the producer needs registers for the addresses of pages
+            return AttentionConfig(consumers, 128, 2)
+        late = head_dim == 96
+        if kind in ("lengths", "masked"):
+            how = {"late": late, "hold": not late, "q_registers": True, "early": True}
+            return AttentionConfig(consumers, 128, 2, **how)
+        late |= kind == "rotated" or queries <= _FEW
         return AttentionConfig(consumers, 128, 2, late=late, hold=not late, trusting=True)
     return AttentionConfig(min(2, most), 64, 2)
 
