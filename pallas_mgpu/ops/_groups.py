@@ -10,6 +10,12 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 from ._common import Ring, WarpSpecialized
+from ._open_rows import in_shapes
+
+# Edges of numbers of groups that share a program. Their table takes shared memory: up to the first
+# edge it is 1 KiB, beside which the largest tiles of 16-bit products have four slots.
+GROUPS = 0, 127, 2047
+SOME_GROUPS = 128  # that each step of the table adds where their number is a size of the call
 
 
 class Product(NamedTuple):
@@ -24,6 +30,16 @@ class Product(NamedTuple):
     tb: bool = False  # [groups, n, k]
     each: int = 0  # rows of a group's own array, of which the first ones count; 0: rows are packed
     scaled: bool = False  # scales of blocks of 8-bit operands
+
+
+def open_shapes(x, transposed=False):
+    """Options of plgpu.kernel for operands whose rows, perhaps also groups, are sizes of a call."""
+    sizes = None if isinstance(x.groups, int) else (x.groups,)
+    if transposed:
+        right = x.m, x.n
+    else:  # with one number of groups perhaps a copy with longer rows
+        right = sizes and (*sizes, *((x.n, x.k) if x.tb else (x.k, x.n)))
+    return in_shapes((x.m, x.k), right, sizes)
 
 
 class GroupedBlock(WarpSpecialized):
@@ -54,11 +70,29 @@ class GroupedBlock(WarpSpecialized):
             table[1, 0] = 0
             table[1, pl.ds(1, groups)] = jnp.cumsum((counts + (rows - 1)) // rows)
             return
-        ends = jnp.minimum(jnp.cumsum(jnp.clip(self.sizes[...], 0, m)), m)
         table[0, 0], table[1, 0] = 0, 0
-        table[0, pl.ds(1, groups)] = ends
-        starts = table[0, pl.ds(0, groups)]
-        table[1, pl.ds(1, groups)] = jnp.cumsum((ends - starts + (rows - 1)) // rows)
+
+        def add(first, sizes, mask=None):
+            """The groups of these sizes, from the first one on."""
+            after = pl.ds(first + 1, sizes.shape[0])
+            counts = jnp.clip(sizes, 0, m)
+            ends = jnp.cumsum(counts) + table[0, first]
+            pl.store(table, (0, after), jnp.minimum(ends, m), mask=mask)
+            counts = jnp.minimum(ends, m) - jnp.minimum(ends - counts, m)
+            tiles = jnp.cumsum((counts + (rows - 1)) // rows) + table[1, first]
+            pl.store(table, (1, after), tiles, mask=mask)
+
+        def add_some(i, _):
+            first = i * SOME_GROUPS
+            index = lax.broadcasted_iota(jnp.int32, (SOME_GROUPS,), 0) + first
+            there = index < groups
+            sizes = pl.load(self.sizes, pl.ds(first, SOME_GROUPS), mask=there, other=0)
+            add(first, sizes, there)
+
+        if isinstance(groups, int):
+            add(0, self.sizes[...])
+        else:
+            lax.fori_loop(0, pl.cdiv(groups, SOME_GROUPS), add_some, None)
 
     def group_rows(self, g):
         """The first row of a group and how many there are."""

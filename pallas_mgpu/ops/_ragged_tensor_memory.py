@@ -13,12 +13,12 @@ without rows is one such step of zeros alone."""
 import functools
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import StaticTiles, overlap_launches, warp_specialized
-from ._groups import GroupedBlock, in_bands
+from ._groups import GroupedBlock, in_bands, open_shapes
 from ._tensor_memory import SMEM_BYTES, TensorMemoryConfig
 
 _ROWS = 128
@@ -36,20 +36,21 @@ class _Plan:
         self.x, self.cfg, self.cols = x, cfg, cfg.tile_n
         self.step = cfg.step // x.dtype.itemsize
         self.steps, self.tiles_n = pl.cdiv(x.k, self.step), pl.cdiv(x.n, self.cols)
-        self.clusters = min(sms, (pl.cdiv(x.m, _ROWS) + x.groups) * self.tiles_n)
+        self.clusters = _sizes.minimum(sms, (pl.cdiv(x.m, _ROWS) + x.groups) * self.tiles_n)
+        self.groups = _sizes.most(x.groups)
         out_bytes = x.out_dtype.itemsize
         self.chunk = min(128 // out_bytes, self.cols)
         self.chunks = self.cols // self.chunk
         self.buffers = min(cfg.buffers, self.chunks)
-        used = self.buffers * _ROWS * self.chunk * out_bytes + 8 * (x.groups + 1) + 2048
+        used = self.buffers * _ROWS * self.chunk * out_bytes + 8 * (self.groups + 1) + 2048
         most = min((SMEM_BYTES - used) // ((_ROWS + self.cols) * cfg.step), 12)
         self.stages = min(cfg.stages or most, most)
         if self.stages < 2:
             raise ValueError(
-                f"{self.name}: {self.stages} slots fit with {x.groups} groups, {cfg} needs 2 of"
+                f"{self.name}: {self.stages} slots fit with {self.groups} groups, {cfg} needs 2 of"
                 " them"
             )
-        self.engine = None if x.m == 1 or x.n * out_bytes % 16 == 0 else "plain"
+        self.engine = None if _sizes.most(x.m) == 1 or x.n * out_bytes % 16 == 0 else "plain"
 
     def slot_shapes(self):
         b_tile = (self.cols, self.step) if self.x.tb else (self.step, self.cols)
@@ -63,7 +64,7 @@ class _Plan:
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtype),
             "o_smem": plgpu.SMEM((self.buffers, _ROWS, self.chunk), x.out_dtype),
             "acc": plgpu.TMEM((_ACCUMULATORS, _ROWS, self.cols), jnp.float32),
-            "table": plgpu.SMEM((2, x.groups + 1), jnp.int32),
+            "table": plgpu.SMEM((2, self.groups + 1), jnp.int32),
             "table_ready": plgpu.Barrier(),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             "empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
@@ -219,7 +220,7 @@ class _SumPlan(_Plan):
         self.rows = self.step
         self.tiles_m = pl.cdiv(x.k, _ROWS)
         self.total = x.groups * self.tiles_m * self.tiles_n
-        self.clusters = min(sms, self.total)
+        self.clusters = _sizes.minimum(sms, self.total)
         self.engine = None if x.n * x.out_dtype.itemsize % 16 == 0 else "plain"
 
     def slot_shapes(self):
@@ -324,7 +325,8 @@ def kernel(x, cfg, sms, interpret, transposed=False):
 
     shape = (x.groups, x.k, x.n) if transposed else (x.m, x.n)
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
-    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name=plan.name)
+    how = {"interpret": interpret, "kernel_name": plan.name}
+    return warp_specialized(body, plan, out_type, **how, **open_shapes(x, transposed))
 
 
 def choose(n):

@@ -46,8 +46,8 @@ from ._common import (
     swizzled,
     warp_specialized,
 )
-from ._groups import GroupedBlock, Product, in_bands
-from ._open_rows import ANY_ROWS, better, in_shapes, rows_of
+from ._groups import GROUPS, GroupedBlock, Product, in_bands, open_shapes
+from ._open_rows import ANY_ROWS, better, bucket_of, is_static
 from ._padding import needs_padding, padding_of, with_padding
 from ._scaled import BLOCK, FP8, transposing
 
@@ -87,12 +87,13 @@ class _Plan:
         """edge: a slot beside the ring; chunk_bytes: of the rows of a store buffer."""
         self.x, self.cfg, self.consumers, self.step = x, cfg, cfg.consumers, step
         self.wide = 64 * cfg.consumers  # the other extent of a tile
+        self.groups = _sizes.most(x.groups)
         out_bytes = x.out_dtype.itemsize
         self.chunk = math.gcd(chunk_bytes // out_bytes, cfg.tile)  # a store buffer's part of a tile
         self.chunks = cfg.tile // self.chunk
         self.buffers = max(b for b in range(1, buffers + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
-        used += 8 * (x.groups + 1) + 1024
+        used += 8 * (self.groups + 1) + 1024
         slot = (self.wide + cfg.tile) * step * x.dtype.itemsize + cfg.tile * 4 * x.scaled
         most = min((SMEM_BYTES - used) // slot - edge, 1024 // (step * x.dtype.itemsize))
         self.stages = min(cfg.stages or most, most)
@@ -113,7 +114,7 @@ class _Plan:
             "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtype, transforms=tiled),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtype, transforms=tiled),
             "o_smem": plgpu.SMEM(buffers, x.out_dtype, transforms=o_tiled),
-            "table": plgpu.SMEM((2, x.groups + 1), jnp.int32),
+            "table": plgpu.SMEM((2, self.groups + 1), jnp.int32),
             "table_ready": plgpu.Barrier(),
             **Ring.barriers(self.stages, 2 + x.scaled, self.consumers, self.axes),
         }
@@ -135,8 +136,8 @@ class _DotPlan(_Plan):
         self.rows, self.steps = cfg.tile, pl.cdiv(x.k, self.step)
         self.cluster_cols = self.wide * cfg.cluster
         self.tiles_n = pl.cdiv(x.n, self.cluster_cols)
-        most = (pl.cdiv(_sizes.most(x.m), self.rows) + x.groups) * self.tiles_n  # tiles
-        self.clusters = min(max(sms // cfg.cluster, 1), most)
+        most = (pl.cdiv(x.m, self.rows) + x.groups) * self.tiles_n  # tiles
+        self.clusters = _sizes.minimum(max(sms // cfg.cluster, 1), most)
         # What tiles may measure. Each width costs time to compile. Above the half, where most tiles
         # are, there are as many as keep small what is multiplied for nothing; below, the matrix
         # takes longer to come than to multiply.
@@ -368,10 +369,15 @@ def _dot_kernel(x, cfg, sms, interpret):
     shape = (x.groups, x.each, x.n) if x.each else (x.m, x.n)
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     how = {"interpret": interpret, "kernel_name": "ragged_dot"}
-    return warp_specialized(body, plan, out_type, **how, **in_shapes((x.m, None), None, None))
+    return warp_specialized(body, plan, out_type, **how, **open_shapes(x))
 
 
 # ---- a sum for each group ------------------------------------------------------------------------
+
+
+def _cached_groups(x):
+    """How many groups have results that the L2 keeps."""
+    return _CACHE // (x.k * x.n * x.out_dtype.itemsize)
 
 
 class _SumPlan(_Plan):
@@ -387,8 +393,8 @@ class _SumPlan(_Plan):
         self.tiles_m = pl.cdiv(x.k, self.wide * cfg.cluster)
         self.tiles_n = pl.cdiv(x.n, self.cols)
         self.tiles = self.tiles_m * self.tiles_n  # of a group
-        self.clusters = min(max(sms // cfg.cluster, 1), x.groups * self.tiles)
-        self.large = x.groups * x.k * x.n * x.out_dtype.itemsize > _CACHE
+        self.clusters = _sizes.minimum(max(sms // cfg.cluster, 1), x.groups * self.tiles)
+        self.large = _sizes.least(x.groups) > _cached_groups(x)
 
     def scratch(self):
         a_tile, b_tile = (self.step, self.wide), (self.step, self.cols)
@@ -584,7 +590,7 @@ def _sum_kernel(x, cfg, sms, interpret):
 
     out_type = plgpu.ShapeDtypeStruct((x.groups, x.k, x.n), x.out_dtype)
     how = {"interpret": interpret, "kernel_name": "transposed_ragged_dot"}
-    return warp_specialized(body, plan, out_type, **how, **in_shapes(*[(x.m, None)] * 2, None))
+    return warp_specialized(body, plan, out_type, **how, **open_shapes(x, True))
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -672,20 +678,27 @@ def _make(name, kernel, plan, x, config, sms, operands, interpret, scales=()):
     if config.stages == 1 or plan(x, config, sms).stages < 2:
         raise ValueError(
             f"{name}: the ring needs two slots, which {config} does not ask for or which do not fit"
-            f" into SMEM with {x.groups} groups"
+            f" into SMEM with {_sizes.most(x.groups)} groups"
         )
     pads = [padding_of(y, interpret) for y in operands]
     return with_padding(kernel(x, config, sms, interpret), [*pads, None, *scales])
 
 
 def _open(x, operands, interpret, transposed=False):
-    """The product, perhaps with open rows, and the number of them that its kernel is tuned for."""
-    copied = operands if transposed else operands[:1]  # those with rows
-    if any(map(needs_padding, copied)):
-        return x, x.m
-    kind = "ragged_dot", x._replace(m=0), operands[0].device, interpret, transposed
-    rows, m = rows_of(kind, x.m, *([ANY_ROWS] if transposed else []))
-    return x._replace(m=rows), m
+    """The product, perhaps with rows and groups that are sizes of the call. Its configuration is
+    that of the numbers themselves: one of a few, each with programs of its own."""
+    lhs, rhs = operands
+    copied = [needs_padding(y) for y in operands]
+    if copied[0] or transposed and copied[1] or x.m > ANY_ROWS[-1]:
+        return x
+    edges = tuple(sorted({*GROUPS, min(_cached_groups(x), GROUPS[-1])})) if transposed else GROUPS
+    one_number = copied[1] or x.groups > edges[-1]  # of groups
+    kind = x._replace(m=0, groups=x.groups if one_number else 0), lhs.device, interpret, transposed
+    if is_static(kind, (x.m, x.groups)):
+        return x
+    if not one_number:
+        x = x._replace(groups=bucket_of("G", x.groups, edges)[0])
+    return x._replace(m=bucket_of("M", x.m, ANY_ROWS)[0])
 
 
 def _check_scales(lhs, rhs, scale_lhs, scale_rhs, transposed):
@@ -778,12 +791,13 @@ def ragged_dot(
                 "ragged_dot: 8-bit floats and arrays of each group on Blackwell; use ops.matmul for"
                 " each group"
             )
-        config = config or _ragged_tensor_memory.choose(n)
+        if config is None:
+            x, config = _open(x, (lhs, rhs), interpret), _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret)
         return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
     if config is None:
         if not (scaled or each):
-            x, m = _open(x, (lhs, rhs), interpret)
+            x = _open(x, (lhs, rhs), interpret)
         config = choose(m, n, groups, sms)
         if scaled:
             config = config._replace(tile=min(config.tile, BLOCK))
@@ -824,10 +838,11 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
     x = Product(m, n, k, groups, lhs.dtype, out_dtype)
     on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
     if on_blackwell or isinstance(config, _tensor_memory.TensorMemoryConfig):
-        config = config or _ragged_tensor_memory.choose(n)
+        if config is None:
+            x, config = _open(x, (lhs, rhs), interpret, True), _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret, transposed=True)
         return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
     if config is None:
-        x, _ = _open(x, (lhs, rhs), interpret, True)
+        x = _open(x, (lhs, rhs), interpret, True)
         config = choose_transposed(n, k, groups, sms)
     return _make(name, _sum_kernel, _SumPlan, x, config, sms, (lhs, rhs), interpret)

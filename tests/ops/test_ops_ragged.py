@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu.ops import RaggedConfig, ragged_dot, transposed_ragged_dot
+from pallas_mgpu.ops import RaggedConfig, _open_rows, ragged_dot, transposed_ragged_dot
 from pallas_mgpu.ops.ragged import choose, choose_transposed
 
 pytestmark = pytest.mark.covering(1, share=True)
@@ -268,6 +268,46 @@ def test_many_groups(run, rng):
     """More groups than lanes, most of them empty."""
     sizes = rng.integers(0, 3, 300) * (rng.random(300) < 0.1)
     forward(run, rng, 40, 64, 64, sizes)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("n", [72, 71], ids=["", "padded matrices"])
+def test_groups_at_run_time(rng, n, target, monkeypatch):
+    """One program for numbers of groups and rows, whatever they are."""
+    monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+    way, made = plgpu.InterpretParams(detect_races=True), {True: set(), False: set()}
+    for m, groups in ((160, 4), (33, 1), (1, 9), (300, 127), (300, 128), (400, 300)):
+        sizes = rng.integers(-1, 2 * m // groups + 1, groups).astype(np.int32)
+        lhs = (rng.standard_normal((m, 136)) / 4).astype(F16)
+        rhs = (rng.standard_normal((groups, 136, n)) / 4).astype(F16)
+        want = np.zeros((m, n), np.float32)
+        rows_of = parts(sizes, m)
+        for rows, b in zip(rows_of, rhs):
+            want[rows] = lhs[rows].astype(np.float32) @ b.astype(np.float32)
+        close(ragged_dot(lhs, rhs, sizes, interpret=way), want, 136)
+        if n % 8:
+            continue
+        right = (rng.standard_normal((m, n)) / 4).astype(F16)
+        for x in (lhs, right):
+            x[rows_of[-1].stop :] = np.inf
+        sums = [lhs[r].astype(np.float32).T @ right[r].astype(np.float32) for r in rows_of]
+        close(transposed_ragged_dot(lhs, right, sizes, interpret=way), np.stack(sums), m)
+        made[groups > 127].add(ragged_dot.kernel(lhs, rhs, sizes, interpret=way))
+    assert n % 8 or [len(made[k]) for k in (False, True)] == [1, 1]
+    plgpu.clear_caches()
+
+
+def test_200_numbers_of_groups_have_at_most_twelve_programs(rng, monkeypatch):
+    monkeypatch.undo()  # all SMs
+    spec, forward, backward = plgpu.ShapeDtypeStruct, set(), set()
+    for _ in range(200):
+        groups, m = (int(2 ** rng.uniform(0, most)) for most in (11, 15))
+        lhs, right, sizes = spec((m, 4096), BF16), spec((m, 1536), BF16), spec((groups,), np.int32)
+        forward.add(ragged_dot.kernel(lhs, spec((groups, 4096, 1536), BF16), sizes))
+        backward.add(transposed_ragged_dot.kernel(lhs, right, sizes))
+    assert len(forward) <= 12 and len(backward) <= 12
 
 
 def test_vmap(rng):
