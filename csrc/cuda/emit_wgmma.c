@@ -14,10 +14,10 @@
  * flight.
  *
  * Operands of asm statements are expensive: they took a third of the compile time of a large
- * product. So an accumulator that starts as zeros and that only products write is not an array but
- * a set of PTX registers, which the entry declares and statements name. Code that reads it copies
- * them to an array. Other accumulators remain arrays: ptxas schedules code that rescales them
- * better, and spills less around those that live for one product.
+ * product. So an accumulator that starts as zeros is not an array but a set of PTX registers, which
+ * the entry declares and statements name. Code that reads or writes it copies them to or from an
+ * array. Accumulators that live for one product, or that code writes right before one, remain
+ * arrays: ptxas spills less around them.
  *
  * The tensor cores read A from its registers until the wait, which a C++ compiler does not know.
  * What a loop carries is one register for all iterations, so the A of the next iteration would be
@@ -133,12 +133,25 @@ static bool is_overwritten(const pm_graph *g, pm_opid after, pm_val acc) {
   return false;
 }
 
-static bool is_written(const pm_graph *g, pm_val acc) {
+static bool is_store(const pm_graph *g, pm_opid op) {
+  return pm_get(g, op)->code == PM_OP_ACC_STORE;
+}
+
+static bool is_zeros(const pm_graph *g, pm_val array) {
+  pm_opid def = pm_value_of(g, array)->def;
+  while (def && pm_get(g, def)->code == PM_OP_LAYOUT_CAST) {
+    array = pm_in(g, def, 0);
+    def = pm_value_of(g, array)->def;
+  }
+  pm_scalar x;
+  return pm_constant(g, array, &x) && !x.i;
+}
+
+/* Is it written right before a product? ptxas is worse at that where it is registers of PTX. */
+static bool is_written_for_product(const pm_graph *g, pm_val acc) {
   for (pm_opid op = 1; op < g->ops.n; op++) {
-    pm_view v;
-    pm_err err = {0};
-    if (g->ops.at[op].code != PM_OP_ACC_STORE) continue;
-    if (pm_view_of(g, pm_in(g, op, 0), true, &v, &err) || v.base == acc) return true;
+    if (is_store(g, op) && pm_view_base(g, pm_in(g, op, 0)) == acc && is_overwritten(g, op, acc))
+      return true;
   }
   return false;
 }
@@ -237,7 +250,7 @@ static void wait_for_products(pm_gen *e, pm_opid op, int64_t n) {
 static bool is_in_ptx(const pm_gen *e, pm_opid alloc, const part *p) {
   const pm_val acc = pm_get(e->g, alloc)->out;
   return !e->options->entry_only && !p->half && !pm_get(e->g, alloc)->n_in &&
-         !is_overwritten(e->g, alloc, acc) && !is_written(e->g, acc);
+         !is_overwritten(e->g, alloc, acc) && !is_written_for_product(e->g, acc);
 }
 
 pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
@@ -400,14 +413,25 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-static bool is_zeros(const pm_graph *g, pm_val array) {
-  pm_opid def = pm_value_of(g, array)->def;
-  while (def && pm_get(g, def)->code == PM_OP_LAYOUT_CAST) {
-    array = pm_in(g, def, 0);
-    def = pm_value_of(g, array)->def;
+static pm_code write_ptx(pm_gen *e, pm_opid op, pm_val in, const part *p) {
+  const pm_dtype t = (pm_dtype)p->view.dtype;
+  const char *acc = e->slot[p->view.base].text, *x = pm_at(e, in, "0");
+  const int64_t n = p->rows * p->columns / 128;
+  if (is_zeros(e->g, in)) {
+    pm_line(e, "%s();", pm_ptx_zero(e, acc, t, n));
+    return PM_OK;
   }
-  pm_scalar x;
-  return pm_constant(g, array, &x) && !x.i;
+  PM_TRY(pm_check_layout(e, op, in, 0));
+  if (pm_is_array(e, in)) {
+    pm_line(e, "%s(%s);", pm_ptx_write(e, acc, t, n), e->slot[in].text);
+    return PM_OK;
+  }
+  const char *same = pm_unique(e, "same");
+  pm_line(e, "%s %s[%lld];", pm_cpp_type(t), same, (long long)n);
+  pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, same, x);
+  pm_line(e, "%s(%s);", pm_ptx_write(e, acc, t, n), same);
+  return PM_OK;
 }
 
 pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
@@ -419,6 +443,7 @@ pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
     return PM_OK;
   }
   pm_note(e, op, "array to accumulator");
+  if (e->in_ptx[p.view.base]) return write_ptx(e, op, in, &p);
   pm_at(e, in, "0");
   PM_TRY(pm_check_layout(e, op, in, 0));
   write_registers(e, &p, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));

@@ -481,11 +481,12 @@ const char *pm_ptx_tmem_move(pm_gen *e, const pm_tcgen05_move *m, uint32_t part,
 const char *pm_ptx_tmem_reduce(pm_gen *e, const pm_tcgen05_move *m, uint32_t part, int64_t reduce,
                                pm_dtype d);
 /* Of n registers of an accumulator in PTX, from the first on: a macro that lists them; functions,
- * f(d) that copies them to an array, f() that declares them or makes them zero. */
+ * f(d) that copies them to or from an array, f() that declares them or makes them zero. */
 const char *pm_ptx_declare(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n);
 const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype t, pm_dtype to, int64_t first,
                         int64_t n);
+const char *pm_ptx_write(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 
 #endif

@@ -126,6 +126,27 @@ const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype d, pm_dtype to, int
   return add_own(e, name, t.at);
 }
 
+const char *pm_ptx_write(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
+  const char *name = pm_str(e, "%s_write", acc), *type = pm_dtypes[d].short_name;
+  if (find(e, name)) return name;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "// copies an array to them\nFN void %s(const %s* d) {\n", name, pm_cpp_type(d));
+  for (int64_t from = 0; from < n; from += READ_AT_ONCE) {
+    const int64_t end = pm_min(n, from + READ_AT_ONCE);
+    pm_put(&t, "  asm volatile(\"");
+    for (int64_t k = from; k < end; k++)
+      pm_putf(&t, "%smov.%s %s_%lld, %%%lld;", k > from ? " " : "", type, acc, (long long)k,
+              (long long)(k - from));
+    pm_put(&t, "\"\n    :: ");
+    for (int64_t k = from; k < end; k++)
+      pm_putf(&t, "%s\"%c\"(d[%lld])", k > from ? ", " : "", d == PM_F32 ? 'f' : 'r', (long long)k);
+    pm_put(&t, ");\n");
+  }
+  pm_put(&t, "}\n");
+  return add_own(e, name, t.at);
+}
+
 const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   const char *name = pm_str(e, "%s_zero", acc);
   if (find(e, name)) return name;
@@ -268,11 +289,11 @@ const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
                            w->transpose_b ? 'n' : 'k');
   pm_text name;
   pm_text_init(&name, e->arena);
-  pm_putf(&name, "%s_x%lld%s", one, (long long)w->steps,
+  pm_putf(&name, "%s_x%lld%s%s", one, (long long)w->steps,
           w->contents == PM_FRESH  ? "_fresh"
           : w->contents == PM_HELD ? "_held"
-          : w->in_ptx              ? "_ptx"
-                                   : "");
+                                   : "",
+          w->in_ptx ? "_ptx" : "");
   /* what distinguishes tiles of other extents */
   for (int64_t k = 1; k < w->steps; k *= 2) {
     pm_putf(&name, "_%lld", (long long)pm_sum_at(w->b, k));

@@ -748,6 +748,17 @@ def test_accumulators_that_go_on_are_read(acc, letter, n):
     assert f'"+{letter}"(d[0])' in statement and "_fresh" not in text
 
 
+def test_registers_of_ptx_are_written():
+    """Where a loop of products follows."""
+    text = product(False, False, False, F32, F16, written=False, begun=3).as_text("cuda")
+    write = r'FN void (\w+)_write\(const f32\* d\) {\n  asm volatile\("([^"]*)"\s*:: ([^;]*)\);\n}'
+    ((acc, moves, operands),) = re.findall(write, re.sub(r'" *\n *"', "", text))
+    assert moves == " ".join(f"mov.f32 {acc}_{k}, %{k};" for k in range(8))
+    assert re.sub(r"\s+", " ", operands) == ", ".join(f'"f"(d[{k}])' for k in range(8))
+    body = text[text.index("__global__") :]
+    assert body.index(f" {acc}_write(same") < body.index(" wgmma_m64n16k16_f32_f16_kn_x4_ptx")
+
+
 def test_pins_name_every_register():
     text = product(False, False, False, F32, F16).as_text("cuda")
     body = re.search(r"FN void pin_f32_8\(f32\* d\) {\n  asm volatile\((.*?)\);\n}", text, re.S)[1]
