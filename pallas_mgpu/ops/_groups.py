@@ -12,9 +12,9 @@ from pallas_mgpu import numpy as jnp
 from ._common import Ring, WarpSpecialized
 from ._open_rows import in_shapes
 
-# Edges of numbers of groups that share a program. Their table takes shared memory: up to the first
-# edge it is 1 KiB, beside which the largest tiles of 16-bit products have four slots.
-GROUPS = 0, 127, 2047
+# Edges of numbers of groups that share a program: of those that one warp adds up, of those whose
+# table is 1 KiB, beside which the largest tiles of 16-bit products have four slots, and of all others.
+GROUPS = 0, 32, 127, 2047
 SOME_GROUPS = 128  # that each step of the table adds where their number is a size of the call
 
 
@@ -82,17 +82,17 @@ class GroupedBlock(WarpSpecialized):
             tiles = jnp.cumsum((counts + (rows - 1)) // rows) + table[1, first]
             pl.store(table, (1, after), tiles, mask=mask)
 
+        some = min(SOME_GROUPS, self.plan.groups)
+
         def add_some(i, _):
-            first = i * SOME_GROUPS
-            index = lax.broadcasted_iota(jnp.int32, (SOME_GROUPS,), 0) + first
-            there = index < groups
-            sizes = pl.load(self.sizes, pl.ds(first, SOME_GROUPS), mask=there, other=0)
-            add(first, sizes, there)
+            first = i * some
+            there = lax.broadcasted_iota(jnp.int32, (some,), 0) + first < groups
+            add(first, pl.load(self.sizes, pl.ds(first, some), mask=there, other=0), there)
 
         if isinstance(groups, int):
             add(0, self.sizes[...])
         else:
-            lax.fori_loop(0, pl.cdiv(groups, SOME_GROUPS), add_some, None)
+            lax.fori_loop(0, pl.cdiv(groups, some), add_some, None)
 
     def group_rows(self, g):
         """The first row of a group and how many there are."""

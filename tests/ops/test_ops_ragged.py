@@ -277,8 +277,8 @@ def test_groups_at_run_time(rng, n, target, monkeypatch):
     monkeypatch.setenv("PALLAS_MGPU_TARGET", target)
     monkeypatch.setattr(_open_rows, "STATIC", 0)
     plgpu.clear_caches()
-    way, made = plgpu.InterpretParams(detect_races=True), {True: set(), False: set()}
-    for m, groups in ((160, 4), (33, 1), (1, 9), (300, 127), (300, 128), (400, 300)):
+    way, made = plgpu.InterpretParams(detect_races=True), (set(), set(), set())
+    for m, groups in ((160, 4), (33, 1), (1, 32), (300, 33), (300, 127), (300, 128), (400, 300)):
         sizes = rng.integers(-1, 2 * m // groups + 1, groups).astype(np.int32)
         lhs = (rng.standard_normal((m, 136)) / 4).astype(F16)
         rhs = (rng.standard_normal((groups, 136, n)) / 4).astype(F16)
@@ -294,8 +294,8 @@ def test_groups_at_run_time(rng, n, target, monkeypatch):
             x[rows_of[-1].stop :] = np.inf
         sums = [lhs[r].astype(np.float32).T @ right[r].astype(np.float32) for r in rows_of]
         close(transposed_ragged_dot(lhs, right, sizes, interpret=way), np.stack(sums), m)
-        made[groups > 127].add(ragged_dot.kernel(lhs, rhs, sizes, interpret=way))
-    assert n % 8 or [len(made[k]) for k in (False, True)] == [1, 1]
+        made[(groups > 32) + (groups > 127)].add(ragged_dot.kernel(lhs, rhs, sizes, interpret=way))
+    assert n % 8 or [len(of_range) for of_range in made] == [1, 1, 1]
     plgpu.clear_caches()
 
 
