@@ -467,6 +467,33 @@ def test_any_and_all_decide(run, rng):
     assert jnp.all(x, axis=1, keepdims=True).shape == (64, 1)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_of_broadcasts(run, rng, axis):
+    """Of all elements, of which many are equal: those that count once, and those that do not; other
+    code reads the broadcast arrays, too."""
+    x = rng.integers(-50, 50, 64).astype(np.int32)
+    y = rng.integers(-50, 50, (64, 64)).astype(np.int32)
+
+    def body(x_ref, y_ref, o_ref, k_ref):
+        y = plgpu.load(y_ref, layout=plgpu.Layout.WGMMA)
+        rows = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis))
+        wide = lax.broadcast_in_dim(rows, y.shape, [axis])
+        few, none = (lax.broadcast_in_dim(rows > n, y.shape, [axis]) for n in (40, 60))
+        for k, value in enumerate((jnp.max(wide), jnp.min(wide), jnp.sum(wide))):
+            k_ref[k] = value
+        for k, value in enumerate((jnp.any(few), jnp.all(~none), jnp.any(none), jnp.all(few))):
+            k_ref[3 + k] = value.astype(jnp.int32)
+        o_ref[...] = jnp.where(few, y, wide) + jnp.where(none, wide, y)
+
+    out = plgpu.ShapeDtypeStruct(y.shape, y.dtype), plgpu.ShapeDtypeStruct((7,), np.int32)
+    got, found = run(body, out, x, y)
+    wide = np.broadcast_to(x[:, None] if axis == 0 else x, y.shape)
+    few = wide > 40
+    want = [wide.max(), wide.min(), wide.sum(), few.any(), True, False, few.all()]
+    np.testing.assert_array_equal(found, np.array(want, np.int32))
+    np.testing.assert_array_equal(got, np.where(few, y, wide) + np.where(wide > 60, wide, y))
+
+
 def test_any_of_threads(run):
     """Each thread decides for itself."""
 
