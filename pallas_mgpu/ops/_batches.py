@@ -13,10 +13,15 @@ import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core
+from pallas_mgpu import _core, _sizes
 
+from ._common import SeveralKernels
+from ._open_rows import ANY_ROWS, is_static
 from ._padding import Padded, with_padding
 from ._slices import Sliced
+
+BUCKETS = {128: 3, 1 << 22: 6}  # programs for any sizes by the most rows of a matrix
+_ELEMENTS = 1 << 44  # more than an array has
 
 
 class Plan(NamedTuple):
@@ -38,6 +43,17 @@ class Plan(NamedTuple):
         """The shape of an operand without the dimensions that it does not have."""
         own = (group[0] for group in self.groups if group[1 + which])
         return (*own, *shape[-2:])
+
+
+class Batch(NamedTuple):
+    """How many products a kernel computes, maybe a size of the call, and which operands have one
+    matrix for each. rows: those of all matrices, of A and of the result where these have one
+    dimension for all; None where arrays of matrices have one more dimension."""
+
+    size: int
+    a: bool
+    b: bool
+    rows: plgpu.Dim | None = None
 
 
 class Extra(NamedTuple):
@@ -77,6 +93,33 @@ def plan_of(a, b):
     return Plan(groups, tuple(max(m, n) for m, n in zip(x, y)))
 
 
+def with_open_sizes(x, a, batch, kind):
+    """The Product of a batch, perhaps with open sizes, and A as its kernel gets it. kind:
+    what distinguishes programs but the sizes."""
+    m, count = x.m, batch.size
+    edges = 0, *BUCKETS
+    most = _ELEMENTS // (max(m, x.n) * x.k if x.ta else x.n * x.k)
+    size = plgpu.dim("B", max=min(most, edges[-1]))
+    if x.ta:  # rows are no outer dimension
+        if not is_static((*kind, m), count):
+            batch = batch._replace(size=size)
+        return x._replace(batch=batch), a
+    # parts of tiles are stored by TMA
+    fits = x.n * x.out_dtype.itemsize % 16 == 0 and count * m <= ANY_ROWS[1]
+    if not fits or m > edges[-1] or is_static(kind, (m, count)):
+        return x._replace(batch=batch), a
+    most = next(edge for edge in edges if m <= edge)
+    least = edges[edges.index(most) - 1] + 1
+    if batch.a:
+        every = plgpu.dim("R", min=least, max=ANY_ROWS[1])
+        x = x._replace(m=_sizes.clamp(every // size, least, most))
+        a = plgpu.ArrayInfo((count * m, x.k), a.dtype, a.device, a.aligned)
+    else:
+        x = x._replace(m=plgpu.dim("M", min=least, max=most))
+        every = x.m * size
+    return x._replace(batch=batch._replace(size=size, rows=every)), a
+
+
 def _mapped(kernel, axes):
     """axes: for each group, from the outermost one, those of the operands."""
     definition = kernel.definition
@@ -97,7 +140,7 @@ def _reshaped(x, shape):
     return x.reshape(shape)
 
 
-class _Reshaped:
+class _Reshaped(SeveralKernels):
     """The product of reshaped arrays. shapes: of the operands and of the result, as the kernel
     wants them; shape: of the result."""
 
@@ -110,6 +153,11 @@ class _Reshaped:
         into = None if out is None else _reshaped(out, self.inner)
         found = self.product(*given, out=into, stream=stream)
         return _reshaped(found, self.shape) if out is None else out
+
+    def lower(self, *operands, **options):
+        shapes = itertools.chain(self.shapes, itertools.repeat(None))
+        given = [plgpu.ShapeDtypeStruct(s or x.shape, x.dtype) for x, s in zip(operands, shapes)]
+        return self.product.lower(*given, **options)
 
 
 def _with_views(product, shapes, inner, shape):
@@ -146,17 +194,33 @@ def _of_all_rows(plan, a, b, ta, extras):
     return shapes
 
 
-def product(a, b, ta, tb, make, extras):
-    """The function of arrays with batches. extras: a list of Extra. make(infos of a, b and extras,
-    batch): what multiplies such matrices, one of so many."""
+def _with_shapes(infos, shapes):
+    return [plgpu.ArrayInfo(s, x.dtype, x.device, x.aligned) for s, x in zip(shapes, infos)]
+
+
+def product(a, b, ta, tb, make, make_all, extras):
+    """The function of arrays with batches. extras: a list of Extra. make(*infos of a, b and extras,
+    batch=): what multiplies such matrices, one of so many; make_all(the same): what multiplies all
+    matrices of arrays with one batch dimension or none, the shape in which it gets A and that of
+    what it makes; or None."""
     plan = plan_of(a, b)
     m, n = a.shape[-1 if ta else -2], b.shape[-2 if tb else -1]
     result = (*plan.shape, m, n)
     infos = [a, b, *(extra.info for extra in extras)]
-    shapes = _of_all_rows(plan, a, b, ta, extras)
+    shapes, one_batch = _of_all_rows(plan, a, b, ta, extras), plan
+    if not plan.groups and min(a.ndim, b.ndim) > 2:  # programs for any batch serve one of 1, too
+        one_batch = plan._replace(groups=((1, True, True),))
+    if len(one_batch.groups) == 1 and (one_batch is not plan or not shapes):
+        all_shapes = [one_batch.operand(x.shape, of) for of, x in enumerate((a, b))]
+        all_shapes += [x.info.shape for x in extras]
+        whole = _with_shapes(infos, all_shapes)
+        found = make_all(*whole, batch=one_batch.extents[0])
+        if found:
+            kernel, all_shapes[0], inner = found
+            return _with_views(kernel, all_shapes, inner, result)
     if shapes:
-        whole = [plgpu.ArrayInfo(s, x.dtype, x.device, x.aligned) for s, x in zip(shapes, infos)]
-        return _with_views(make(*whole, 1), shapes, (shapes[0][0], n), result)
+        whole = _with_shapes(infos, shapes)
+        return _with_views(make(*whole, batch=1), shapes, (shapes[0][0], n), result)
     owners = [0, 1, *(x.of if x.is_batched((a, b)) else None for x in extras)]
     none = [None] * len(plan.groups)
     axes = [none if of is None else plan.axes(of) for of in owners]
@@ -167,7 +231,7 @@ def product(a, b, ta, tb, make, extras):
         else _matrix(x, x.shape[-2:])
         for x, of in zip(infos, owners)
     ]
-    one, pads = make(*ones, math.prod(plan.extents)), [None] * len(infos)
+    one, pads = make(*ones, batch=math.prod(plan.extents)), [None] * len(infos)
     while isinstance(one, Padded):
         pads = [inner or pad for inner, pad in zip(one.pads, pads)]
         one = one.product

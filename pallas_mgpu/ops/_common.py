@@ -132,7 +132,7 @@ def compile_for(kernel, operands):
     if isinstance(kernel, SeveralKernels):
         return kernel.compile(*operands)
     kernel.lower(*operands).resources()
-    outs = kernel.definition.outs
+    outs = getattr(kernel, "kernel", kernel).definition.outs
     return tuple(outs) if len(outs) > 1 else outs[0]
 
 
@@ -461,7 +461,7 @@ def store(buffer, value, *targets, **how):
 def store_some(buffer, value, rows, target_of):
     """The first rows of a value to global memory, which may have others after them: in boxes of as
     many rows as their number has bits. target_of(start, count): where so many rows go."""
-    count = buffer.shape[0]
+    count = 1 << buffer.shape[0].bit_length() - 1
     buffer[...] = value
     plgpu.commit_smem()
     while count:
@@ -469,7 +469,9 @@ def store_some(buffer, value, rows, target_of):
 
         def box(n=count):
             start = rows // (2 * n) * (2 * n)
-            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(start, n)], target_of(start, n))
+            part = buffer.at[pl.ds(start, n)]
+            plgpu.copy_smem_to_gmem(part, target_of(start, n), commit_group=False)
 
         pl.when(there)(box)
         count //= 2
+    plgpu.commit_smem_to_gmem_group()

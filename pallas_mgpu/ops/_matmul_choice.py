@@ -80,18 +80,20 @@ def _store_width(width, out_bytes):
 class Plan:
     """Numbers that follow from a shape and a configuration."""
 
-    def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2, apart=False):
+    def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2, apart=False, batch=None):
         """along: bytes of what goes along the columns, bias and scales. apart: sums of a split have
-        memory of their own beside the ring, as those of few bytes always have."""
+        memory of their own beside the ring, as those of few bytes always have. batch: how many
+        products, None for a single one."""
         self.cfg, self.consumers = cfg, cfg.consumers
         self.height = cfg.consumer_rows
         self.rows, self.cols = self.height * cfg.consumers, cfg.tile_n
         self.tiles_m = _cdiv(m, self.rows * cfg.cluster)
-        self.tiles_n = _cdiv(_sizes.most(n) if cfg.swapped else n, self.cols * cfg.cluster_n)
+        self.tiles_n = _cdiv(n, self.cols * cfg.cluster_n)
         self.tiles = self.tiles_m * self.tiles_n  # of clusters
         self.total = self.tiles * cfg.slices if cfg.slices > 1 else self.tiles
+        self.total = self.total if batch is None else self.total * batch
         self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
-        fit = max(int(clusters_at_once(sms, self.cluster)), 1)
+        self.fit = fit = max(int(clusters_at_once(sms, self.cluster)), 1)
         self.steps = _cdiv(_cdiv(k, cfg.step), cfg.split * cfg.slices)
         self.shares = None  # of the last tiles
         open_ = isinstance(self.total, plgpu.Dim) or isinstance(self.steps, plgpu.Dim)
@@ -494,12 +496,13 @@ def rates_of(m, in_bytes=2, blocks=False):
     return _MANY_ROWS if m > _SWAPPED and in_bytes <= 2 and not blocks else _RATES
 
 
-def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False)):
+def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False), batch=None):
     """An estimate of the time of a product, in cycles of an SM. misaligned: of a and of b, whether
-    the row pitch is no multiple of 128 bytes."""
+    the row pitch is no multiple of 128 bytes. batch: as for `Plan`."""
     if cfg.swapped:
         m, n, misaligned = n, m, misaligned[::-1]
-    p = Plan(m, n, k, 2, cfg, sms, in_bytes)
+    p = Plan(m, n, k, 2, cfg, sms, in_bytes, batch=batch)
+    read = (m * k + k * n) * in_bytes * (batch or 1)
     waves = math.ceil(p.total / clusters_at_once(sms, p.cluster))
     active = p.total * p.cluster / waves
     if p.shares:
@@ -512,7 +515,7 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False
     # wait for memory, during which only the slots that are not being multiplied are under way;
     # sharing hardly helps there (equal requests of neighbours are answered at once), but in power
     far = rates.far if slot < 32768 else rates.wide
-    l2 = min(rates.l2, far * max(1, rates.near / ((m * k + k * n) * in_bytes)))
+    l2 = min(rates.l2, far * max(1, rates.near / read))
     tensor, l2 = p.rows * p.cols * line / rates.tensor, slot * active / l2
     # single blocks next to others with the same weights, which are launched together
     beside = cfg.swapped and p.cluster == cfg.group == cfg.slices == 1 < p.tiles_n
@@ -568,7 +571,8 @@ def cycles(m, n, k, cfg, sms, in_bytes=2, rates=_RATES, misaligned=(False, False
     time -= epilogue  # the last one, when nothing else is done any more
     fill = min(p.room, p.steps) * slot * active / rates.fill
     # few blocks ask for less than memory gives
-    memory = ((m * k + k * n) * in_bytes + m * n * 2) / min(rates.memory, active * rates.cold)
+    written = m * n * 2 * (batch or 1)
+    memory = (read + written) / min(rates.memory, active * rates.cold)
     if waves > 1 and not p.shares:  # a few tiles are left in the end
         rest = p.total - (waves - 1) * math.floor(clusters_at_once(sms, p.cluster))
         slower = max(rates.memory / (rest * p.cluster * rates.left) - 1, 0)
@@ -662,7 +666,7 @@ def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False, is_open=False
     if m == 1 and (transpose_a or transpose_b) or m == 2 and transpose_b and not transpose_a:
         return _few_rows.choose(n, k, transpose_b, sms)
     swaps = 0 if transpose_a else _SWAPPED if is_open else m
-    if swaps and not is_open and m <= 64 and _are_gathered(n, k, sms):
+    if swaps and m <= 64 and _are_gathered(n, k, sms):
         return _gathered(m, n, k, sms)
     found = _families(m, n, k, sms, 2, False, transpose_b, swaps, 8)
     misaligned = misaligned_rows((m if transpose_a else k, k if transpose_b else n), 2)
@@ -680,11 +684,15 @@ def choose_k_major(m, n, k, sms=SMS, blocks=False, in_bytes=1, grain=8, is_open=
     return _fastest(found, m, n, k, sms, in_bytes, rates_of(m, in_bytes, blocks), misaligned)
 
 
+def sums_in_order(cfg):
+    """Does it add up along K in order, the same way in each of these?"""
+    undivided = cfg.split == cfg.slices == cfg.shares == 1
+    return undivided and cfg.consumer_rows == 64 and cfg[:2] in _TILES and not cfg.swapped
+
+
 def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
-    found = candidates(m, n, k, sms, in_bytes, blocks, in_bytes != 2)
-    found = [cfg for cfg in found if cfg.split == cfg.slices == cfg.shares == 1]
-    found = [cfg for cfg in found if cfg.consumer_rows == 64 and cfg[:2] in _TILES]
+    found = filter(sums_in_order, candidates(m, n, k, sms, in_bytes, blocks, in_bytes != 2))
     found = min(found, key=lambda cfg: cycles(m, n, k, cfg, sms, in_bytes))
     return found._replace(serpentine=False)
 

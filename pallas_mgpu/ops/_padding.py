@@ -111,11 +111,15 @@ def padding_of(x, interpret, by_rows=False):
     any number of rows."""
     if not needs_padding(x):
         return None
-    shape = x.shape
+    how, shape = (x.dtype, x.aligned, interpret), x.shape
+    if by_rows and x.ndim > 2:
+        whole = 16 // x.dtype.itemsize
+        cols = pl.cdiv(shape[-1], whole) * whole
+        return of_any_rows(lambda s: padding(s, *how), shape, cols, "padding", *how, x.device)
     if by_rows and x.ndim == 2:
-        kind = "padding", shape[1], x.dtype, x.aligned, x.device, interpret
+        kind = "padding", shape[1], *how, x.device
         shape = rows_of(kind, shape[0], ANY_ROWS)[0], shape[1]
-    return padding(shape, x.dtype, x.aligned, interpret)
+    return padding(shape, *how)
 
 
 class Padded(SeveralKernels):

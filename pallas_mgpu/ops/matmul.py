@@ -51,6 +51,7 @@ from ._common import (
     compile_for,
     dtype_of,
     store,
+    store_some,
     swizzled,
     warp_specialized,
 )
@@ -62,10 +63,9 @@ from ._matmul_choice import (
     choose,
     choose_invariant,
     choose_k_major,
-    cycles,
-    misaligned_rows,
-    rates_of,
 )
+from ._matmul_family import Rows, shared
+from ._matmul_parts import Boxes, parts_of
 from ._open_rows import may_settle, own_program, rows_of, settle, together
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
@@ -98,6 +98,7 @@ class Product(NamedTuple):
     keep: bool = False  # also store what the activation is applied to
     scaling: BlockScaling | None = None  # scales that the tensor cores apply
     swapped: bool = False  # the kernel makes the transpose, of a and b that have changed places
+    batch: _batches.Batch | None = None
 
     def named(self, *refs):
         """Operands and the result by name, None for those that are not there."""
@@ -131,30 +132,14 @@ class Product(NamedTuple):
             tb=not self.ta,
             forms=Forms(*self.forms[::-1]),
             swapped=True,
+            batch=self.batch and self.batch._replace(a=self.batch.b, b=self.batch.a),
         )
-
-
-def _parts(extent, size, blocks, sharers, grain, parted=512):
-    """What a tile is copied in: triples of the first row, or column, how many of them, and whether
-    they may all be beyond the array. extent: of that; size: of the tile; blocks: of a cluster that
-    have tiles side by side; sharers: that copy a part together; grain: of what a block copies;
-    parted: the most of an extent known at run time for which there are several parts."""
-    grain *= sharers
-    if isinstance(extent, plgpu.Dim):
-        few = _sizes.most(extent) <= parted
-        height = next((size // n for n in (4, 3, 2) if few and size % (n * grain) == 0), size)
-        return [(first, height, True) for first in range(0, size, height)]
-    outside = pl.cdiv(extent, size) % blocks > 0
-    cut = pl.cdiv(extent % size, grain) * grain
-    if cut in (0, size) or cut > size or size % grain:
-        return [(0, size, outside)]
-    return [(0, cut, outside), (cut, size - cut, True)]
 
 
 class _KernelPlan(Plan):
     """The same for a kernel, and what else its blocks need to know."""
 
-    parted: tuple = ()  # of _parts
+    parted: tuple = ()  # of parts_of
 
     def __init__(self, x, cfg, sms, clips=False):
         """x: a Product. clips: what is beyond the arrays is not fetched."""
@@ -166,12 +151,17 @@ class _KernelPlan(Plan):
             along = x.bias_dtype.itemsize
         # what is added to the product comes through the ring while sums travel
         apart, out_bytes = x.accumulate, x.out_dtype.itemsize
-        super().__init__(x.m, x.n, x.k, out_bytes, cfg, sms, in_bytes, along, apart)
+        batch = x.batch and x.batch.size
+        super().__init__(x.m, x.n, x.k, out_bytes, cfg, sms, in_bytes, along, apart, batch)
         self.x = x
         if self.stages < 1 + bool(cfg.lag):
             found, needed = max(self.stages, 0), 1 + bool(cfg.lag)
             raise ValueError(f"matmul: {found} slots, {cfg} needs {needed} of them")
         self.group = min(cfg.group, _sizes.most(self.tiles_m))
+        if cfg.swapped and isinstance(self.tiles_n, plgpu.Dim):
+            # as static ones: 1 in a single wave, square bands in several
+            several = _sizes.minimum((self.total - 1) // self.fit, 1)
+            self.group = 1 + several * (_sizes.minimum(self.tiles_n, 8) - 1)
         axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": cfg.split}
         self.axes = {name: size for name, size in axes.items() if size > 1}  # of the cluster
         # more accumulators than an even share of the registers has room for
@@ -179,7 +169,8 @@ class _KernelPlan(Plan):
         self.registers = REGISTERS.get(self.consumers) if wide else None
         # the result; rows of slices are long enough
         rows, columns = (x.n, x.m) if x.swapped else (x.m, x.n)
-        aligned = _sizes.most(rows) == 1 or columns * x.out_dtype.itemsize % 16 == 0
+        alone = _sizes.most(rows) == 1 and x.batch is None
+        aligned = alone or columns * x.out_dtype.itemsize % 16 == 0
         self.by_tma = aligned or cfg.slices > 1
         # Sums are sent in whole rows: fewer, larger packets than pairs of columns.
         self.by_rows = cfg.split > 1 and self.sent * self.width % 512 == 0 and not x.swapped
@@ -191,7 +182,7 @@ class _KernelPlan(Plan):
         of_a = x.m, self.rows, cfg.cluster, cfg.cluster_n, chunk if x.ta else 8
         of_b = x.n, self.cols, cfg.cluster_n, cfg.cluster, 8 if x.tb else chunk
         self.parts_a, self.parts_b = (
-            _parts(*of, *self.parted) if clips else [(0, of[1], False)] for of in (of_a, of_b)
+            parts_of(*of, *self.parted) if clips else [(0, of[1], False)] for of in (of_a, of_b)
         )
         # slots after the steps of a tile, for what the product is added to
         self.there = self.chunks if x.accumulate else 0
@@ -237,7 +228,7 @@ class _KernelPlan(Plan):
             found["scale_smem"] = plgpu.SMEM((self.consumers, self.width), jnp.float32)
         shared = [axis for axis in ("cm", "cn") if axis in self.axes]
         found |= Ring.barriers(
-            self.stages, len(self.parts_a + self.parts_b), self.consumers, shared
+            self.stages, len(self.parts_a) + len(self.parts_b), self.consumers, shared
         )
         if self.shares:
             tile = self.consumers, self.height, self.cols
@@ -314,10 +305,11 @@ class _Block(WarpSpecialized):
     def origin(self, t):
         """First row and column of this block's part of cluster tile t."""
         p, cfg = self.plan, self.cfg
-        bands = isinstance(p.tiles_m, plgpu.Dim) or p.tiles_m % p.group  # of different heights
+        open_ = isinstance(p.tiles_m, plgpu.Dim) or isinstance(p.group, plgpu.Dim)
+        bands = open_ or p.tiles_m % p.group  # of different heights
         if _sizes.most(p.tiles_m) == 1:
             row, col = 0, t
-        elif not isinstance(p.tiles_m, plgpu.Dim) and p.group == p.tiles_m:
+        elif not open_ and p.group == p.tiles_m:
             row, col = t % p.group, t // p.group
         else:
             band, inside = t // (p.group * p.tiles_n), t % (p.group * p.tiles_n)
@@ -360,13 +352,18 @@ class _Block(WarpSpecialized):
 
         def ask(s, _):
             k = (first + place(s)) * self.cfg.step
-            for _, along, exists in self.parts_at(p.parts_a, row, x.m, p.stages):
+
+            def ask_a(_, along, exists):
                 tile = self.tile_of_a(self.a, own(along, "cn"), k)
                 pl.when(exists is None or exists)(functools.partial(plgpu.async_prefetch, tile))
-            for _, along, exists in self.parts_at(p.parts_b, col, x.n, p.stages):
+
+            def ask_b(_, along, exists):
                 for holds, tile in self.tiles_of_b(own(along, "cm"), k):
                     there = holds if exists is None else exists & holds
                     pl.when(there)(functools.partial(plgpu.async_prefetch, tile))
+
+            self.in_parts(p.parts_a, row, x.m, p.stages, ask_a)
+            self.in_parts(p.parts_b, col, x.n, p.stages, ask_b)
 
         count = min(steps, _EARLY) if isinstance(steps, int) else jnp.minimum(steps, _EARLY)
         lax.fori_loop(0, count, ask, None)
@@ -399,18 +396,31 @@ class _Block(WarpSpecialized):
             if before:
                 before(s)
             ring.acquire(it)
-            for part, along, exists in self.parts_at(p.parts_a, row, x.m, it):
+
+            def copy_a(part, along, exists):
                 at = (slot, *(slice(None),) * x.ta, part)
                 for holds, a in sources:
                     tile = self.tile_of_a(a, along, k)
                     self.copy(holds, tile, self.a_smem.at[at], slot, "cn", exists)
-            for part, along, exists in self.parts_at(p.parts_b, col, x.n, it):
+
+            def copy_b(part, along, exists):
                 at = (slot, *(slice(None),) * (not x.tb), part)
                 for holds, tile in self.tiles_of_b(along, k):
                     self.copy(holds, tile, self.b_smem.at[at], slot, "cm", exists)
 
+            self.in_parts(p.parts_a, row, x.m, it, copy_a)
+            self.in_parts(p.parts_b, col, x.n, it, copy_b)
+
         lax.fori_loop(0, steps, fetch, None)
         return it0 + steps
+
+    def in_parts(self, parts, start, extent, it, copy):
+        """Copies each part of a tile that begins there in step `it`: copy(its place in the slot and
+        in the array, whether it exists)."""
+        if isinstance(parts, Boxes):
+            return parts.copies(start, extent, it < self.plan.stages, copy)
+        for of_part in self.parts_at(parts, start, extent, it):
+            copy(*of_part)
 
     def parts_at(self, parts, start, extent, it):
         """For each part of a tile that begins there: its place in the slot and in the array, and
@@ -547,7 +557,7 @@ class _Block(WarpSpecialized):
         """A consumer's part of the columns, from `col` on, as store number `number` of a tile, and
         as one more for its second 64 rows, each through one of the store buffers. Returns the
         number of the next store."""
-        p, how = self.plan, {"engine": None if self.plan.by_tma else "plain"}
+        p = self.plan
         for first in range(0, p.height, 64):
             if not p.single or number >= p.buffers:
                 pending = 0 if p.uneven and number == 0 else (p.buffers - 1) * len(targets)
@@ -557,10 +567,14 @@ class _Block(WarpSpecialized):
             if self.x.swapped:
                 rows, where = rows.T, where[::-1]
             buffer = self.o_smem.at[me, number % p.buffers, pl.ds(0, rows.shape[0])]
-            there = [target.at[where] for target in targets]
-            store(buffer, rows.astype(self.x.out_dtype), *there, **how)
+            self.send_rows(buffer, rows.astype(self.x.out_dtype), where, targets)
             number += 1
         return number
+
+    def send_rows(self, buffer, value, where, targets):
+        """Stores a value through a buffer. where: its rows and columns in the targets."""
+        engine = None if self.plan.by_tma else "plain"
+        store(buffer, value, *[target.at[where] for target in targets], engine=engine)
 
     def await_bias(self, me):
         if self.bias is not None and self.x.forms.b != "each":
@@ -711,6 +725,61 @@ class _Block(WarpSpecialized):
         return value
 
 
+class _BatchBlock(_Block):
+    """The same for the products of a batch, whose tiles follow each other."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        x = self.x
+        self.whole, self.above = (self.a, self.b, self.o), 0
+        self.of_each = x.batch.a, x.batch.b, True
+        if x.batch.rows is not None:
+            self.of_each = (False, x.batch.b, False) if not x.swapped else (x.batch.a, False, False)
+
+    def prefetch(self):
+        """Nothing: batches were not timed with it."""
+
+    def enter(self, t):
+        """The tile of unit t of the schedule, whose operands and result are the block's now."""
+        x, t = self.x, jnp.maximum(t, 0)  # as it is: stores by TMA begin inside of the array
+        entry = t // self.plan.tiles
+        views = zip(self.whole, self.of_each)
+        self.a, self.b, self.o = (ref.at[entry] if each else ref for ref, each in views)
+        if x.batch.rows is not None:  # rows of the matrices before
+            self.above = entry * (x.n if x.swapped else x.m)
+        return t % self.plan.tiles
+
+    def fetch_tile(self, t, it0):
+        return super().fetch_tile(self.enter(t), it0)
+
+    def multiply_tile(self, me, scales, t, it0):
+        return super().multiply_tile(me, scales, self.enter(t), it0)
+
+    def below(self, rows, has):
+        """Rows of the matrix, in all rows of an operand that has several matrices."""
+        moved = has and self.x.batch.rows is not None
+        return pl.ds(rows.start + self.above, rows.size) if moved else rows
+
+    def tile_of_a(self, a, along_m, k):
+        x = self.x
+        return super().tile_of_a(a, self.below(along_m, x.batch.a and not x.swapped), k)
+
+    def tiles_of_b(self, along_n, k):
+        return super().tiles_of_b(self.below(along_n, self.x.batch.b and self.x.swapped), k)
+
+    def send_rows(self, buffer, value, where, targets):
+        if self.x.batch.rows is None:
+            return super().send_rows(buffer, value, where, targets)
+        (rows, columns), (target,) = where, targets
+        left = jnp.clip((self.x.n if self.x.swapped else self.x.m) - rows.start, 0, rows.size)
+        first = rows.start + self.above
+
+        def part(start, count):
+            return target.at[pl.ds(first + start, count), columns]
+
+        store_some(buffer, value, left, part)
+
+
 def _semaphores(plan):
     return semaphores(plan.shares, plan.cluster, plan.consumers)
 
@@ -723,8 +792,14 @@ def _kernel(x, cfg, sms, interpret, scales=()):
     if cfg.slices > 1:
         x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
         scales = scales if x.forms.blocks else ()
-    others = *(None,) * (x.bias_dtype is not None), *scales
-    if isinstance(x.m, plgpu.Dim):
+    others, batch = (*(None,) * (x.bias_dtype is not None), *scales), x.batch
+    if batch is not None:
+        of_a, of_b = (((batch.size,) * has + (None, None)) for has in batch[1:3])
+        shape = batch.size, *shape
+        if batch.rows is not None:
+            of_a, shape = (batch.rows if batch.a else x.m, None), (batch.rows, x.n)
+        options["in_shapes"] = of_a, of_b, *others
+    elif isinstance(x.m, plgpu.Dim):
         options["in_shapes"] = (None, x.m) if x.ta else (x.m, None), None, *others
     elif isinstance(x.k, plgpu.Dim):
         options["in_shapes"] = (x.k, None), (x.k, None), *others
@@ -736,7 +811,7 @@ def _kernel(x, cfg, sms, interpret, scales=()):
 
     def body(a, b, *refs, **scratch):
         found = x.named(a, b, *refs) | plan.refs(scratch)
-        block = _Block(plan, found | {"done": _semaphores(plan)})
+        block = (_BatchBlock if batch else _Block)(plan, found | {"done": _semaphores(plan)})
         block.narrow = plan.plain
         block.overlap_launches()
         block.run()
@@ -898,14 +973,16 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
     m, k = x.m, x.k
     if _may_leave_open(x, config):
-        rows, m = rows_of(_kind(x, a, invariant, interpret), x.m, _EDGES)
-        x = x._replace(m=rows)
+        x = x._replace(m=rows_of(_kind(x, a, invariant, interpret), m, _EDGES)[0])
     elif _may_leave_k_open(x, config):
         depth, k = rows_of((*_kind(x._replace(k=0), a, invariant, interpret), x.m), x.k)
         x = x._replace(k=depth)
-    if config is None and (invariant or x.accumulate or x.keep):
-        config = choose_invariant(m, x.n, k, sms)._replace(serpentine=not invariant)
-    config = config or choose(m, x.n, k, sms, x.ta, x.tb, isinstance(x.m, plgpu.Dim))
+    if config is None:
+        in_order = invariant or x.accumulate or x.keep
+        rows = Rows(x.n, k, sms, x.ta, x.tb, in_order)
+        config = shared(rows, m, _BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.own(m)
+        if in_order:
+            config = config._replace(serpentine=not invariant)
     _check_config(config, m, x.ta, x.tb)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
@@ -1038,21 +1115,20 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     return with_padding(product, pads)
 
 
-# edges of the buckets of rows
-_EDGES = 2, 32, 64, 128, 256, 512, 1024, 1 << 22
-_K_MAJOR_EDGES = 1, 32, 64, 128, 256, 384, 512, 1024, 1 << 22
+# Programs for any number of rows by the most rows that they serve; fewer than the first edge have
+# programs of their own. 200 random numbers of rows up to 8192 have at most 12 programs.
+_BUCKETS = {32: 1, 64: 1, 128: 1, 256: 1, 512: 1, 1 << 22: 4}
+_K_MAJOR_BUCKETS = {32: 1, 64: 1, 128: 1, 256: 1, 384: 1, 512: 1, 1 << 22: 3}
+_EDGES, _K_MAJOR_EDGES = (2, *_BUCKETS), (1, *_K_MAJOR_BUCKETS)
 
 
 def _choose_k_major(x, a, invariant, sms, interpret):
     """The product, perhaps with open rows, and the configuration."""
-    m, blocks, in_bytes = x.m, x.forms.blocks, a.dtype.itemsize
+    m, how = x.m, (invariant, a.dtype.itemsize, x.forms.blocks, _grain(a.dtype))
+    rows = Rows(x.n, x.k, sms, False, True, *how)
     if not x.ta:
-        rows, m = rows_of(_kind(x, a, invariant, interpret), m, _K_MAJOR_EDGES)
-        x = x._replace(m=rows)
-    if invariant:
-        return x, choose_invariant(m, x.n, x.k, sms, in_bytes, blocks)
-    is_open = isinstance(x.m, plgpu.Dim)
-    return x, choose_k_major(m, x.n, x.k, sms, blocks, in_bytes, _grain(a.dtype), is_open)
+        x = x._replace(m=rows_of(_kind(x, a, invariant, interpret), m, _K_MAJOR_EDGES)[0])
+    return x, shared(rows, m, _K_MAJOR_BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.own(m)
 
 
 def _in_tensor_memory(x, operands, config, sms, interpret):
@@ -1176,18 +1252,63 @@ def _of_batches(a, b, bias, scales, config, invariant, **options):
     for name, extra in extras.items():
         extra.check(name, (a, b))
 
+    def make_all(a, b, *rest, batch):
+        given = dict(zip(extras, rest))
+        if config is not None or any(x.is_batched((a, b)) for x in extras.values()):
+            return None
+        return _of_one_batch(a, b, batch, given, invariant, options)
+
     def make(a, b, *rest, batch):
         given = dict(zip(extras, rest))
         found = config
         if found is None and batch > 1:
             found = _choose_for_batch(a, b, batch, given, invariant, options)
+            if isinstance(found, MatmulConfig):  # mapped kernels have no memory in common
+                found = found._replace(shares=1)
         how = {"config": found, "batch_invariant": invariant, **options}
         return matmul.__wrapped__(a, b, **given, **how)
 
-    def make_one(*infos):
-        return make(*infos[:-1], batch=infos[-1])
+    return _batches.product(a, b, ta, tb, make, make_all, list(extras.values()))
 
-    return _batches.product(a, b, ta, tb, make_one, list(extras.values()))
+
+_TYPICAL_BATCH = 12
+
+
+def _of_one_batch(a, b, batch, given, invariant, options):
+    """The kernel of all products of a batch, the shape in which it gets A and that of what it
+    makes; None where the kernel of two matrices is to be mapped. a, b: with one dim for the batch,
+    or none."""
+    ta, tb, interpret = options["transpose_a"], options["transpose_b"], options["interpret"]
+    in_bytes, scales = a.dtype.itemsize, [given.get(name) for name in ("scale_a", "scale_b")]
+    on_hopper = not (_tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device))
+    k_major = in_bytes == 1 and tb and not ta and a.dtype != _FP4
+    if not on_hopper or not (in_bytes == 2 or k_major):
+        return None
+    one = [plgpu.ArrayInfo(y.shape[-2:], y.dtype, y.device, True) for y in (a, b)]
+    how = options["activation"], options["out_dtype"], ta, tb
+    x = _checked(*one, given.get("bias"), *how, any(s is not None for s in scales))
+    if k_major:
+        x = x._replace(forms=forms_of(*scales, x.m, x.n, x.k))
+    else:
+        _check_unscaled(a, *scales)
+    if not {None, "one"}.issuperset(x.forms):
+        return None
+    m, has, sms = x.m, _batches.Batch(batch, a.ndim > 2, b.ndim > 2), plgpu.sm_count(a.device)
+    rows = Rows(x.n, x.k, sms, ta, tb, invariant, in_bytes, False, _grain(a.dtype))
+    kind = _kind(x._replace(batch=has._replace(size=0)), a, invariant, interpret)
+    x, a = _batches.with_open_sizes(x, a, has, kind)
+    open_ = isinstance(x.batch.size, plgpu.Dim)
+    if not open_ and (batch == 1 or in_bytes == 2 and isinstance(rows.own(m), FewRowsConfig)):
+        return None
+    if isinstance(x.m, plgpu.Dim):
+        config = shared(rows, m, _batches.BUCKETS, (batch,))
+    else:
+        config = rows.own(m, _TYPICAL_BATCH if open_ else batch)
+    shapes = tuple(s.shape for s in scales if s is not None)
+    product = _kernel(x, config, rows.sms, interpret, shapes)
+    pads = [padding_of(y, interpret, open_) for y in (a, b)]
+    result = (batch, m, x.n) if x.batch.rows is None else (batch * m, x.n)
+    return with_padding(product, [*pads, *[None] * len(given)]), a.shape, result
 
 
 def _choose_for_batch(a, b, batch, given, invariant, options):
@@ -1328,9 +1449,9 @@ def _own_program(a, b, **options):
     how = {name: options[name] for name in named}
     ta, tb = how.pop("transpose_a"), how.pop("transpose_b")
     promised = options["deterministic"] or options["batch_invariant"] or options["return_product"]
-    if promised or options["accumulate"] or max(a.ndim, b.ndim) > 2:
+    if promised or options["accumulate"]:
         return None
-    if a.dtype.itemsize != 2 or ta:
+    if a.dtype.itemsize != 2 or ta or max(a.ndim, b.ndim) > 2:
         return own_program(matmul.__wrapped__)(a, b, **options)
     if _tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device):
         return None
@@ -1338,46 +1459,22 @@ def _own_program(a, b, **options):
     kind, interpret = _kind(x, a, False, options["interpret"]), options["interpret"]
     if not (_may_leave_open(x, options["config"]) and may_settle(kind)):
         return None
-    rows, typical = rows_of(kind, x.m, _EDGES)
-    sms = plgpu.sm_count(a.device)
-    if isinstance(rows, int):
+    if isinstance(rows_of(kind, x.m, _EDGES)[0], int):
         return None
-    slower = _time_of(x, typical, sms, True) >= _GAIN * _time_of(x, x.m, sms)
-    if not slower and not _fetches_zeros(x, typical, sms):
+    sms = plgpu.sm_count(a.device)
+    rows = Rows(x.n, x.k, sms, x.ta, x.tb)
+    own, others = rows.own(x.m), shared(rows, x.m, _BUCKETS)
+    if rows.time(x.m, others) < _GAIN * rows.time(x.m, own):
         return None
 
     def make():
-        product = _of_16_bits(
-            x, a, b, choose(x.m, x.n, x.k, sms, x.ta, x.tb), False, sms, interpret
-        )
+        product = _of_16_bits(x, a, b, own, False, sms, interpret)
         if a.device is not None:
             compile_for(product, [a, b] if options["bias"] is None else [a, b, options["bias"]])
         settle(kind, x.m)
         return product
 
     return make
-
-
-def _fetches_zeros(x, m, sms):
-    """Does the program of many numbers of rows, which is tuned for m, fetch rows that A does not
-    have, and that a program for x.m alone leaves out?"""
-    cfg = choose(m, x.n, x.k, sms, x.ta, x.tb, True)
-    if isinstance(cfg, FewRowsConfig):
-        return False
-    height, sharers = cfg.consumers * cfg.consumer_rows, cfg.cluster_n
-    if cfg.swapped:
-        height, sharers = cfg.tile_n, cfg.cluster
-    _, part, _ = _parts(plgpu.dim("M", max=m), height, 1, sharers, 8)[0]
-    return -x.m % part >= 8 * sharers
-
-
-def _time_of(x, m, sms, is_open=False):
-    """The estimate with the configuration that is best for m rows. is_open: as for `choose`."""
-    config = choose(m, x.n, x.k, sms, x.ta, x.tb, is_open)
-    misaligned = misaligned_rows((x.k, x.k if x.tb else x.n), 2)
-    if isinstance(config, FewRowsConfig):
-        return 0  # no estimate; these are never left open
-    return cycles(x.m, x.n, x.k, config, sms, rates=rates_of(x.m), misaligned=misaligned)
 
 
 matmul.maker.better = _own_program  # type: ignore[attr-defined]  # not public

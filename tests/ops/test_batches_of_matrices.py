@@ -1,5 +1,8 @@
 """ops.matmul of arrays with batch dimensions, against NumPy."""
 
+import functools
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from by_steps import by_steps
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 from pallas_mgpu.ops import MatmulConfig as C
-from pallas_mgpu.ops import matmul
+from pallas_mgpu.ops import _open_rows, matmul
 
 bf16, f32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 E4M3, I8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
@@ -137,6 +140,89 @@ def test_other_dtypes(run, rng, case):
     else:
         unit = 1e-2 if got.dtype == bf16 else 4e-3 if "precision" in options else 1e-4
         np.testing.assert_allclose(got.astype(f32), want, rtol=unit, atol=4 * unit)
+
+
+ANY_SIZES = {  # dtype, shapes of a and b for a batch of so many rows, options
+    "both": (bf16, lambda n, m: ((n, m, 72), (n, 72, 136)), {"bias": True, "activation": "relu"}),
+    "both, transposed": (bf16, lambda n, m: ((n, m, 136), (n, 72, 136)), {"transpose_b": True}),
+    "B alone": (bf16, lambda n, m: ((m, 72), (n, 136, 72)), {"transpose_b": True}),
+    "A transposed": (bf16, lambda n, m: ((n, 72, m), (n, 72, 136)), {"transpose_a": True}),
+    "A alone, transposed": (bf16, lambda n, m: ((n, 72, m), (72, 24)), {"transpose_a": True}),
+    "padded": (bf16, lambda n, m: ((n, m, 61), (n, 61, 40)), {}),
+    "two dims": (bf16, lambda n, m: ((n, 2, m, 24), (n, 2, 24, 40)), {}),
+    "invariant": (bf16, lambda n, m: ((n, m, 136), (n, 136, 72)), {"batch_invariant": True}),
+    "scaled": (I8, lambda n, m: ((n, m, 48), (n, 24, 48)), {"transpose_b": True, "scale": True}),
+}
+
+
+@pytest.mark.parametrize("case", ANY_SIZES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+    ],
+    ids=("interpret", "host"),
+)
+def test_any_sizes(case, way, rng, monkeypatch):
+    """The number of matrices and of their rows is known at run time only. What stands in one of
+    them is nothing to the others."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 6)
+    plgpu.clear_caches()
+    dtype, shapes_of, given = ANY_SIZES[case]
+    ta, programs = "transpose_a" in given, set()
+    for n, m in ((3, 40), (2, 151), (5, 300), (7, 33), (4, 150)):
+        m = 40 if ta else m
+        options, (shape_a, shape_b) = dict(given), shapes_of(n, m)
+        a, b = (rng.integers(-9, 10, s).astype(dtype) for s in (shape_a, shape_b))
+        wide = [x.astype(f32) for x in (a, b)]
+        left, right = (
+            x.swapaxes(-1, -2) if t else x for x, t in zip(wide, (ta, "transpose_b" in given))
+        )
+        want = left @ right
+        if options.pop("bias", False):
+            options["bias"] = rng.integers(-9, 10, want.shape[-1]).astype(bf16)
+            want = np.maximum(want + options["bias"].astype(f32), 0)
+        if options.pop("scale", False):
+            options["scale_a"] = np.float32([0.25])
+            want = want * 0.25
+        if dtype == bf16 and a.ndim == b.ndim:
+            a[-1], want[-1] = np.nan, np.nan
+        out = np.full(want.shape, np.nan, bf16)
+        matmul(a, b, out=out, interpret=way, **options)
+        np.testing.assert_allclose(out.astype(f32), want, rtol=1e-2)
+        kernel = matmul.kernel(a, b, interpret=way, **options)
+        programs.add(getattr(kernel, "kernel", kernel))
+    assert len(programs) == 1 or not ta
+
+
+def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    spec = functools.partial(plgpu.ShapeDtypeStruct, dtype=bf16)
+    for options in ({}, {"transpose_b": True}, {"batch_invariant": True}):
+        plgpu.clear_caches()
+        sizes = [*rng.integers(1, (64, 8193), (200, 2)).tolist(), (1, 300), (9, 1), (9, 2)]
+        kernels = [
+            matmul.kernel(spec((n, m, 520)), spec((n, 520, 520)), **options) for n, m in sizes
+        ]
+        programs = {getattr(kernel, "kernel", kernel) for kernel in kernels}
+        assert 3 < len(programs) <= 12
+        kernels = [matmul.kernel(spec((m, 520)), spec((n, 520, 520)), **options) for n, m in sizes]
+        assert len({getattr(kernel, "kernel", kernel) for kernel in kernels}) <= 15
+
+
+def test_sizes_that_come_often_have_a_program_of_their_own(monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+    a, b = (plgpu.ShapeDtypeStruct(s, bf16) for s in ((5, 70, 128), (5, 128, 72)))
+    first, deadline = matmul.kernel(a, b), time.monotonic() + 60
+    repeated = matmul.kernel(a, b, deterministic=True)
+    assert repeated.kernel is not first.kernel
+    while (own := matmul.kernel(a, b)) is first:
+        assert time.monotonic() < deadline
+    assert own.kernel is not first.kernel
+    assert matmul.kernel(a, b, deterministic=True) is repeated
 
 
 def test_out_is_written_where_it_is(rng):

@@ -323,7 +323,6 @@ def test_chosen_configurations():
     assert large.consumers * large.consumer_rows * large.tile_n == 128 * 256
     assert choose(777, 3584, 3584).swapped  # several tiles with the rows of A as columns
     assert not choose(777, 3584, 3584, transpose_a=True).swapped
-    assert not choose(777, 3584, 3584, is_open=True).swapped
     assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
 
 

@@ -930,9 +930,9 @@ breaks(
         "found",
     ),
     blocks_divide_k_in_batches=(
-        "choose_invariant",
-        "for cfg in found if cfg.split == cfg.slices == cfg.shares == 1]",
-        "for cfg in found]",
+        "sums_in_order",
+        "undivided = cfg.split == cfg.slices == cfg.shares == 1",
+        "undivided = True",
     ),
 )
 breaks(
