@@ -13,7 +13,7 @@ from ._common import Ring, WarpSpecialized
 from ._open_rows import in_shapes
 
 # Edges of numbers of groups that share a program: of those that one warp adds up, of those whose
-# table is 1 KiB, beside which the largest tiles of 16-bit products have four slots, and of all others.
+# table is 1 KiB, beside which the largest tiles of 16-bit products have four slots, and of others.
 GROUPS = 0, 32, 127, 2047
 SOME_GROUPS = 128  # that each step of the table adds where their number is a size of the call
 

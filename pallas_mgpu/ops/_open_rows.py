@@ -71,7 +71,7 @@ _questions = _Questions()
 
 def is_static(kind, m, weight=1):
     """Has this number of rows a program of its own? weight: how many others it counts for, where
-    these are several programs."""
+    there are more programs."""
     if _questions.exact or not _questions.shared and _seen(kind).is_static(m, weight):
         return True
     if _questions.open is not None:
@@ -92,10 +92,11 @@ def together(static):
         setattr(_questions, name, before)
 
 
-def rows_of(kind, m, edges=_EDGES):
+def rows_of(kind, m, edges=_EDGES, weight=1):
     """``(rows, m)``: the int m twice, or the size that stands for m's bucket and the int that its
-    program is tuned for. kind: all else that distinguishes programs. edges: of the buckets."""
-    if m <= edges[0] or m > edges[-1] or is_static(kind, m):
+    program is tuned for. kind: all else that distinguishes programs. edges: of the buckets. weight:
+    as of `is_static`."""
+    if m <= edges[0] or m > edges[-1] or is_static(kind, m, weight):
         return m, m
     return bucket_of("M", m, edges)
 

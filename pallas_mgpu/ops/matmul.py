@@ -973,7 +973,8 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     """The kernel for a Product of 16-bit floats."""
     m, k = x.m, x.k
     if _may_leave_open(x, config):
-        x = x._replace(m=rows_of(_kind(x, a, invariant, interpret), m, _EDGES)[0])
+        kind = _kind(x, a, invariant, interpret)
+        x = x._replace(m=rows_of(kind, m, _EDGES, _WEIGHT)[0])
     elif _may_leave_k_open(x, config):
         depth, k = rows_of((*_kind(x._replace(k=0), a, invariant, interpret), x.m), x.k)
         x = x._replace(k=depth)
@@ -1115,11 +1116,12 @@ def _k_major(x, operands, config, invariant, sms, interpret):
     return with_padding(product, pads)
 
 
-# Programs for any number of rows by the most rows that they serve; fewer than the first edge have
-# programs of their own. 200 random numbers of rows up to 8192 have at most 12 programs.
-_BUCKETS = {32: 1, 64: 1, 128: 1, 256: 1, 512: 1, 1 << 22: 4}
+# Programs for any number of rows by the most rows that they serve; up to the first edge rows have
+# programs of their own, as have the first two numbers of them. So there are at most 12 programs.
+_BUCKETS = {32: 1, 64: 1, 128: 1, 256: 1, 512: 1, 1 << 22: 3}
 _K_MAJOR_BUCKETS = {32: 1, 64: 1, 128: 1, 256: 1, 384: 1, 512: 1, 1 << 22: 3}
 _EDGES, _K_MAJOR_EDGES = (2, *_BUCKETS), (1, *_K_MAJOR_BUCKETS)
+_WEIGHT = 1.5  # of the first ones
 
 
 def _choose_k_major(x, a, invariant, sms, interpret):
@@ -1127,7 +1129,8 @@ def _choose_k_major(x, a, invariant, sms, interpret):
     m, how = x.m, (invariant, a.dtype.itemsize, x.forms.blocks, _grain(a.dtype))
     rows = Rows(x.n, x.k, sms, False, True, *how)
     if not x.ta:
-        x = x._replace(m=rows_of(_kind(x, a, invariant, interpret), m, _K_MAJOR_EDGES)[0])
+        kind = _kind(x, a, invariant, interpret)
+        x = x._replace(m=rows_of(kind, m, _K_MAJOR_EDGES, _WEIGHT)[0])
     return x, shared(rows, m, _K_MAJOR_BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.own(m)
 
 
@@ -1459,7 +1462,7 @@ def _own_program(a, b, **options):
     kind, interpret = _kind(x, a, False, options["interpret"]), options["interpret"]
     if not (_may_leave_open(x, options["config"]) and may_settle(kind)):
         return None
-    if isinstance(rows_of(kind, x.m, _EDGES)[0], int):
+    if isinstance(rows_of(kind, x.m, _EDGES, _WEIGHT)[0], int):
         return None
     sms = plgpu.sm_count(a.device)
     rows = Rows(x.n, x.k, sms, x.ta, x.tb)
