@@ -16,7 +16,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._common import FLOATS, SeveralKernels
+from ._common import FLOATS, PartOfSeveral, SeveralKernels
 from ._open_rows import ANY_ROWS, ENTRIES, entries, is_static, together, views
 from .rotary import kernel_of
 
@@ -124,7 +124,7 @@ def with_angles(x, kernel, angles, fused, interpret):
     return Rotated(x, kernel, not fused, interpret)
 
 
-class Gradients:
+class Gradients(PartOfSeveral):
     """What the gradients of a problem do besides: q and k are rotated before. apart: kernels after
     them rotate dq and dk back, which are otherwise rotated before they are stored."""
 

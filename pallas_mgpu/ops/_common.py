@@ -110,13 +110,24 @@ class SeveralKernels:
     def compile(self, *operands):
         """Runs a call with descriptions of the operands, in which kernels are compiled only.
         Returns those of the results. NotImplementedError where other functions are called."""
-        dry = copy.copy(self)
-        vars(dry).update((name, _compiling(value)) for name, value in vars(self).items())
-        return dry(*operands)
+        return _dry(self)(*operands)
+
+
+class PartOfSeveral:
+    """What a `SeveralKernels` calls with other arguments than operands, and calls kernels."""
+
+
+def _dry(value):
+    """A copy that only compiles the kernels it has."""
+    dry = copy.copy(value)
+    vars(dry).update((name, _compiling(x)) for name, x in vars(value).items())
+    return dry
 
 
 def _compiling(value):
     """In the place of a kernel, or of a function of several, what compiles it."""
+    if isinstance(value, PartOfSeveral):
+        return _dry(value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(map(_compiling, value))
     if isinstance(value, (functools.partial, _core.Family, _core.Reshaped)):

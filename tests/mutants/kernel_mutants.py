@@ -41,6 +41,8 @@ import numpy as np
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, _kernel, ops
+from pallas_mgpu.ops import _attention_backward_fused
+from pallas_mgpu.ops._attention_scores import Problem
 
 ROOT = Path(plgpu.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -143,12 +145,15 @@ def of_training():
         "attention backward",
         lambda: ops.attention_backward(q, q, k, k, o, lse, causal=True, deterministic=True, **i),
     )
-    small = array(1, 400, 1, 64), np.ones((1, 1, 400), F32)
-    five = ops.attention_backward.kernel(*small[:1] * 5, small[1], **i).fused
+    small = array(1, 400, 1, 64)
+    problem = Problem(1, 400, 1, 64, 400, 1, np.dtype(F16), False, 0.125)
+    five = ops.AttentionBackwardConfig(5)
     rows, sums = np.ones((1, 1, 512), F32), np.zeros((1, 1, 512, 64), F32)
     yield (
         "attention backward, five products",
-        lambda: five.make(functional=True, sms=2)(*small[:1] * 4, rows, rows, sums),
+        lambda: _attention_backward_fused.kernel(problem, five, True, functional=True, sms=2)(
+            *[small] * 4, rows, rows, sums
+        ),
     )
     yield "cross entropy", lambda: ops.cross_entropy(logits, targets, **i)
     yield (

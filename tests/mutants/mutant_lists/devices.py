@@ -495,7 +495,7 @@ breaks(
     ),
     maps_of_two_swizzles_are_one=(
         "same_map",
-        "if (a->swizzle != b->swizzle || a->of != b->of)",
+        "if ((a->swizzle != b->swizzle && !any) || a->of != b->of)",
         "if (a->of != b->of)",
     ),
 )
@@ -1064,7 +1064,11 @@ breaks(
     SECTIONS,
     one_named_barrier_too_many=("check_section", "g->n_threads + 1 + n >", "g->n_threads + n >"),
     rings_of_several_sizes=("check_section", "if (c->turns && c->turns != n)", "if (c->turns > n)"),
-    some_warps_may_move_data=("is_local", "return !pm_op_scratch(g, op);", "return true;"),
+    some_warps_may_move_data=(
+        "is_local",
+        "if (info->layout == PM_LAY_FIXED) return !pm_op_scratch(g, op);",
+        "if (info->layout == PM_LAY_FIXED) return true;",
+    ),
     some_warps_may_do_all_that_has_no_effects=(
         "is_local",
         "return info->part == PM_PART_EACH || pm_moves_in_registers(g, op);",

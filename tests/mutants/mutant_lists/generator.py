@@ -592,11 +592,6 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_registers.c",
-    f"{ARRAYS}::test_reductions_of_broadcasts",
-    sums_count_equal_elements_once=("pm_decides", "kind == PM_REDUCE_ADD ||", ""),
-)
-breaks(
-    f"{CUDA}/emit_registers.c",
     f"{ARRAYS}::test_reductions",
     f"{ARRAYS}::test_reduction_propagates_nan",
     f"{ARRAYS}::test_extrema_of_integers_at_their_ends",

@@ -101,8 +101,8 @@ breaks(
     WIDENING,
     signs_of_bytes_are_their_second_bit=(
         "bf16_of_s8",
-        "0x00800080u, 0x43004300u)));",
-        "0x00400040u, 0x43004300u)));",
+        "bits_under(p, 0x00800080u, k)",
+        "bits_under(p, 0x00400040u, k)",
     ),
     unsigned_bytes_are_one_too_small=(
         "cvt_from_u8x4",

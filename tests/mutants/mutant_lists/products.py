@@ -27,9 +27,15 @@ breaks(
     bytes_apart_lose_their_high_half=("spread_4x8", "(0x10000u >> (4 - by)) + 1", "0x10001u"),
     pairs_of_bytes_are_in_another_order=(
         "cvt_from_s8x4_apart",
-        "__byte_perm(pair, 0, 0x4140)",
-        "__byte_perm(pair, 0, 0x4041)",
+        "(u8)x[2 * k] | (u32)(u8)x[2 * k + 1] << 8",
+        "(u8)x[2 * k + 1] | (u32)(u8)x[2 * k] << 8",
     ),
+    upper_bytes_are_in_another_order=(
+        "bf16_of_s8",
+        "upper ? 0x5352 : 0x5150",
+        "upper ? 0x5253 : 0x5150",
+    ),
+    bytes_keep_the_last_bit_of_their_power=("bf16_of_s8", '"r"(0xc3c0c3c0u)', '"r"(0xc3c1c3c1u)'),
     bits_are_joined_by_and=(
         "bits_under",
         'asm("lop3.b32 %0, %1, %2, %3, 0x6a;"',
