@@ -1365,7 +1365,6 @@ def matmul(
     :class:`MatmulConfig`, for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell
     a :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
-
     precision: of float32 operands. "bf16x3": they are each split into two bfloat16 parts by
     separate kernels and multiplied as three products; the relative error of a term is about 2**-16,
     infinities give NaN. "tf32" (Hopper): the tensor cores read 10 bits of each mantissa, cut off;
@@ -1391,7 +1390,6 @@ def matmul(
     ``plgpu.ext.format_tcgen05_scales`` gives for (rows, blocks); rows are M and N. A shape that
     fits blocks of 32 means them. 4-bit operands are contiguous along K, a multiple of 32
     (NotImplementedError, as on Hopper).
-
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
     scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit and tf32 operands
     that are not contiguous along K are first transposed by another kernel.
@@ -1403,12 +1401,10 @@ def matmul(
     before; each number of rows has a program of its own. Without it, the bits depend on whether the
     numbers of rows of a process share a program, and may change once, when one that came often gets
     a program of its own.
-
     accumulate: add the product to the contents of ``out``, for example a float32 gradient; without
     bias and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16
     bytes (with a config of one slice and a ``cluster`` or ``cluster_n`` of 1), on sm_80, sm_86,
     sm_89 and sm_120a for all operands. NotImplementedError elsewhere; ValueError without ``out``.
-
     return_product: also return ``a @ b + bias``, in out_dtype, from which the gradient of an
     activation is computed; on Hopper, of 16-bit operands without batch dimensions, with an
     activation and a config of one slice. NotImplementedError elsewhere.

@@ -1061,13 +1061,14 @@ breaks(
 )
 breaks(
     f"{PASSES}/divergence.c",
+    f"{SECTIONS}::test_lazy_where_refuses_what_lanes_do_together",
     SECTIONS,
     one_named_barrier_too_many=("check_section", "g->n_threads + 1 + n >", "g->n_threads + n >"),
     rings_of_several_sizes=("check_section", "if (c->turns && c->turns != n)", "if (c->turns > n)"),
     some_warps_may_move_data=(
         "is_local",
-        "if (info->layout == PM_LAY_FIXED) return !pm_op_scratch(g, op);",
-        "if (info->layout == PM_LAY_FIXED) return true;",
+        "PM_LAY_REDUCE && pm_typeof(g, o->out)->rank) return !pm_op_scratch(g, op);",
+        "PM_LAY_REDUCE && pm_typeof(g, o->out)->rank) return true;",
     ),
     some_warps_may_do_all_that_has_no_effects=(
         "is_local",

@@ -99,11 +99,6 @@ breaks(
 breaks(
     f"{DEVICE}/widen.cuh",
     WIDENING,
-    signs_of_bytes_are_their_second_bit=(
-        "bf16_of_s8",
-        "bits_under(p, 0x00800080u, k)",
-        "bits_under(p, 0x00400040u, k)",
-    ),
     unsigned_bytes_are_one_too_small=(
         "cvt_from_u8x4",
         '"r"(p[k]), "r"(0x64006400u)',

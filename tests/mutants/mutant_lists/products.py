@@ -4,6 +4,27 @@ from . import CUDA, DEVICE, PASSES, breaks
 
 PRODUCTS, WIDENING = "arrays/test_products.py", "compiler/test_widening.py"
 
+BYTES = f"{WIDENING}::test_every_number[sm_90a-s8-bf16-]"
+breaks(
+    f"{DEVICE}/widen.cuh",
+    BYTES,
+    BYTES.replace("-]", "-_apart]"),
+    signs_of_bytes_are_their_second_bit=(
+        "bf16_of_s8",
+        "bits_under(p, 0x00800080u, k)",
+        "bits_under(p, 0x00400040u, k)",
+    ),
+    pairs_of_bytes_are_in_another_order=(
+        "cvt_from_s8x4_apart",
+        "(u8)x[2 * k] | (u32)(u8)x[2 * k + 1] << 8",
+        "(u8)x[2 * k + 1] | (u32)(u8)x[2 * k] << 8",
+    ),
+    upper_bytes_are_in_another_order=(
+        "bf16_of_s8",
+        "upper ? 0x5352 : 0x5150",
+        "upper ? 0x5253 : 0x5150",
+    ),
+)
 breaks(
     f"{DEVICE}/widen.cuh",
     WIDENING,
@@ -25,17 +46,6 @@ breaks(
     high_halves_are_not_divided=("cvt_from_4x8", '"r"(0x2c003c00u)', '"r"(0x3c003c00u)'),
     both_halves_are_the_low_one=("spread_4x8", "by ? w : w >> 4", "w"),
     bytes_apart_lose_their_high_half=("spread_4x8", "(0x10000u >> (4 - by)) + 1", "0x10001u"),
-    pairs_of_bytes_are_in_another_order=(
-        "cvt_from_s8x4_apart",
-        "(u8)x[2 * k] | (u32)(u8)x[2 * k + 1] << 8",
-        "(u8)x[2 * k + 1] | (u32)(u8)x[2 * k] << 8",
-    ),
-    upper_bytes_are_in_another_order=(
-        "bf16_of_s8",
-        "upper ? 0x5352 : 0x5150",
-        "upper ? 0x5253 : 0x5150",
-    ),
-    bytes_keep_the_last_bit_of_their_power=("bf16_of_s8", '"r"(0xc3c0c3c0u)', '"r"(0xc3c1c3c1u)'),
     bits_are_joined_by_and=(
         "bits_under",
         'asm("lop3.b32 %0, %1, %2, %3, 0x6a;"',
