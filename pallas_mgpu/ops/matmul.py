@@ -1365,6 +1365,7 @@ def matmul(
     :class:`MatmulConfig`, for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell
     a :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
+
     precision: of float32 operands. "bf16x3": they are each split into two bfloat16 parts by
     separate kernels and multiplied as three products; the relative error of a term is about 2**-16,
     infinities give NaN. "tf32" (Hopper): the tensor cores read 10 bits of each mantissa, cut off;
@@ -1390,6 +1391,7 @@ def matmul(
     ``plgpu.ext.format_tcgen05_scales`` gives for (rows, blocks); rows are M and N. A shape that
     fits blocks of 32 means them. 4-bit operands are contiguous along K, a multiple of 32
     (NotImplementedError, as on Hopper).
+
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
     scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit and tf32 operands
     that are not contiguous along K are first transposed by another kernel.
@@ -1401,10 +1403,12 @@ def matmul(
     before; each number of rows has a program of its own. Without it, the bits depend on whether the
     numbers of rows of a process share a program, and may change once, when one that came often gets
     a program of its own.
+
     accumulate: add the product to the contents of ``out``, for example a float32 gradient; without
     bias and activation, on Hopper for 16-bit operands where rows of ``out`` are a multiple of 16
     bytes (with a config of one slice and a ``cluster`` or ``cluster_n`` of 1), on sm_80, sm_86,
     sm_89 and sm_120a for all operands. NotImplementedError elsewhere; ValueError without ``out``.
+
     return_product: also return ``a @ b + bias``, in out_dtype, from which the gradient of an
     activation is computed; on Hopper, of 16-bit operands without batch dimensions, with an
     activation and a config of one slice. NotImplementedError elsewhere.
@@ -1414,27 +1418,35 @@ def matmul(
     ta, tb = bool(transpose_a), bool(transpose_b)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     _check_options(a, config, precision)
+    options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
+    options |= {"transpose_a": ta, "transpose_b": tb, "precision": precision}
+    options |= {"interpret": interpret}
+    operands = a, b, bias, scale_a, scale_b
+    with together(True) if deterministic else contextlib.nullcontext():
+        return _of_any_operands(operands, config, invariant, return_product, **options)
+
+
+def _of_any_operands(operands, config, invariant, return_product, **options):
+    """The kernel for the operands of `matmul`: a, b, bias and both scales."""
+    a, b, bias, *scales = operands
     if max(a.ndim, b.ndim) > 2:
         if return_product:
             _check_kept(None, a, max(a.ndim, b.ndim), config)
-        options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
-        options |= {"transpose_a": ta, "transpose_b": tb, "precision": precision}
-        options |= {"interpret": interpret}
-        with together(True) if deterministic else contextlib.nullcontext():
-            return _of_batches(a, b, bias, (scale_a, scale_b), config, invariant, **options)
-    scaled = scale_a is not None or scale_b is not None
-    x = _checked(a, b, bias, activation, out_dtype, ta, tb, scaled)
-    x = x._replace(scaling=_block_scaled.scaling_of(a, b, scale_a, scale_b, x.m, x.n, x.k))
+        return _of_batches(a, b, bias, tuple(scales), config, invariant, **options)
+    scaled = any(s is not None for s in scales)
+    names = "activation", "out_dtype", "transpose_a", "transpose_b"
+    x = _checked(a, b, bias, *(options[name] for name in names), scaled)
+    x = x._replace(scaling=_block_scaled.scaling_of(a, b, *scales, x.m, x.n, x.k))
+    accumulate, interpret = options["accumulate"], options["interpret"]
     if return_product:
         x = x._replace(keep=True)
         _check_kept(x._replace(accumulate=bool(accumulate)), a, 2, config)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
-    operands = a, b, bias, scale_a, scale_b
-    with together(True) if deterministic else contextlib.nullcontext():
-        if a.dtype.name == "float32":
-            return _of_float32(x, operands, config, invariant, precision, accumulate, interpret)
-        return _of_narrow_types(x, operands, config, invariant, accumulate, interpret)
+    if a.dtype.name == "float32":
+        how = config, invariant, options["precision"], accumulate, interpret
+        return _of_float32(x, operands, *how)
+    return _of_narrow_types(x, operands, config, invariant, accumulate, interpret)
 
 
 _GAIN = 1.01  # by which a program of its own is to be faster, by the estimate

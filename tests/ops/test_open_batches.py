@@ -386,6 +386,11 @@ def test_own_gradients_are_compiled_before_a_call(tmp_path, monkeypatch, dim):
     found = ops.attention_backward.kernel(*specs).compile(*arrays)
     assert [(x.shape, x.dtype) for x in found] == [(q.shape, q.dtype)] * 3
     assert len(list(tmp_path.rglob("*.cubin"))) == (3 if dim == 64 else 4)
+    table = plgpu.ArrayInfo((70, dim // 2), np.dtype(np.float32), 0, True)
+    angles = plgpu.ShapeDtypeStruct(table.shape, table.dtype)
+    with _open_rows.together(True):  # as own programs are made
+        rotated = ops.attention_backward.kernel(*specs, cos=angles, sin=angles)
+    assert [x.shape for x in rotated.compile(*arrays, table, table)] == [q.shape] * 3
 
 
 @pytest.mark.parametrize("function", ["attention", "rotated", "attention_backward", "block_mask"])
