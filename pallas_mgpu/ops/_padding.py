@@ -101,9 +101,10 @@ def of_any_rows(make, shape, cols, *kind):
     return views(make((found, width)), ((rows, width),), results, lambda: make(shape))
 
 
-def needs_padding(x):
-    rows = math.prod(x.shape[:-1])
-    return not x.aligned or rows > 1 and x.shape[-1] * x.dtype.itemsize % 16 != 0
+def needs_padding(x, any_rows=False):
+    """any_rows: if a kernel gets arrays with other numbers of rows, too."""
+    several = any_rows or math.prod(x.shape[:-1]) > 1
+    return not x.aligned or several and x.shape[-1] * x.dtype.itemsize % 16 != 0
 
 
 def padding_of(x, interpret, by_rows=False):

@@ -688,7 +688,7 @@ def _open(x, operands, interpret, transposed=False):
     """The product, perhaps with rows and groups that are sizes of the call. Its configuration is
     that of the numbers themselves: one of a few, each with programs of its own."""
     lhs, rhs = operands
-    copied = [needs_padding(y) for y in operands]
+    copied = [needs_padding(y, any_rows=True) for y in operands]
     if copied[0] or transposed and copied[1] or x.m > ANY_ROWS[-1]:
         return x
     edges = tuple(sorted({*GROUPS, min(_cached_groups(x), GROUPS[-1])})) if transposed else GROUPS

@@ -381,6 +381,17 @@ def test_tiles_beyond_the_arrays(run, rng, config, m, n, k, transpose_b):
     check(got, a, b, None, None, False, transpose_b)
 
 
+@pytest.mark.parametrize(
+    "config", [C(1, 32, 2, 2, cluster_n=2), C(2, 16, 2, 4, cluster_n=2, lag=0)]
+)
+def test_blocks_of_clusters_beyond_both_edges(rng, config):
+    """They have no operands, and still wait for the others before they release a slot again."""
+    for m, n in ((1, 16), (64, 40)):
+        a, b = operands(rng, m, n, 512)
+        way = plgpu.InterpretParams(detect_races=True)
+        check(matmul(a, b, config=config, interpret=way), a, b)
+
+
 def test_wide_candidates():
     """What the benchmark of products times beside the choice is legal, and something else."""
     for m, n, k in ((4, 28672, 4096), (333, 4096, 7168), (2999, 3584, 512)):
