@@ -177,10 +177,10 @@ class _KernelPlan(Plan):
         # parts in that layout would need another one beside what goes along rows or columns
         along = x.bias_dtype is not None or "each" in x.forms
         self.by_chunks = cfg.split > 1 and self.sent < 64 and along and not x.swapped
-        # rows come in groups of 8 in a slot, columns in chunks of 128 bytes
         # A block that fetched neither A nor B would not wait for one diagonally opposite: it could
         # release a slot twice before that one has released it once.
         both = cfg.cluster > 1 and cfg.cluster_n > 1
+        # rows come in groups of 8 in a slot, columns in chunks of 128 bytes
         chunk, clips = 128 // in_bytes, clips and not x.accumulate and not both
         of_a = x.m, self.rows, cfg.cluster, cfg.cluster_n, chunk if x.ta else 8
         of_b = x.n, self.cols, cfg.cluster_n, cfg.cluster, 8 if x.tb else chunk
