@@ -34,11 +34,11 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import Ranges, Tile
+from ._attention_softmax import MASKED, scaled
 from ._common import IssuedByWarps, Ring, overlap_launches, warp_specialized
 from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
-_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _ROWS = 128  # of a tile
 MOST = 256  # the largest head_dim; all are multiples of 8, the elements of 16 bytes
@@ -253,7 +253,7 @@ class _Block(IssuedByWarps):
             new = jnp.maximum(m, jnp.max(s, axis=1))
             grown = (new - m) * self.plan.c > _LAZY
             new = jnp.where(grown, new, m)
-            base = jnp.where(new == _MASKED, _F32(0), new * self.plan.c)
+            base = scaled(new, self.plan.c)
             alpha = jnp.exp2(m * self.plan.c - base)
             self.announce(me, j, alpha)
             sums = sums * alpha
@@ -267,7 +267,7 @@ class _Block(IssuedByWarps):
             return new, sums
 
         # a loop of its own for blocks without a mask: a branch would copy all scores
-        start, carry = 0, (column(_MASKED), column(_F32(0)))
+        start, carry = 0, (column(MASKED), column(_F32(0)))
         for masks, end in self.runs(row, n):
             carry = lax.fori_loop(start, end, functools.partial(step, masks), carry)
             start = end
@@ -276,7 +276,7 @@ class _Block(IssuedByWarps):
         self.announce(me, n, self.reciprocal(sums))
         plgpu.barrier_wait(self.factors_read.at[me], phase=n)
         if self.x.return_lse:
-            base = jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
+            base = scaled(m, self.plan.c)
             lse = (base + jnp.log2(sums)) * _F32(math.log(2))
             at = jnp.arange(_ROWS) + row
             pl.store(self.lse.at[self.batch, self.head], (at,), lse, mask=at < self.x.queries)
@@ -329,12 +329,12 @@ class _Block(IssuedByWarps):
         return pl.reciprocal(sums, approx=True)
 
     def masked(self, s, row, j):
-        """The scores, _MASKED for keys that there are not or that come later than the query."""
+        """The scores, MASKED for keys that there are not or that come later than the query."""
         col = lax.broadcasted_iota(np.int32, s.shape, 1) + j * self.plan.block
         keep = col < self.x.keys
         if self.x.causal:
             keep &= col <= lax.broadcasted_iota(np.int32, s.shape, 0) + row
-        return jnp.where(keep, s, _MASKED)
+        return jnp.where(keep, s, MASKED)
 
     # ---- correction
 
@@ -445,11 +445,11 @@ class _ScoredBlock(_Block):
     def masked(self, s, row, j):
         if self.ranges.arrays:  # addresses from here on: there are no registers that keep them
             row = lax.optimization_barrier(row)
-        return jnp.where(self.ranges.keep(row, self.column(j), s.shape), s, _MASKED)
+        return jnp.where(self.ranges.keep(row, self.column(j), s.shape), s, MASKED)
 
     def total(self, m, sums):
         """0 for rows that see nothing."""
-        return jnp.where(m == _MASKED, _F32(0), sums)
+        return jnp.where(m == MASKED, _F32(0), sums)
 
     def reciprocal(self, sums):
         return jnp.where(sums == 0, _F32(0), super().reciprocal(sums))

@@ -26,11 +26,11 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Ranges, Tile
+from ._attention_softmax import MASKED
 from ._common import swizzled
 from ._warp_mma import await_fetch, fetch, room_of_block
 
 _F32 = np.float32
-_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LEAST = _F32(-1.0e37)  # what exponents are relative to, if no score is larger
 _PART = 64  # columns of Q and K that a product takes from shared memory at once
 
@@ -136,12 +136,12 @@ class _Block:
         column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
         overhangs = x.keys % self.cfg.block != 0
         if not x.causal:
-            return jnp.where(column < x.keys - first, s, _MASKED) if overhangs else s
+            return jnp.where(column < x.keys - first, s, MASKED) if overhangs else s
         row = lax.broadcasted_iota(jnp.int32, s.shape, 0)
         if overhangs:  # one mask: two take registers that 256 columns need
             last = jnp.minimum(row + (self.row - first), x.keys - 1 - first)
-            return jnp.where(column <= last, s, _MASKED)
-        return jnp.where(column - row <= self.row - first, s, _MASKED)
+            return jnp.where(column <= last, s, MASKED)
+        return jnp.where(column - row <= self.row - first, s, MASKED)
 
     def adjust(self, s, j):
         """Scores before the mask; plain ones stay."""
@@ -207,7 +207,7 @@ class _Block:
         elif self.by_tma:
             await_fetch(self.full("q", 0), 0, 0)
         zeros = jnp.zeros((cfg.rows,), jnp.float32)
-        carry = zeros + _MASKED, zeros, jnp.zeros((cfg.rows, x.dim), jnp.float32)
+        carry = zeros + MASKED, zeros, jnp.zeros((cfg.rows, x.dim), jnp.float32)
         for first, last, masked in spans:
             if isinstance(last, int) and first == last:
                 continue
@@ -273,7 +273,7 @@ class _ScoredBlock(_Block):
         key, (low, high) = self.key(j), self.seen
 
         def hide(s):
-            return jnp.where(self.ranges.keep(self.row, key, s.shape), s, _MASKED)
+            return jnp.where(self.ranges.keep(self.row, key, s.shape), s, MASKED)
 
         hidden = (key < low) | (key + self.cfg.block > high)
         return lax.cond(hidden, hide, lambda s: s, s)

@@ -49,6 +49,7 @@ from ._attention_cache import DTYPES, Cache, is_narrow
 from ._attention_narrow import Narrow, NarrowPlan, grain
 from ._attention_parts import SharedTiles
 from ._attention_scores import PLAIN, Problem, Ranges, Tile, rows_in, scalar
+from ._attention_softmax import MASKED, scaled
 from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._attention_transposed import Transposed, TransposedFirst, TransposedPlan
 from ._attention_warp_mma import MmaAttentionConfig
@@ -81,7 +82,6 @@ from .block_mask import (
 )
 
 _F32 = np.float32
-_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
 _WIDTHS = (64, 96, 128, 192, 256)
@@ -514,7 +514,7 @@ class _Block(WarpSpecialized):
         q = self.load_queries(me, none) if p.q_ahead else none
         if self.cfg.late:
             self.k_ring.wait(none)
-        m = full((64,), _MASKED, plgpu.Layout.WGMMA.reduce(1))
+        m = full((64,), MASKED, plgpu.Layout.WGMMA.reduce(1))
         sums, none_yet = full((64, 8), _F32(0)), full((64, p.block), np.zeros((), self.x.dtype))
         begin = self.begin(me, none)
         tail = none + p.block if p.cleans else None
@@ -691,7 +691,7 @@ class _Block(WarpSpecialized):
             value = self.value_of(o_acc)
             pl.when(now.ended < p.total)(lambda: self.epilogue(me, now.ended, value, m, sums))
             self.set_value(o_acc, jnp.zeros_like(value))
-            top = jnp.max(s, axis=1) if self.cfg.trusting else jnp.full_like(m, _MASKED)
+            top = jnp.max(s, axis=1) if self.cfg.trusting else jnp.full_like(m, MASKED)
             return top, jnp.zeros_like(sums)
 
         def same(q):
@@ -743,7 +743,7 @@ class _Block(WarpSpecialized):
         return s
 
     def mask(self, s, row, end):
-        """Scores of the keys before `end`, those outside are _MASKED."""
+        """Scores of the keys before `end`, those outside are MASKED."""
         queries, keys = self.x.queries, self.x.keys
         col = lax.broadcasted_iota(np.int32, s.shape, 1) + (end - self.plan.block)
         keep = col < keys
@@ -751,11 +751,7 @@ class _Block(WarpSpecialized):
             at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
             sees = not self.x.is_open and keys >= queries  # all keys before the query are there
             keep = col <= at if sees else keep & (col <= at)
-        return jnp.where(keep, s, _MASKED)
-
-    def scaled(self, m, c):
-        """What is subtracted from scaled scores; a row may be masked entirely."""
-        return jnp.where(m == _MASKED, _F32(0), m * c)
+        return jnp.where(keep, s, MASKED)
 
     def softmax(self, s, m, sums, c):
         """Exponentials of the scores, maxima, sums, what earlier sums are multiplied with, and
@@ -765,7 +761,7 @@ class _Block(WarpSpecialized):
         if self.cfg.lazy:
             grown = (new - m) * c > p.lazy
             new = jnp.where(grown, new, m)
-        base = self.scaled(new, c)
+        base = scaled(new, c)
         alpha = jnp.exp2(m * c - base)
         s = jnp.exp2(s * c - _along_rows(base - p.raised if p.raised else base, p.block))
         partial = s.reshape(64, p.block // 8, 8).sum(axis=1)
@@ -821,7 +817,7 @@ class _Block(WarpSpecialized):
             place = b, part, at
             self.send(me, value[:, c : c + p.out], place, (row, pl.ds(first + c, p.out)))
         if x.return_lse:
-            top = self.scaled(m, self.factor(self.factor_of(t)))
+            top = scaled(m, self.factor(self.factor_of(t)))
             top = top - p.raised if p.raised else top
             lse = (top + jnp.log2(sums)) * _F32(math.log(2))
             if x.is_open and p.parts == 1 or x.whole:
@@ -962,7 +958,7 @@ class _ScoredBlock(_Block):
 
     def masked(self, now, s):
         def mask(s):
-            return jnp.where(self.keep(now, s.shape), s, _MASKED)
+            return jnp.where(self.keep(now, s.shape), s, MASKED)
 
         return lax.cond(self.hidden(now), mask, lambda s: s, s)
 

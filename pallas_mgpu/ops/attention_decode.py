@@ -29,6 +29,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores, Tile, options, scale_of
+from ._attention_softmax import MASKED, scaled
 from ._common import (
     SMEM_BYTES,
     Ring,
@@ -53,7 +54,6 @@ from ._decode_shares import (
 from ._open_rows import in_shapes, rows_of
 
 _F32 = np.float32
-_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _KEYS = 64  # of a block
 _MERGE_REGISTERS = 64  # of a lane, for segments that are loaded together
 _EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -301,7 +301,7 @@ class _Block(Shares):
         self.load_queries(me, b, head)
         acc[...] = jnp.zeros((self.plan.value_dim, n), _F32)
         along = plgpu.Layout.WGMMA.reduce(0)
-        m = plgpu.layout_cast(jnp.full((n,), _MASKED), along)
+        m = plgpu.layout_cast(jnp.full((n,), MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
         k_scale = self.scale_of("k_scale", b, head)
         skip = (
@@ -403,9 +403,9 @@ class _Block(Shares):
         if self.x.scores.adjusted:
             tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
             s, _ = tile.adjust(s)
-        s = jnp.where(self.seen(b, key, length), s, _MASKED)
+        s = jnp.where(self.seen(b, key, length), s, MASKED)
         new = jnp.maximum(m, jnp.max(s, axis=0))
-        base = jnp.where(new == _MASKED, _F32(0), new * c)
+        base = scaled(new, c)
         alpha = jnp.exp2(m * c - base)
         e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
         sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
@@ -461,7 +461,7 @@ class _Block(Shares):
             value = plgpu.load(self.parts.at[part], layout=plgpu.Layout.WGMMA)
             there = i < others
             value, sums = (jnp.where(there, x, _F32(0)) for x in (value, sums))  # of inf, too
-            return value, jnp.where(there, m, _MASKED), sums
+            return value, jnp.where(there, m, MASKED), sums
 
         def add(j, state):
             first = (j * self.plan.consumers + me) * together
@@ -476,7 +476,7 @@ class _Block(Shares):
         """One (result, maximum, sum) of several, whose results are not divided yet."""
         c = self.x.scores.factor(self.x.scale)
         new = functools.reduce(jnp.maximum, [m for _, m, _ in parts])
-        base = jnp.where(new == _MASKED, _F32(0), new * c)
+        base = scaled(new, c)
         value, sums = _F32(0), _F32(0)
         for theirs, m, s in parts:
             factor = jnp.exp2(m * c - base)
@@ -510,7 +510,7 @@ class _Block(Shares):
             there, inside = self.elements(b, head, p.value_dim, x.value_dim)
             pl.store(o, there, value.T, mask=mask & inside)
         if x.return_lse:
-            lse = (jnp.where(m <= _MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
+            lse = (jnp.where(m <= MASKED, _F32(0), m) + jnp.log2(sums)) * _F32(math.log(2))
             at = b, head * group + row % group, row // group
             if x.open:
                 at = ((at[0] * x.heads + at[1]) * x.queries + at[2],)

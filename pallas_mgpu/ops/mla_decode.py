@@ -25,7 +25,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._attention_scores import PLAIN, Scores, scale_of
-from ._attention_softmax import trusting
+from ._attention_softmax import MASKED, scaled, trusting
 from ._common import (
     SMEM_BYTES,
     Ring,
@@ -47,7 +47,6 @@ from ._decode_shares import (
 from ._open_rows import in_shapes
 
 _F32 = np.float32
-_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is multiplied
 _MOST = _F32(2.0**15)  # what sums of 8 probabilities may be before a maximum is looked for
 _ROWS = 64  # of a tile
@@ -207,7 +206,7 @@ class _Block(Shares):
         tile, it0 = carry
         _, t, _, _, length, low, high = found
         self.queries.wait(tile)
-        m = plgpu.layout_cast(jnp.full((_ROWS,), _MASKED), plgpu.Layout.WGMMA.reduce(1))
+        m = plgpu.layout_cast(jnp.full((_ROWS,), MASKED), plgpu.Layout.WGMMA.reduce(1))
         sums = plgpu.layout_cast(jnp.zeros((_ROWS, 8), _F32), plgpu.Layout.WGMMA)
 
         def one(j, state):
@@ -269,7 +268,7 @@ class _Block(Shares):
         if self.x.causal:
             query = (t * _ROWS + lax.broadcasted_iota(jnp.int32, s.shape, 0)) // self.x.heads
             keep = keep & (at <= query + (length - self.x.queries))
-        return jnp.where(keep, s, _MASKED)
+        return jnp.where(keep, s, MASKED)
 
     # ---- adders
 
@@ -352,7 +351,7 @@ class _Block(Shares):
             part = (self.place - 1 - j) * p.lanes + self.lane
             theirs, more = (plgpu.load(self.stats.at[part, me, i], layout=along) for i in (0, 1))
             new = jnp.maximum(m, theirs)
-            base = jnp.where(new == _MASKED, _F32(0), new * c)
+            base = scaled(new, c)
             mine, other = jnp.exp2(m * c - base), jnp.exp2(theirs * c - base)
             found = []
             for i, x in enumerate(slices):
@@ -378,7 +377,7 @@ class _Block(Shares):
 
             @pl.when(me == 0)
             def _():
-                log = jnp.where(m == _MASKED, _F32(0), m * p.c) + jnp.log2(sums)
+                log = scaled(m, p.c) + jnp.log2(sums)
                 r = t * _ROWS + lax.broadcasted_iota(jnp.int32, (_ROWS,), 0)
                 at = b, r % x.heads, jnp.minimum(r // x.heads, x.queries - 1)
                 if x.open:
