@@ -746,8 +746,14 @@ class ArrayInfo(ShapeDtypeStruct):
 
     device: int | None
     aligned: bool
+    element_strides: tuple[int, ...] | None
     def __init__(
-        self, shape: Shape, dtype: DType, device: int | None = None, aligned: bool = True
+        self,
+        shape: Shape,
+        dtype: DType,
+        device: int | None = None,
+        aligned: bool = True,
+        element_strides: tuple[int, ...] | None = None,
     ) -> None: ...
 
 @overload

@@ -11,6 +11,7 @@ import warnings
 from . import _core
 from ._caches import KEPT, add_family
 from ._names import check_keywords
+from ._strides import Programs, Transposed, exchange
 from ._types import ShapeDtypeStruct
 
 
@@ -18,14 +19,15 @@ class ArrayInfo(ShapeDtypeStruct):
     """The description of an array that a function under :func:`specialize` gets.
 
     ``device``: the ordinal of its GPU, None for the host. ``aligned``: does it start at a multiple
-    of 16 bytes?
+    of 16 bytes? ``element_strides``: how many elements of memory lie between neighbours along each
+    dimension; None for a contiguous array in row-major order.
     """
 
-    __slots__ = ("device", "aligned")
+    __slots__ = ("device", "aligned", "element_strides")
 
-    def __init__(self, shape, dtype, device=None, aligned=True):
+    def __init__(self, shape, dtype, device=None, aligned=True, element_strides=None):
         super().__init__(shape, dtype)
-        self._set(device=device, aligned=aligned)
+        self._set(device=device, aligned=aligned, element_strides=element_strides)
 
 
 class _Maker:
@@ -34,7 +36,8 @@ class _Maker:
     ``better``: None, or a function of what ``make`` gets. It returns None, or a function without
     arguments that makes a kernel for that call alone, and compiles it; this one takes the place of
     the first one. ``check``: None, or a function of the name and the bound arguments, which raises
-    for those that ``make`` does not take."""
+    for those that ``make`` does not take. ``transposes``: by the name of an option that says
+    whether operands are transposed, these; where they are in memory, the option says it."""
 
     def __init__(self, make, name):
         self.make, self.name = make, name
@@ -45,21 +48,26 @@ class _Maker:
         self.n_required = sum(p.default is p.empty for p in by_position)
         self.made = {}
         self.better, self.threads = getattr(make, "better", None), {}
-        self.check = None
+        self.check, self.transposes = None, {}
+        self.programs = Programs()
 
     def bind(self, args, arrays, options):
-        """The arguments, the order of the operands in them, and the key of `made`."""
-        operands = [ArrayInfo(*x) for x in args]
+        """The arguments, the operands and which of them are exchanged (_strides.py), the number
+        that each has in the call, and the key of `made`."""
+        infos = [ArrayInfo(*x) for x in args]
         by_name = {name: ArrayInfo(*x) for name, x in arrays.items()}
-        given = [*operands, *by_name.values()]  # in the order of the call
+        given = [*infos, *by_name.values()]  # in the order of the call
         try:
-            bound = self.signature.bind(*operands, **by_name, **options)
+            bound = self.signature.bind(*infos, **by_name, **options)
         except TypeError as e:
             if not any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values()):
                 check_keywords(self.name, [*self.signature.parameters], options | by_name)
             words = str(e).removeprefix("inspect.Signature.bind() ")
             raise TypeError(f"{self.name}: {words}") from None
         bound.apply_defaults()
+        position = {id(x): k for k, x in enumerate(given)}
+        exchanged = exchange(bound.arguments, self.transposes)
+        position |= {id(new): position[id(old)] for old, new in exchanged}
         values = []
         for name, p in self.signature.parameters.items():
             x = bound.arguments[name]
@@ -69,14 +77,15 @@ class _Maker:
                 values += [v for _, v in sorted(x.items())]
             else:
                 values.append(x)
-        position = {id(x): k for k, x in enumerate(given)}
-        order = tuple(position[id(x)] for x in values if id(x) in position)
+        operands = [x for x in values if id(x) in position]
+        order = tuple(position[id(x)] for x in operands)
+        numbers = tuple(i for i, x in enumerate(operands) if any(x is new for _, new in exchanged))
         gpu = _core.target(given[0].device if given else None)["name"]
-        key = (gpu, *((type(x), x) for x in (*sorted(bound.kwargs), *values)))
-        return bound, order, key
+        key = (gpu, numbers, *((type(x), x) for x in (*sorted(bound.kwargs), *values)))
+        return bound, (operands, numbers), order, key
 
     def __call__(self, args, arrays, options):
-        bound, order, key = self.bind(args, arrays, options)
+        bound, operands, order, key = self.bind(args, arrays, options)
         target = self.made.pop(key, None)
         if target is not None:
             self.made[key] = target  # the last one used is the last one in order
@@ -89,17 +98,25 @@ class _Maker:
                     f"{self.name}: a function under specialize returns a kernel or a function of"
                     f" the arrays, got {target!r}"
                 )
-            target = self.made.setdefault(key, target)
+            target = self.made.setdefault(key, self.for_views(target, operands, bound))
             for oldest in list(self.made)[: len(self.made) - KEPT] if len(self.made) > KEPT else ():
                 self.made.pop(oldest, None)
         return target, order
+
+    def for_views(self, target, operands, bound):
+        """What takes the place of a target where operands are not contiguous."""
+        infos, exchanged = operands
+        if any(x.element_strides for x in infos):
+            interpreted = bool(bound.arguments.get("interpret"))  # of host arrays
+            target = self.programs.for_views(target, infos, self.name, interpreted)
+        return Transposed(target, exchanged, self.name) if exchanged else target
 
     def improve(self, args, arrays, options):
         """Of a call that comes often: True if `made` has another kernel for it now, None if a
         thread is making one, False if there is none."""
         if self.better is None:
             return False
-        bound, _, key = self.bind(args, arrays, options)
+        bound, operands, _, key = self.bind(args, arrays, options)
         thread = self.threads.get(key)
         if thread is None:
             make = self.better(*bound.args, **bound.kwargs)
@@ -112,11 +129,12 @@ class _Maker:
         self.threads.pop(key, None)
         if thread.found is None:
             return False
-        self.made[key] = thread.found
+        self.made[key] = self.for_views(thread.found, operands, bound)
         return True
 
     def forget(self):
         self.made.clear()
+        self.programs.met.clear()
         self.threads.clear()
 
 

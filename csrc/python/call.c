@@ -256,15 +256,6 @@ static int find_sizes(pmpy_call *c) {
   const pm_graph *g = c->plan->graph->g;
   const uint32_t n = c->plan->n_out + c->plan->n_scratch;
   const pm_shapes shapes = {shape_of, c};
-  for (uint32_t i = 0; i < c->n_in; i++) {
-    char name[32];
-    if (!c->in[i].strided || i >= c->k->n_open || !c->k->open[i]) continue;
-    PyErr_Format(PyExc_NotImplementedError,
-                 "kernel %U: %s is not contiguous in row-major order, as one with dimensions that "
-                 "are known at run time only (plgpu.dim) must be: pass a contiguous copy",
-                 c->name, pmpy_which((int)i, name));
-    return -1;
-  }
   if (pm_eval_sizes(g, &shapes, c->sizes, &err)) {
     pmpy_raise(&err);
     return -1;
@@ -328,6 +319,34 @@ static int64_t count(const int64_t *shape, int rank) {
   return n;
 }
 
+/* Dimensions that are one run of memory are merged, and runs are divided. */
+bool pmpy_restride(pmpy_buffer *b, const pmpy_spec *to) {
+  int64_t stride[PM_MAX_RANK] = {0}, expected = 1;
+  int d = b->rank - 1, t = to->rank - 1;
+  bool strided = false;
+  for (;;) {
+    while (d >= 0 && b->shape[d] == 1) d--;
+    while (t >= 0 && to->shape[t] == 1) t--;
+    if (d < 0 || t < 0) break;
+    int64_t run = b->shape[d], step = b->stride[d], made = 1;
+    for (; d > 0 && (b->shape[d - 1] == 1 || b->stride[d - 1] == run * step); d--)
+      run *= b->shape[d - 1];
+    d--;
+    for (; t >= 0 && made < run; t--) {
+      if (to->shape[t] != 1) stride[t] = step * made;
+      made *= to->shape[t];
+    }
+    if (made != run) return false;
+  }
+  for (int k = to->rank - 1; k >= 0; k--) {
+    strided |= to->shape[k] != 1 && stride[k] != expected;
+    expected *= to->shape[k];
+  }
+  b->strided = strided;
+  memcpy(b->stride, stride, sizeof b->stride);
+  return true;
+}
+
 /* Beginnings of the first operand become the last ones; 0 or -1. */
 static int add_sizes(pmpy_call *c) {
   const pmpy_views *v = c->views;
@@ -340,6 +359,7 @@ static int add_sizes(pmpy_call *c) {
     b->keep = NULL; /* the first operand has the memory */
     b->managed = NULL;
     b->managed_old = NULL;
+    b->strided = false;
     b->rank = 1;
     b->shape[0] = v->sizes[i];
   }
@@ -369,6 +389,11 @@ static int reshape_operands(pmpy_call *c) {
     if (n != needed) {
       PyErr_Format(PyExc_ValueError, "kernel %U: %s must have %lld elements, got %lld", c->name,
                    pmpy_which((int)i, name), (long long)needed, (long long)n);
+      return -1;
+    }
+    if (b->strided && !pmpy_restride(b, to)) {
+      PyErr_Format(PyExc_ValueError, "kernel %U: %s is not contiguous: pass a contiguous copy",
+                   c->name, pmpy_which((int)i, name));
       return -1;
     }
     b->rank = to->rank;

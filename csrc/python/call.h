@@ -67,6 +67,9 @@ int pmpy_call_locate(pmpy_call *c);
  * it may be the whole of one. overlap.c */
 int pmpy_call_check_overlap(const pmpy_call *c);
 int pmpy_calls_check_overlap(const pmpy_call *a, uint32_t of_a, const pmpy_call *b, uint32_t of_b);
+/* The strides of a strided array become those of another shape, of as many elements, in the same
+ * memory. False: there are none. */
+bool pmpy_restride(pmpy_buffer *b, const pmpy_spec *to);
 /* "float32 of shape (3, 4)" */
 PyObject *pmpy_text_of_buffer(const pmpy_buffer *b);
 /* The plan for operands that were read and located, and where it runs; 0 or -1. */

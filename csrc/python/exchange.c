@@ -248,6 +248,20 @@ static int read_numpy_number(PyObject *o, int which, pmpy_buffer *b) {
   return 1;
 }
 
+static bool object_has(PyObject *o, const char *name);
+
+/* Those of an ArrayInfo; 1, or -1. */
+static int read_spec_strides(PyObject *o, pmpy_buffer *b) {
+  PyObject *strides = NULL;
+  if (!object_has(o, "element_strides")) return 1;
+  strides = PyObject_GetAttrString(o, "element_strides");
+  b->strided = strides && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == b->rank;
+  for (int i = 0; b->strided && i < b->rank; i++)
+    b->stride[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
+  Py_XDECREF(strides);
+  return PyErr_Occurred() ? -1 : 1;
+}
+
 /* Objects with shape and dtype, and no data: only where a description is enough. */
 static int read_spec(PyObject *o, int which, pmpy_buffer *b) {
   pm_dtype t;
@@ -272,7 +286,7 @@ static int read_spec(PyObject *o, int which, pmpy_buffer *b) {
   b->dtype = (uint8_t)t;
   b->rank = (uint8_t)rank;
   b->spec = true;
-  code = 1;
+  code = read_spec_strides(o, b);
 done:
   Py_XDECREF(shape);
   Py_XDECREF(dtype);

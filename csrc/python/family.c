@@ -92,17 +92,9 @@ static int sort(const family *f, request *r, bool specs) {
 
 static bool is_misaligned(const pmpy_buffer *b) { return b->cuda && b->ptr % ALIGNMENT; }
 
-static int refuse_strided(const family *f, uint32_t i) {
-  char name[32];
-  PyErr_Format(PyExc_ValueError,
-               "%U: %s is not contiguous in row-major order: pass a contiguous copy", f->name,
-               pmpy_which((int)i, name));
-  return -1;
-}
-
 /* The device, how many operands are by position, the arrays, and hashes of the options. 1: made,
  * 0: an option has no hash, -1: exception. */
-static int make_signature(const family *f, request *r) {
+static int make_signature(request *r) {
   const pmpy_call *c = &r->c;
   int64_t *at = pmpy_signature_begin(&r->signature, 2 + pmpy_sign_most(c->n_in) + r->n_values);
   const pm_target *asked = NULL;
@@ -114,10 +106,8 @@ static int make_signature(const family *f, request *r) {
   }
   *at++ = c->cuda ? c->device : asked ? -2 - (asked - pm_targets) : -1;
   *at++ = r->n_args;
-  for (uint32_t i = 0; i < c->n_in; i++) {
-    if (c->in[i].strided) return refuse_strided(f, i);
+  for (uint32_t i = 0; i < c->n_in; i++)
     at = pmpy_sign(at, &c->in[i], is_misaligned(&c->in[i]));
-  }
   for (uint32_t i = 0; i < r->n_values; i++) {
     *at = -2; /* no hash is -1, and few are -2 */
     if (r->value[i] && (*at = PyObject_Hash(r->value[i])) == -1) {
@@ -161,7 +151,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
   if (code <= 0) return code;
   if (pmpy_call_stream(&r->c, r->stream) < 0 || pmpy_call_locate(&r->c) < 0) return -1;
-  return make_signature(f, r);
+  return make_signature(r);
 }
 
 static void end(request *r) {
@@ -264,16 +254,25 @@ static int add(family *f, entry *e) {
 
 /* ---- a miss ------------------------------------------------------------------------------- */
 
-/* New: (shape, dtype, device or None, aligned) */
+/* New: strides in elements, or None for row-major order */
+static PyObject *strides_of(const pmpy_buffer *b) {
+  if (!b->strided) Py_RETURN_NONE;
+  pmpy_spec s = {.rank = b->rank};
+  memcpy(s.shape, b->stride, sizeof s.shape);
+  return pmpy_spec_shape(&s);
+}
+
+/* New: (shape, dtype, device or None, aligned, strides) */
 static PyObject *describe(const pmpy_call *c, uint32_t i) {
   const pmpy_buffer *b = &c->in[i];
   pmpy_spec s = {.dtype = b->dtype, .rank = b->rank};
   memcpy(s.shape, b->shape, sizeof s.shape);
   PyObject *shape = pmpy_spec_shape(&s), *dtype = pmpy_dtype_object((pm_dtype)s.dtype);
   PyObject *device = c->cuda ? PyLong_FromLong(c->device) : Py_NewRef(Py_None);
-  PyObject *all = NULL;
-  if (shape && dtype && device)
-    all = PyTuple_Pack(4, shape, dtype, device, is_misaligned(b) ? Py_False : Py_True);
+  PyObject *strides = strides_of(b), *all = NULL;
+  if (shape && dtype && device && strides)
+    all = PyTuple_Pack(5, shape, dtype, device, is_misaligned(b) ? Py_False : Py_True, strides);
+  Py_XDECREF(strides);
   Py_XDECREF(device);
   Py_XDECREF(dtype);
   Py_XDECREF(shape);

@@ -281,7 +281,15 @@ static PyType_Spec type_spec = {.name = "pallas_mgpu.Kernel",
                                          Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
                                 .slots = slots};
 
+/* New: the int that a stream of any library is. */
+static PyObject *stream_handle(PyObject *module, PyObject *stream) {
+  void *found = NULL;
+  (void)module;
+  return pmpy_stream_from(stream, "stream", &found) < 0 ? NULL : PyLong_FromVoidPtr(found);
+}
+
 static PyMethodDef functions[] = {
+    {"stream_handle", stream_handle, METH_O, "The handle of a stream of any library, an int."},
     {"clear_plans", pmpy_plans_clear_all, METH_NOARGS,
      "Drop all traced and compiled kernels; calls make them anew."},
     {"plan_memory", pmpy_plans_size, METH_NOARGS,

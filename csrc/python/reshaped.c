@@ -1,9 +1,10 @@
 /* Reshaped: a kernel whose arrays are views of the caller's with other shapes.
  *
  * An array in row-major order can be seen with any shape of as many elements, so a call (call.c)
- * only has to replace the extents that were read, and those that its results get. Arrays that are
- * not in that order, that have no memory, or whose operations autograd records go to another
- * kernel, which `alone` returns: that of the caller's shapes.
+ * only has to replace the extents that were read, and those that its results get. Other arrays are
+ * seen so where their strides allow it. Arrays of which they do not, that have no memory, or whose
+ * operations autograd records go to another kernel, which `alone` returns: that of the caller's
+ * shapes.
  *
  * A kernel that serves many sizes reads them from the extents of its operands, and several sizes
  * may be one extent of these views. The kernel learns each of them from an operand of its own, of
@@ -16,6 +17,7 @@
 typedef struct pmpy_reshaped {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *kernel, *alone; /* owned */
+  PyObject *operands, *sizes; /* as given; owned, sizes may be NULL */
   pmpy_views views;         /* its arrays: owned */
 } pmpy_reshaped;
 
@@ -24,9 +26,12 @@ PyObject *pmpy_reshaped_parts(PyObject *reshaped, const pmpy_views **views) {
   return ((pmpy_reshaped *)reshaped)->kernel;
 }
 
-static bool any_strided(const pmpy_call *c) {
-  for (uint32_t i = 0; i < c->n_in; i++)
-    if (c->in[i].strided) return true;
+/* Are there operands that cannot be seen with the shapes that the kernel takes? */
+static bool any_apart(const pmpy_call *c, const pmpy_views *v) {
+  for (uint32_t i = 0; i < c->n_in && i < v->n_in; i++) {
+    pmpy_buffer b = c->in[i];
+    if (b.strided && v->given[i] && !pmpy_restride(&b, &v->shape[i])) return true;
+  }
   return false;
 }
 
@@ -38,7 +43,7 @@ static PyObject *reshaped_call(PyObject *self, PyObject *const *args, size_t nar
   pmpy_call c;
   const int code =
       pmpy_call_begin(&c, ((pmpy_kernel *)r->kernel)->name, args, n, kwnames, true, NULL);
-  const bool views = code > 0 && !c.recorded && !any_strided(&c);
+  const bool views = code > 0 && !c.recorded && !any_apart(&c, &r->views);
   if (views && pmpy_call_locate(&c) == 0) {
     c.views = &r->views;
     result = pmpy_call_run(&c, r->kernel);
@@ -103,6 +108,8 @@ static PyObject *reshaped_new(PyTypeObject *type, PyObject *args, PyObject *kw) 
   r->vectorcall = reshaped_call;
   r->kernel = Py_NewRef(kernel);
   r->alone = Py_NewRef(alone);
+  r->operands = Py_NewRef(operands);
+  r->sizes = Py_XNewRef(sizes);
   pmpy_views *v = &r->views;
   v->n_in = (uint32_t)n_in;
   v->n_out = (uint32_t)n_out;
@@ -138,6 +145,8 @@ static void reshaped_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   reshaped_clear(self);
+  Py_XDECREF(r->operands);
+  Py_XDECREF(r->sizes);
   PyMem_Free(r->views.shape);
   PyMem_Free(r->views.given);
   type->tp_free(self);
@@ -153,6 +162,8 @@ static PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(pmpy_reshaped, vectorcall), READONLY, NULL},
     {"kernel", T_OBJECT, offsetof(pmpy_reshaped, kernel), READONLY, "What runs."},
     {"alone", T_OBJECT, offsetof(pmpy_reshaped, alone), READONLY, "What returns the other kernel."},
+    {"operands", T_OBJECT, offsetof(pmpy_reshaped, operands), READONLY, "Their shapes, or None."},
+    {"sizes", T_OBJECT, offsetof(pmpy_reshaped, sizes), READONLY, "Of the last operands, or None."},
     {NULL, 0, 0, 0, NULL}};
 
 static PyObject *reshaped_name(PyObject *self, void *unused) {
@@ -185,8 +196,41 @@ static PyType_Spec type_spec = {.name = "pallas_mgpu.Reshaped",
                                          Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
                                 .slots = slots};
 
+/* restride(shape, strides, to): new, a tuple of ints or None; see _core.pyi. */
+static PyObject *restride(PyObject *self, PyObject *args) {
+  PyObject *shape, *strides, *to, *found;
+  pmpy_buffer b = {.strided = true};
+  pmpy_spec spec = {0};
+  (void)self;
+  if (!PyArg_ParseTuple(args, "O!O!O!:restride", &PyTuple_Type, &shape, &PyTuple_Type, &strides,
+                        &PyTuple_Type, &to) ||
+      read_ints(shape, PM_MAX_RANK, b.shape) < 0 || read_ints(strides, PM_MAX_RANK, b.stride) < 0 ||
+      read_ints(to, PM_MAX_RANK, spec.shape) < 0)
+    return NULL;
+  b.rank = (uint8_t)PyTuple_GET_SIZE(shape);
+  spec.rank = (uint8_t)PyTuple_GET_SIZE(to);
+  if (PyTuple_GET_SIZE(strides) != b.rank || !pmpy_restride(&b, &spec)) {
+    PyErr_Format(PyExc_ValueError, "an array of shape %R and strides %R is no array of shape %R",
+                 shape, strides, to);
+    return NULL;
+  }
+  if (!b.strided) Py_RETURN_NONE;
+  found = PyTuple_New(spec.rank);
+  for (int d = 0; found && d < spec.rank; d++) {
+    PyObject *stride = PyLong_FromLongLong(b.stride[d]);
+    if (stride) PyTuple_SET_ITEM(found, d, stride);
+    else Py_CLEAR(found);
+  }
+  return found;
+}
+
+static PyMethodDef functions[] = {
+    {"restride", restride, METH_VARARGS,
+     "The strides that an array has when its memory is seen with another shape."},
+    {NULL, NULL, 0, NULL}};
+
 int pmpy_init_reshaped(PyObject *module) {
   pmpy.reshaped_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
-  if (!pmpy.reshaped_type) return -1;
+  if (!pmpy.reshaped_type || PyModule_AddFunctions(module, functions) < 0) return -1;
   return PyModule_AddObjectRef(module, "Reshaped", (PyObject *)pmpy.reshaped_type);
 }

@@ -75,8 +75,9 @@ class Extra(NamedTuple):
             )
 
 
-def plan_of(a, b):
-    """a, b: with two dims or more, and elements. ValueError for batches that do not match."""
+def plan_of(a, b, by_strides=False):
+    """a, b: with two dims or more, and elements. by_strides: dimensions that are not one in memory
+    are not merged. ValueError for batches that do not match."""
     batches = a.shape[:-2], b.shape[:-2]
     count = max(map(len, batches))
     x, y = ((1,) * (count - len(batch)) + batch for batch in batches)
@@ -85,12 +86,21 @@ def plan_of(a, b):
             "matmul: the batch dimensions of a and b must be equal or 1, got"
             f" {a.shape} and {b.shape}"
         )
-    dims = [(max(m, n), m > 1, n > 1) for m, n in zip(x, y) if max(m, n) > 1]
-    groups = tuple(
-        (math.prod(extent for extent, *_ in same), *has)
-        for has, same in itertools.groupby(dims, lambda dim: dim[1:])
-    )
-    return Plan(groups, tuple(max(m, n) for m, n in zip(x, y)))
+    shape = tuple(max(m, n) for m, n in zip(x, y))
+    groups: list[tuple[int, bool, bool]] = []
+    outer = 0
+    for axis, m, n in zip(range(-count - 2, -2), x, y):
+        has, extent = (m > 1, n > 1), max(m, n)
+        if extent == 1:
+            continue
+        strides = [t.element_strides for t, own in zip((a, b), has) if own and by_strides]
+        apart = any(s and s[outer] != s[axis] * extent for s in strides)
+        if groups and groups[-1][1:] == has and not apart:
+            groups[-1] = groups[-1][0] * extent, *has
+        else:
+            groups.append((extent, *has))
+        outer = axis
+    return Plan(tuple(groups), shape)
 
 
 def with_open_sizes(x, a, batch, kind):
@@ -198,12 +208,21 @@ def _with_shapes(infos, shapes):
     return [plgpu.ArrayInfo(s, x.dtype, x.device, x.aligned) for s, x in zip(shapes, infos)]
 
 
+def _plan(a, b, ta, tb):
+    """The first few views whose batch dimensions cannot be merged are read as they lie."""
+    plan, apart = plan_of(a, b), plan_of(a, b, by_strides=True)
+    if plan == apart:
+        return plan
+    kind = "matrices apart", a.ndim, b.ndim, a.shape[-1], b.shape[-2:], a.dtype, b.dtype, ta, tb
+    return apart if is_static((*kind, a.device), (a.shape, b.shape)) else plan
+
+
 def product(a, b, ta, tb, make, make_all, extras):
     """The function of arrays with batches. extras: a list of Extra. make(*infos of a, b and extras,
     batch=): what multiplies such matrices, one of so many; make_all(the same): what multiplies all
     matrices of arrays with one batch dimension or none, the shape in which it gets A and that of
     what it makes; or None."""
-    plan = plan_of(a, b)
+    plan = _plan(a, b, ta, tb)
     m, n = a.shape[-1 if ta else -2], b.shape[-2 if tb else -1]
     result = (*plan.shape, m, n)
     infos = [a, b, *(extra.info for extra in extras)]

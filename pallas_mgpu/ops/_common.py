@@ -101,6 +101,8 @@ def unaligned(start):
 class SeveralKernels:
     """What calls kernels one after the other: no program of it alone can be lowered."""
 
+    takes_views = True  # _strides.py
+
     def lower(self, *args, **options):
         raise NotImplementedError(
             "lower: the choice for these operands consists of several kernels; pass a config= that"

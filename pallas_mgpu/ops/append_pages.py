@@ -122,6 +122,8 @@ def _kernel(x, interpret):
 class _Append:
     """The kernel, whose results are the caches that it is called with."""
 
+    writes, takes_views = (0, 1), True  # _strides.py
+
     def __init__(self, kernel):
         self.kernel = kernel
 

@@ -412,3 +412,7 @@ def weight_gradient(a, b, *, up=False, transpose_b=False, config=None, interpret
     config = config or _chosen(*shape, m, sms, False)
     product = Product(*shape, rows, dtypes, x.dtype, True, False)
     return _weight_kernel(product, config, sms, int(bool(up)), transposed, interpret)
+
+
+for _family in (gated_matmul, input_gradient):
+    _family.maker.transposes = {"transpose_b": ("w", "up")}  # type: ignore[attr-defined]

@@ -328,3 +328,6 @@ def gated_matmul_backward(
     elif why:
         raise NotImplementedError(f"{_NAME}: no single kernel {why}; leave out config=")
     return _Together(_kernel(x, _check_config(config), sms, activation, interpret), apart)
+
+
+gated_matmul_backward.maker.transposes = {"transpose_b": ("w",)}  # type: ignore[attr-defined]

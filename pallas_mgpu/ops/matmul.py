@@ -1492,3 +1492,4 @@ def _own_program(a, b, **options):
 
 
 matmul.maker.better = _own_program  # type: ignore[attr-defined]  # not public
+matmul.maker.transposes = {"transpose_a": ("a",), "transpose_b": ("b",)}  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "torch arrays of dtypes below 8 bits": "tests/frameworks/test_torch.py",
     "PyTorch: forward mode": "tests/frameworks/test_torch.py",
     "JAX: forward mode": "tests/frameworks/test_jax.py",
-    "non-contiguous views on a GPU": "tests/runtime/test_calling.py",
+    "non-contiguous views on a GPU": "tests/ops/test_strided_operands.py",
     "on a mesh of GPUs, a timeout": "tests/distributed/test_watch.py",
     "a check on GPUs that": "nowhere: on a GPU such a store is not checked",
 }

@@ -1,0 +1,189 @@
+"""Operands of functions of arrays that are not contiguous in row-major order.
+
+Kernels read such arrays of a GPU by their strides, which are a part of their programs. `for_views`
+says which function serves a call: the kernel itself where it can read the arrays as they lie, and
+otherwise one that makes contiguous copies first. Copies are made, too, where the elements of a row
+are apart or rows begin anywhere, because such reads cost more than a copy, and from the fifth
+combination of strides on that a kernel meets, for views of a buffer that grows would compile each
+time."""
+
+import contextlib
+
+from . import _core
+from ._types import ShapeDtypeStruct
+
+_PROGRAMS = 4  # of one kernel, for different strides
+
+
+def reshaped(info, shape):
+    """The strides of the same memory seen with another shape, None for row-major order; ValueError
+    if there are none."""
+    if info.element_strides is None or shape is None or shape == info.shape:
+        return info.element_strides
+    return _core.restride(info.shape, info.element_strides, tuple(shape))
+
+
+def _is_transposed(x):
+    """Is it, in memory, a matrix whose columns are contiguous?"""
+    s = getattr(x, "element_strides", None)
+    return s is not None and len(s) > 1 and min(x.shape[-2:]) > 1 and s[-2] == 1 != s[-1]
+
+
+def _exchanged(x):
+    """The description with the last two dimensions exchanged."""
+    shape, strides = ((*t[:-2], t[-1], t[-2]) for t in (x.shape, x.element_strides))
+    found = x.replace(shape=shape, element_strides=strides)
+    return found.replace(element_strides=_core.restride(shape, strides, shape))
+
+
+def exchange(arguments, transposes):
+    """Operands that are transposed in memory become what is there, and options say that they are.
+    arguments: by name, changed; transposes: the names of operands by that of their option. Returns
+    pairs of an old and a new description."""
+    found = []
+    for option, names in transposes.items():
+        old = [arguments[name] for name in names if arguments[name] is not None]
+        if all(map(_is_transposed, old)):
+            new = {id(x): _exchanged(x) for x in old}
+            arguments |= {n: new.get(id(arguments[n]), arguments[n]) for n in names}
+            arguments[option] = not arguments[option]
+            found += [(x, new[id(x)]) for x in old]
+    return found
+
+
+def _is_regular(x):
+    """Are the elements of a row neighbours, and rows at multiples of 16 bytes if those of a
+    contiguous array would be? Kernels rely on that to copy them by TMA."""
+    if x.element_strides is None:
+        return True
+    *pitches, last = (s for s, extent in zip(x.element_strides, x.shape) if extent > 1)
+    size = x.dtype.itemsize
+    if x.shape[-1] * size % 16 == 0 and any(s * size % 16 for s in pitches):
+        return False
+    return x.shape[-1] == 1 or last == 1
+
+
+class Transposed:
+    """A function that gets the operands of these numbers with their last two dimensions
+    exchanged."""
+
+    def __init__(self, target, numbers, name):
+        self.target, self.numbers, self.name = target, numbers, name
+
+    def __call__(self, *operands, out=None, stream=None):
+        return self.target(*self._given(operands), out=out, stream=stream)
+
+    def lower(self, *operands, **options):
+        return self.target.lower(*self._given(operands), **options)
+
+    def _given(self, operands):
+        given = list(operands)
+        for i in self.numbers:
+            if isinstance(given[i], ShapeDtypeStruct):
+                given[i] = _exchanged(given[i])
+            elif hasattr(given[i], "swapaxes"):
+                given[i] = given[i].swapaxes(-1, -2)
+            else:
+                raise _refused(f"{self.name}: argument {i}")
+        return given
+
+
+class _OfCopies:
+    """A function of contiguous copies of the operands of these numbers. as_they_are: they are given
+    to target first, which may find that one of its kernels cannot read them."""
+
+    def __init__(self, target, numbers, name, as_they_are):
+        self.target, self.numbers, self.name = target, numbers, name
+        self.as_they_are = as_they_are
+
+    def __call__(self, *operands, out=None, stream=None):
+        if self.as_they_are:
+            with contextlib.suppress(ValueError, NotImplementedError):
+                return self.target(*operands, out=out, stream=stream)
+        given = list(operands)
+        for i in self.numbers:
+            given[i] = _contiguous(operands[i], stream, f"{self.name}: argument {i}")
+        found = self.target(*given, out=out, stream=stream)
+        self.as_they_are = False
+        return found
+
+    def lower(self, *operands, **options):
+        given = [
+            x.replace(element_strides=None) if i in self.numbers else x
+            for i, x in enumerate(operands)
+        ]
+        return self.target.lower(*given, **options)
+
+
+def _contiguous(x, stream, what):
+    """A copy in row-major order, by the library of the array, on the stream of the call."""
+    library = type(x).__module__.partition(".")[0]
+    if hasattr(x, "contiguous"):  # torch's tensors and parameters
+        with contextlib.nullcontext() if stream is None else _torch_stream(stream, x.device):
+            return x.contiguous()
+    if library == "cupy":
+        import cupy
+
+        handle = None if stream is None else _core.stream_handle(stream)
+        with contextlib.nullcontext() if stream is None else cupy.cuda.ExternalStream(handle):
+            return cupy.ascontiguousarray(x)
+    raise _refused(what)
+
+
+def _refused(what):
+    return ValueError(f"{what} is not contiguous in row-major order: pass a contiguous copy")
+
+
+def _torch_stream(stream, device):
+    import torch
+
+    return torch.cuda.stream(torch.cuda.ExternalStream(_core.stream_handle(stream), device))
+
+
+class Programs:
+    """What serves calls with strides, for one function of arrays."""
+
+    def __init__(self):
+        self.met = {}  # by kernel: the strides that it has programs for
+
+    def for_views(self, target, operands, name, interpreted):
+        """The function that takes the place of target, which serves contiguous arrays, for the
+        operands described."""
+        apart = [i for i, x in enumerate(operands) if x.element_strides]
+        may_read = not interpreted and all(map(_is_regular, operands))
+        if may_read and self._reads(target, operands):
+            return target
+        if written := [i for i in apart if i in getattr(target, "writes", ())]:
+            raise ValueError(
+                f"{name}: argument {written[0]}, which is written to, is not contiguous in"
+                " row-major order"
+            )
+        several = getattr(target, "takes_views", False) and may_read
+        strides = tuple(x.element_strides for x in operands)
+        return _OfCopies(target, apart, name, several and self._may_have(type(target), strides))
+
+    def _may_have(self, kernel, strides):
+        """May the kernel have a program for these strides?"""
+        met = self.met.setdefault(kernel, set())
+        if len(met) < _PROGRAMS:
+            met.add(strides)
+        return strides in met
+
+    def _reads(self, target, operands):
+        """Is it a kernel that reads these arrays, and may it have another program?"""
+        kernel, shapes, sizes = target, [None] * len(operands), ()
+        if isinstance(target, _core.Reshaped):
+            kernel, shapes, sizes = target.kernel, target.operands, target.sizes or ()
+        if not isinstance(kernel, _core.Kernel):
+            return False
+        try:
+            strides = tuple(reshaped(x, shape) for x, shape in zip(operands, shapes))
+            given = [
+                x.replace(shape=shape or x.shape, element_strides=s)
+                for x, shape, s in zip(operands, shapes, strides)
+            ]
+            given += [operands[0].replace(shape=(n,), element_strides=None) for n in sizes]
+            kernel.lower(*given)
+        except (ValueError, NotImplementedError):  # there are no such strides, or no such copies
+            return False
+        return self._may_have(kernel, strides)
