@@ -13,6 +13,14 @@
 
 /* ---- arguments ----------------------------------------------------------------------------- */
 
+void pmpy_call_clear(pmpy_call *c) {
+  c->n_in = c->n_out_given = 0;
+  c->many = NULL;
+  c->own_specs = NULL;
+  c->out_tuple = NULL;
+  c->plan = NULL;
+}
+
 void pmpy_call_end(pmpy_call *c) {
   for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
     pmpy_buffer *b = &c->in[i];
@@ -22,6 +30,7 @@ void pmpy_call_end(pmpy_call *c) {
   PyMem_Free(c->own_specs);
   Py_XDECREF(c->out_tuple);
   Py_XDECREF((PyObject *)c->plan);
+  pmpy_call_clear(c);
 }
 
 static bool is_number(const pmpy_buffer *b) { return !b->cuda && b->rank == 0; }

@@ -61,6 +61,8 @@ typedef struct pmpy_call {
 int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n, PyObject *out,
                    bool specs);
 void pmpy_call_end(pmpy_call *c);
+/* A call that has nothing to end yet, as after pmpy_call_end. */
+void pmpy_call_clear(pmpy_call *c);
 /* Find out where the arrays lie and whose they are; 0 or -1. */
 int pmpy_call_locate(pmpy_call *c);
 /* ValueError where an output given shares memory with another one or with an operand; if in_place,

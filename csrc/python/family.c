@@ -141,10 +141,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   r->names = names;
   r->signature.many = NULL;
   r->unhashable = 0;
-  r->c.n_in = r->c.n_out_given = 0;
-  r->c.many = NULL;
-  r->c.out_tuple = NULL;
-  r->c.plan = NULL;
+  pmpy_call_clear(&r->c);
   if (sort(f, r, specs) < 0) return -1;
   r->c.for_xla = !r->out && !r->stream;
   PyObject *const *operands = r->n_operands == (uint32_t)n ? args : r->operand;
@@ -417,10 +414,6 @@ static PyObject *call_target(request *r, const entry *e) {
   args[e->n_order] = r->out ? r->out : r->stream;
   args[e->n_order + 1] = r->stream;
   pmpy_call_end(&r->c);
-  r->c.n_in = r->c.n_out_given = 0;
-  r->c.many = NULL;
-  r->c.out_tuple = NULL;
-  r->c.plan = NULL;
   return PyObject_Vectorcall(e->target, args, e->n_order, call_names[names]);
 }
 
