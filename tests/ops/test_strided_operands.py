@@ -331,3 +331,15 @@ def test_views_of_cupy():
     cupy.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match="negative stride"):
         ops.softmax(a[:, ::-1])
+
+
+@pytest.mark.gpu
+def test_gradients_of_views():
+    torch = pytest.importorskip("torch")
+    a, w = (torch.randn(64, 64, device="cuda", requires_grad=True) for _ in "aw")
+    ops.matmul(a.T, w[:, ::2], precision="tf32").sum().backward()
+    of_a, of_w = a.grad.clone(), w.grad.clone()
+    a.grad = w.grad = None
+    (a.T @ w[:, ::2]).sum().backward()
+    torch.testing.assert_close(of_a, a.grad, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(of_w, w.grad, rtol=1e-2, atol=1e-2)
