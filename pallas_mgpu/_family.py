@@ -11,7 +11,7 @@ import warnings
 from . import _core
 from ._caches import KEPT, add_family
 from ._names import check_keywords
-from ._strides import Programs, Transposed, exchange
+from ._strides import Programs, Views
 from ._types import ShapeDtypeStruct
 
 
@@ -49,11 +49,11 @@ class _Maker:
         self.made = {}
         self.better, self.threads = getattr(make, "better", None), {}
         self.check, self.transposes = None, {}
-        self.programs = Programs()
+        self.programs = Programs(name)
 
     def bind(self, args, arrays, options):
-        """The arguments, the operands and which of them are exchanged (_strides.py), the number
-        that each has in the call, and the key of `made`."""
+        """The arguments, what they are to the kernel (_strides.py), the number that each operand
+        has in the call, and the key of `made`."""
         infos = [ArrayInfo(*x) for x in args]
         by_name = {name: ArrayInfo(*x) for name, x in arrays.items()}
         given = [*infos, *by_name.values()]  # in the order of the call
@@ -65,9 +65,7 @@ class _Maker:
             words = str(e).removeprefix("inspect.Signature.bind() ")
             raise TypeError(f"{self.name}: {words}") from None
         bound.apply_defaults()
-        position = {id(x): k for k, x in enumerate(given)}
-        exchanged = exchange(bound.arguments, self.transposes)
-        position |= {id(new): position[id(old)] for old, new in exchanged}
+        views = Views(bound.arguments, self.transposes)
         values = []
         for name, p in self.signature.parameters.items():
             x = bound.arguments[name]
@@ -77,15 +75,15 @@ class _Maker:
                 values += [v for _, v in sorted(x.items())]
             else:
                 values.append(x)
-        operands = [x for x in values if id(x) in position]
-        order = tuple(position[id(x)] for x in operands)
-        numbers = tuple(i for i, x in enumerate(operands) if any(x is new for _, new in exchanged))
+        position = {id(views.seen(x)): k for k, x in enumerate(given)}
+        views.operands = [x for x in values if id(x) in position]
+        order = tuple(position[id(x)] for x in views.operands)
         gpu = _core.target(given[0].device if given else None)["name"]
-        key = (gpu, numbers, *((type(x), x) for x in (*sorted(bound.kwargs), *values)))
-        return bound, (operands, numbers), order, key
+        key = (gpu, *views.numbers(), *((type(x), x) for x in (*sorted(bound.kwargs), *values)))
+        return bound, views, order, key
 
     def __call__(self, args, arrays, options):
-        bound, operands, order, key = self.bind(args, arrays, options)
+        bound, views, order, key = self.bind(args, arrays, options)
         target = self.made.pop(key, None)
         if target is not None:
             self.made[key] = target  # the last one used is the last one in order
@@ -98,25 +96,17 @@ class _Maker:
                     f"{self.name}: a function under specialize returns a kernel or a function of"
                     f" the arrays, got {target!r}"
                 )
-            target = self.made.setdefault(key, self.for_views(target, operands, bound))
+            target = self.made.setdefault(key, self.programs.for_views(target, views))
             for oldest in list(self.made)[: len(self.made) - KEPT] if len(self.made) > KEPT else ():
                 self.made.pop(oldest, None)
         return target, order
-
-    def for_views(self, target, operands, bound):
-        """What takes the place of a target where operands are not contiguous."""
-        infos, exchanged = operands
-        if any(x.element_strides for x in infos):
-            interpreted = bool(bound.arguments.get("interpret"))  # of host arrays
-            target = self.programs.for_views(target, infos, self.name, interpreted)
-        return Transposed(target, exchanged, self.name) if exchanged else target
 
     def improve(self, args, arrays, options):
         """Of a call that comes often: True if `made` has another kernel for it now, None if a
         thread is making one, False if there is none."""
         if self.better is None:
             return False
-        bound, operands, _, key = self.bind(args, arrays, options)
+        bound, views, _, key = self.bind(args, arrays, options)
         thread = self.threads.get(key)
         if thread is None:
             make = self.better(*bound.args, **bound.kwargs)
@@ -129,7 +119,7 @@ class _Maker:
         self.threads.pop(key, None)
         if thread.found is None:
             return False
-        self.made[key] = self.for_views(thread.found, operands, bound)
+        self.made[key] = self.programs.for_views(thread.found, views)
         return True
 
     def forget(self):

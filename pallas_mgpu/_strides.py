@@ -1,11 +1,11 @@
 """Operands of functions of arrays that are not contiguous in row-major order.
 
-Kernels read such arrays of a GPU by their strides, which are a part of their programs. `for_views`
-says which function serves a call: the kernel itself where it can read the arrays as they lie, and
-otherwise one that makes contiguous copies first. Copies are made, too, where the elements of a row
-are apart or rows begin anywhere, because such reads cost more than a copy, and from the fifth
-combination of strides on that a kernel meets, for views of a buffer that grows would compile each
-time."""
+Kernels read such arrays of a GPU by their strides, which are a part of their programs. `Views` says
+what a call's operands are to a kernel, and `Programs.for_views` which function serves the call: the
+kernel itself where it can read the arrays as they lie, and otherwise one that makes contiguous
+copies first. Copies are made, too, where the elements of a row are apart or rows begin anywhere,
+because such reads cost more than a copy, and from the fifth combination of strides on that a kernel
+meets, for views of a buffer that grows would compile each time."""
 
 import contextlib
 
@@ -23,6 +23,51 @@ def reshaped(info, shape):
     return _core.restride(info.shape, info.element_strides, tuple(shape))
 
 
+class Views:
+    """What the operands of a call are to its kernel. arguments: by name; they are changed.
+    transposes: by the name of an option that says whether operands are transposed, these: where
+    they are in memory, the option says it. ``operands``: descriptions, in the order of the kernel,
+    which the caller sets."""
+
+    def __init__(self, arguments, transposes):
+        self.new, self.exchanged, self.copied = {}, set(), set()
+        self.operands = []
+        if not any(getattr(x, "element_strides", None) for x in arguments.values()):
+            return
+        for option, names in transposes.items():
+            given = [arguments[name] for name in names if arguments[name] is not None]
+            if all(map(_is_transposed, given)):
+                for name in names:
+                    self._see(arguments, name, _exchanged, self.exchanged)
+                arguments[option] = not arguments[option]
+        all_copied = bool(arguments.get("interpret"))  # the interpreter has arrays of the host
+        for name, x in arguments.items():
+            if getattr(x, "element_strides", None) and (all_copied or not _is_regular(x)):
+                self._see(arguments, name, _copied, self.copied)
+
+    def _see(self, arguments, name, as_what, those):
+        x = arguments[name]
+        if x is not None:
+            arguments[name] = new = as_what(x)
+            self.new[id(x)] = new
+            those.add(id(new))
+            if id(x) in self.exchanged:
+                self.exchanged.add(id(new))
+
+    def seen(self, x):
+        """What became of a description."""
+        while id(x) in self.new:
+            x = self.new[id(x)]
+        return x
+
+    def numbers(self):
+        """Of the operands that are exchanged, and of those that are copied."""
+        return tuple(
+            tuple(i for i, x in enumerate(self.operands) if id(x) in those)
+            for those in (self.exchanged, self.copied)
+        )
+
+
 def _is_transposed(x):
     """Is it, in memory, a matrix whose columns are contiguous?"""
     s = getattr(x, "element_strides", None)
@@ -36,31 +81,18 @@ def _exchanged(x):
     return found.replace(element_strides=_core.restride(shape, strides, shape))
 
 
-def exchange(arguments, transposes):
-    """Operands that are transposed in memory become what is there, and options say that they are.
-    arguments: by name, changed; transposes: the names of operands by that of their option. Returns
-    pairs of an old and a new description."""
-    found = []
-    for option, names in transposes.items():
-        old = [arguments[name] for name in names if arguments[name] is not None]
-        if all(map(_is_transposed, old)):
-            new = {id(x): _exchanged(x) for x in old}
-            arguments |= {n: new.get(id(arguments[n]), arguments[n]) for n in names}
-            arguments[option] = not arguments[option]
-            found += [(x, new[id(x)]) for x in old]
-    return found
+def _copied(x):
+    return x.replace(aligned=True, element_strides=None)
 
 
 def _is_regular(x):
     """Are the elements of a row neighbours, and rows at multiples of 16 bytes if those of a
     contiguous array would be? Kernels rely on that to copy them by TMA."""
-    if x.element_strides is None:
-        return True
     *pitches, last = (s for s, extent in zip(x.element_strides, x.shape) if extent > 1)
     size = x.dtype.itemsize
     if x.shape[-1] * size % 16 == 0 and any(s * size % 16 for s in pitches):
         return False
-    return x.shape[-1] == 1 or last == 1
+    return x.aligned and (x.shape[-1] == 1 or last == 1)
 
 
 class Transposed:
@@ -89,34 +121,36 @@ class Transposed:
 
 
 class _OfCopies:
-    """A function of contiguous copies of the operands of these numbers. as_they_are: they are given
-    to target first, which may find that one of its kernels cannot read them."""
+    """A function of contiguous copies of the operands of these numbers. spared: those of them that
+    target may be able to read as they are, which is tried first; or None."""
 
-    def __init__(self, target, numbers, name, as_they_are):
-        self.target, self.numbers, self.name = target, numbers, name
-        self.as_they_are = as_they_are
+    def __init__(self, target, numbers, name, spared):
+        self.target, self.numbers, self.name, self.spared = target, numbers, name, spared
 
     def __call__(self, *operands, out=None, stream=None):
-        if self.as_they_are:
+        if self.spared is not None:
             with contextlib.suppress(ValueError, NotImplementedError):
-                return self.target(*operands, out=out, stream=stream)
-        given = list(operands)
-        for i in self.numbers:
-            given[i] = _contiguous(operands[i], stream, f"{self.name}: argument {i}")
-        found = self.target(*given, out=out, stream=stream)
-        self.as_they_are = False
+                given = self._given(operands, stream, self.spared)
+                return self.target(*given, out=out, stream=stream)
+        found = self.target(*self._given(operands, stream), out=out, stream=stream)
+        self.spared = None
         return found
 
     def lower(self, *operands, **options):
-        given = [
-            x.replace(element_strides=None) if i in self.numbers else x
-            for i, x in enumerate(operands)
-        ]
-        return self.target.lower(*given, **options)
+        return self.target.lower(*self._given(operands, None), **options)
+
+    def _given(self, operands, stream, spared=()):
+        given = list(operands)
+        for i in self.numbers:
+            if i not in spared:
+                given[i] = _contiguous(operands[i], stream, f"{self.name}: argument {i}")
+        return given
 
 
 def _contiguous(x, stream, what):
     """A copy in row-major order, by the library of the array, on the stream of the call."""
+    if isinstance(x, ShapeDtypeStruct):
+        return _copied(x)
     library = type(x).__module__.partition(".")[0]
     if hasattr(x, "contiguous"):  # torch's tensors and parameters
         with contextlib.nullcontext() if stream is None else _torch_stream(stream, x.device):
@@ -143,24 +177,30 @@ def _torch_stream(stream, device):
 class Programs:
     """What serves calls with strides, for one function of arrays."""
 
-    def __init__(self):
+    def __init__(self, name):
+        self.name = name
         self.met = {}  # by kernel: the strides that it has programs for
 
-    def for_views(self, target, operands, name, interpreted):
-        """The function that takes the place of target, which serves contiguous arrays, for the
-        operands described."""
+    def for_views(self, target, views):
+        """The function that takes the place of target, which serves contiguous arrays like the
+        operands."""
+        operands, (exchanged, copied) = views.operands, views.numbers()
         apart = [i for i, x in enumerate(operands) if x.element_strides]
-        may_read = not interpreted and all(map(_is_regular, operands))
-        if may_read and self._reads(target, operands):
-            return target
-        if written := [i for i in apart if i in getattr(target, "writes", ())]:
-            raise ValueError(
-                f"{name}: argument {written[0]}, which is written to, is not contiguous in"
-                " row-major order"
-            )
-        several = getattr(target, "takes_views", False) and may_read
-        strides = tuple(x.element_strides for x in operands)
-        return _OfCopies(target, apart, name, several and self._may_have(type(target), strides))
+        several = False
+        if apart and not self._reads(target, operands):
+            copied = sorted((*copied, *apart))
+            strides = tuple(x.element_strides for x in operands)
+            several = getattr(target, "takes_views", False)
+            several = several and self._may_have(type(target), strides)
+        if copied:
+            if written := [i for i in copied if i in getattr(target, "writes", ())]:
+                raise ValueError(
+                    f"{self.name}: argument {written[0]}, which is written to, is not contiguous in"
+                    " row-major order"
+                )
+            first = apart if several else None
+            target = _OfCopies(target, copied, self.name, first)
+        return Transposed(target, exchanged, self.name) if exchanged else target
 
     def _may_have(self, kernel, strides):
         """May the kernel have a program for these strides?"""

@@ -2,9 +2,8 @@
  *
  * An array in row-major order can be seen with any shape of as many elements, so a call (call.c)
  * only has to replace the extents that were read, and those that its results get. Other arrays are
- * seen so where their strides allow it. Arrays of which they do not, that have no memory, or whose
- * operations autograd records go to another kernel, which `alone` returns: that of the caller's
- * shapes.
+ * seen so where their strides allow it (ValueError). Arrays that have no memory, or whose operations
+ * autograd records, go to another kernel, which `alone` returns: that of the caller's shapes.
  *
  * A kernel that serves many sizes reads them from the extents of its operands, and several sizes
  * may be one extent of these views. The kernel learns each of them from an operand of its own, of
@@ -26,15 +25,6 @@ PyObject *pmpy_reshaped_parts(PyObject *reshaped, const pmpy_views **views) {
   return ((pmpy_reshaped *)reshaped)->kernel;
 }
 
-/* Are there operands that cannot be seen with the shapes that the kernel takes? */
-static bool any_apart(const pmpy_call *c, const pmpy_views *v) {
-  for (uint32_t i = 0; i < c->n_in && i < v->n_in; i++) {
-    pmpy_buffer b = c->in[i];
-    if (b.strided && v->given[i] && !pmpy_restride(&b, &v->shape[i])) return true;
-  }
-  return false;
-}
-
 static PyObject *reshaped_call(PyObject *self, PyObject *const *args, size_t nargsf,
                                PyObject *kwnames) {
   const pmpy_reshaped *r = (pmpy_reshaped *)self;
@@ -43,7 +33,7 @@ static PyObject *reshaped_call(PyObject *self, PyObject *const *args, size_t nar
   pmpy_call c;
   const int code =
       pmpy_call_begin(&c, ((pmpy_kernel *)r->kernel)->name, args, n, kwnames, true, NULL);
-  const bool views = code > 0 && !c.recorded && !any_apart(&c, &r->views);
+  const bool views = code > 0 && !c.recorded;
   if (views && pmpy_call_locate(&c) == 0) {
     c.views = &r->views;
     result = pmpy_call_run(&c, r->kernel);

@@ -162,6 +162,8 @@ class Shares(WarpSpecialized):
 class WithParts:
     """A kernel without what it keeps in global memory for itself. memory: makes that."""
 
+    takes_views = True  # _strides.py
+
     def __init__(self, name, kernel, memory, return_lse):
         self.name, self.kernel, self.memory, self.return_lse = name, kernel, memory, return_lse
 

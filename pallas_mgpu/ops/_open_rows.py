@@ -16,7 +16,7 @@ import math
 import threading
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, _sizes
+from pallas_mgpu import _core, _sizes, _strides
 from pallas_mgpu._batch import Batched
 from pallas_mgpu._caches import cached
 
@@ -295,4 +295,7 @@ def rowwise(make):
 def _matrix(x, dims):
     """The description of an array whose first dimensions are one."""
     shape = math.prod(x.shape[:dims]), *x.shape[dims:]
-    return plgpu.ArrayInfo(shape, x.dtype, x.device, x.aligned)
+    strides = None
+    with contextlib.suppress(ValueError):  # there are none: it will be copied
+        strides = _strides.reshaped(x, shape)
+    return plgpu.ArrayInfo(shape, x.dtype, x.device, x.aligned, strides)

@@ -1046,6 +1046,8 @@ def _check_accumulation(x, a, config, on_warps=False):
 class _Into:
     """A product that is added to what out= holds."""
 
+    takes_views = True  # _strides.py
+
     def __init__(self, product):
         self.product = product
 

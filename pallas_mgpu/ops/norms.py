@@ -923,7 +923,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
         config = config._replace(staged=config.staged and by_tma)
     elif config is None:
         by_spans = "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
-        by_spans &= x.aligned or _by_lanes(name, n, size)
+        by_spans &= x.element_strides is None and (x.aligned or _by_lanes(name, n, size))
         config = choose(name, outer, n, inner, size, by_tma, sms, by_spans, x.aligned)
         # one program has the short rows of less than a tile, however many they are
         few = n <= _norms_spans.SHORT and outer < config.height

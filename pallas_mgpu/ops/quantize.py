@@ -517,6 +517,8 @@ def _largest(programs, interpret):
 class _WithLargest:
     """Both kernels."""
 
+    takes_views = True  # _strides.py
+
     def __init__(self, kernel, largest):
         self.kernel, self.largest = kernel, largest
 
