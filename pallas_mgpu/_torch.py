@@ -766,9 +766,9 @@ def _check_functions(backward, fake):
         raise TypeError(f"torch_op: fake must be a function, got {show(fake)}")
 
 
-def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False):
+def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False, views=False):
     """See `torch_op`; autocast: names of parameters that autocast converts; complete: see
-    `_autograd`."""
+    `_autograd`; views: fn takes tensors of a GPU that are not contiguous."""
     _check_functions(backward, fake)
     signature = _parameters(fn, mutates)
     name = fn.__name__ if name is None else name
@@ -789,7 +789,8 @@ def make_operator(fn, name, mutates, backward, fake, autocast=(), complete=False
     except RuntimeError as e:
         raise ValueError(f"torch_op: {qualname} cannot be defined: {e}") from None
     op = getattr(getattr(torch.ops, namespace), opname).default
-    rule = _implementation(inner, qualname, returns, () if functional else positions)
+    views = views or isinstance(inner, _core.Kernel)
+    rule = _implementation(inner, qualname, returns, () if functional else positions, views)
     library.impl(opname, rule, "CompositeExplicitAutograd")
     if fake is not None:
         fake = _by_position(fake)
@@ -847,22 +848,22 @@ def _dense(x):
     return x.contiguous() if isinstance(x, Tensor) else x
 
 
-def _implementation(fn, qualname, signature, positions):
-    """fn on contiguous tensors, but for those at the positions, which it writes to; checked for
-    results that are arguments, which operators must not return."""
-    strides = isinstance(fn, _core.Kernel)  # kernels read tensors of a GPU through their strides
+def _implementation(fn, qualname, signature, positions, views):
+    """fn on contiguous tensors, but for those at the positions, which it writes to, and, with
+    views, those of a GPU; checked for results that are arguments, which operators must not
+    return."""
 
     def implementation(*args):
         args = [_as_tensor(x) for x in args]
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 _refuse_elsewhere(qualname, x)
-                if i not in positions and not (strides and x.is_cuda):
+                if i not in positions and not (views and x.is_cuda):
                     args[i] = x.contiguous()
             elif isinstance(x, (list, tuple)):
                 args[i] = [_dense(_as_tensor(t)) for t in x]
         result = fn(*args)
-        if not strides:  # results of kernels are new
+        if not isinstance(fn, _core.Kernel):  # whose results are new
             _check_results(qualname, signature, args, result)
         return result
 

@@ -34,14 +34,18 @@ def _dtype(dtype):
     return None if dtype is None else _core.as_dtype(str(dtype).removeprefix("torch."))
 
 
-def _operator(fake, backward=None, autocast=(), name=None, sums=lambda *args, **options: False):
-    """sums(*args): are results without operands to sum over zeros?"""
+def _operator(
+    fake, backward=None, autocast=(), name=None, sums=lambda *args, **options: False, views=False
+):
+    """sums(*args): are results without operands to sum over zeros? views: it does no more with
+    tensors of a GPU than functions of `ops` do, which read views as they lie if they can."""
 
     def make(fn):
         called = name or fn.__name__
         qualname = f"pallas_mgpu::{called}"
         fn = _of_any_size(fn, fake, sums)
-        made = _MADE[called] = make_operator(fn, qualname, (), backward, fake, autocast, True)
+        how = autocast, True, views
+        made = _MADE[called] = make_operator(fn, qualname, (), backward, fake, *how)
         return made
 
     return make
@@ -211,6 +215,7 @@ def _has_no_bias(a, b, bias=None, *options, **named):
     ("a", "b", "bias"),
     "matmul",
     sums=_has_no_bias,
+    views=True,
 )
 def _fused(
     a: Tensor,
@@ -253,7 +258,13 @@ def _products_fake(a, b, bias=None, *options):
     return y, torch.empty_like(y)
 
 
-@_operator(_products_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"), sums=_has_no_bias)
+@_operator(
+    _products_fake,
+    (_matmul_setup, _matmul_backward),
+    ("a", "b", "bias"),
+    sums=_has_no_bias,
+    views=True,
+)
 def matmul_products(
     a: Tensor,
     b: Tensor,
@@ -567,7 +578,7 @@ def _attention_options(scale, window, **options):
     return {"scale": scale} | _optional(**options)
 
 
-@_operator(_attention_fake, (_attention_setup, _attention_gradient), ("q", "k", "v"))
+@_operator(_attention_fake, (_attention_setup, _attention_gradient), ("q", "k", "v"), views=True)
 def attention_lse(
     q: Tensor,
     k: Tensor,
@@ -622,7 +633,7 @@ def _attention_backward_fake(grad, q, k, v, o, lse, bias=None, *rest):
     return _like(q), _like(k), _like(v), dbias
 
 
-@_operator(_attention_backward_fake, sums=_yes)
+@_operator(_attention_backward_fake, sums=_yes, views=True)
 def attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -1034,7 +1045,7 @@ def _rotary_gradient(ctx, grad):
     return dx, None, None, dw, None, None
 
 
-@_operator(_rotary_fake, (_rotary_setup, _rotary_gradient))
+@_operator(_rotary_fake, (_rotary_setup, _rotary_gradient), views=True)
 def rotary(
     x: Tensor,
     cos: Tensor,

@@ -356,3 +356,19 @@ def test_gradients_of_views():
     (a.T @ w[:, ::2]).sum().backward()
     torch.testing.assert_close(of_a, a.grad, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(of_w, w.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_packed_projection():
+    """Autograd keeps the parts as they lie in memory; their gradients are those of copies."""
+    torch = pytest.importorskip("torch")
+    qkv = torch.randn(2, 150, 3, 4, 64, device="cuda").bfloat16().requires_grad_()
+    heads_first = torch.randn(2, 4, 150, 64, device="cuda").bfloat16()
+    found = []
+    for form in (lambda x: x, lambda x: x.contiguous()):
+        qkv.grad = None
+        out = ops.attention(*map(form, qkv.unbind(2)), causal=True)
+        (out * form(heads_first.transpose(1, 2))).sum().backward()
+        found.append((out.detach(), qkv.grad))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
