@@ -8,6 +8,7 @@ one multiplies while others load."""
 
 import functools
 import math
+import operator
 
 import numpy as np
 
@@ -83,6 +84,7 @@ class _Block:
         queries = rows_in(x, b, row, self.rows, x.queries)
         keys = rows_in(x, b, column, _KEYS, x.keys)
         columns = pl.ds(0, self.q_smem.shape[1]) if x.dim % 16 else slice(None)
+        place = b, h, row, column
         for source, buffer, at in (
             (self.q, self.q_smem, (*queries, h)),
             (self.k, self.k_smem, (*keys, kv)),
@@ -91,16 +93,25 @@ class _Block:
         ):
             plgpu.copy_gmem_to_smem(source.at[*at, columns], buffer, self.full)
         layout = self.layout.reduce(1)
+        bias = self.fetch(place)
         at = rows_at(x, b, h, row, self.rows, self.rows)
         lse, delta = (plgpu.load(ref.at[at], layout=layout) for ref in self.statistics)
         plgpu.barrier_wait(self.full)
-        return self.of_products((b, h, row, column), lse, delta)
+        return self.of_products(place, lse, delta, bias)
 
     @property
     def statistics(self):
         return self.lse, self.delta
 
-    def of_products(self, place, lse, delta):
+    def tile(self, place, shape):
+        """The scores of pairs from (batch, head, query, key) on."""
+        return Tile(self.x, self.refs, *place, shape, by_keys=False, layout=self.layout)
+
+    def fetch(self, place):
+        """The bias of the pairs, which arrives together with the operands of the products."""
+        return self.tile(place, (self.rows, _KEYS)).fetch()
+
+    def of_products(self, place, lse, delta, bias):
         shape = self.rows, _KEYS
 
         def products(s_acc, p_acc):
@@ -108,21 +119,26 @@ class _Block:
             plgpu.wgmma(p_acc, self.grad_smem, self.v_smem.T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             later = functools.partial(plgpu.wgmma_accumulator_load, p_acc, wait_n=0)
-            return self.of_scores(place, s, later, lse, delta)
+            return self.of_scores(place, s, later, lse, delta, bias)
 
         return pl.run_scoped(products, *[plgpu.ACC(shape)] * 2)
 
-    def of_scores(self, place, s, dp, lse, delta):
+    def of_scores(self, place, s, dp, lse, delta, bias):
         """The gradients of scores, from S and what loads dP of the pairs at (batch, head, query,
         key)."""
         lse, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in (lse, delta))
-        tile = Tile(self.x, self.refs, *place, s.shape, by_keys=False, layout=self.layout)
-        s, _ = tile.adjust(s)
-        keep = self.ranges.keep(*place[2:], s.shape)
-        p = jnp.where(keep, jnp.exp2(s - lse), _F32(0))
-        found = p * (tile.drop(dp()) - delta)
+        tile = self.tile(place, s.shape)
+        s, _ = tile.adjust(s, bias)
+        found = jnp.exp2(s - lse) * (tile.drop(dp()) - delta)
+        row, column, (rows, columns) = *place[2:], s.shape
+        low, high = self.ranges.of_all(row, rows)
         # rows of the next batch entry may hold anything
-        return jnp.where(keep, found, _F32(0)) if self.x.whole else found
+        return lax.cond(
+            (column < low) | (column + columns > high),
+            lambda v: jnp.where(self.ranges.keep(row, column, v.shape), v, _F32(0)),
+            lambda v: v,
+            found,
+        )
 
     def save(self, total):
         dims, at, sizes = self.x.scores.bias, [], []
@@ -151,21 +167,32 @@ class _Block:
             pl.store(self.dbias, where, total, mask=keep)
 
     def save_in_row(self, total):
-        """The same where all of the bias is one row, since its lengths are not known."""
-        dims, at, keep = self.x.scores.bias, jnp.int32(0), None
+        """The same where all of the bias is one row, since its lengths are not known, of so many
+        neighbours each."""
+        dims, at, keep, overhangs = self.x.scores.bias, jnp.int32(0), None, []
+        pair = self.x.scores.bias_pair
         for place, size in zip(self.place[:2], dims[:2]):
             at = at if _is_one(size) else at * scalar(size) + place
         there = [axis for axis in (0, 1) if not _is_one(dims[2 + axis])]
-        for k, axis in enumerate(there):
-            first, size = self.place[2 + axis] * (self.rows, _KEYS)[axis], scalar(dims[2 + axis])
-            i = first + lax.broadcasted_iota(jnp.int32, total.shape, k)
-            keep = i < size if keep is None else keep & (i < size)
-            at = at * size + i
         total = total.astype(self.dbias.dtype)
-        if there:
-            pl.store(self.dbias, (at,), total, mask=keep)
-        else:
+        if pair > 1:
+            total = total.reshape((self.rows, _KEYS // pair, pair))
+        shape = total.shape[: len(there)]
+        for k, axis in enumerate(there):
+            side, part = (self.rows, _KEYS)[axis], pair if axis else 1
+            first, size = self.place[2 + axis] * side, scalar(dims[2 + axis])
+            i = first // part + lax.broadcasted_iota(jnp.int32, shape, k)
+            inside = i < size // part
+            keep = inside if keep is None else keep & inside
+            at = at * (size // part) + i
+            overhangs.append(first + side > size)
+        if not there:
             self.dbias[at] = total
+            return
+        if pair > 1:
+            keep = lax.broadcast_in_dim(keep, total.shape, [0, 1])
+        save = functools.partial(pl.store, self.dbias, (at, slice(None))[:pair], total)
+        lax.cond(functools.reduce(operator.or_, overhangs), lambda: save(mask=keep), lambda: save())
 
 
 class _TensorMemoryBlock(_Block):
@@ -180,7 +207,10 @@ class _TensorMemoryBlock(_Block):
         found |= dict.fromkeys(("s_acc", "p_acc"), plgpu.TMEM((cls.rows, _KEYS), jnp.float32))
         return found | {"done": plgpu.Barrier(orders_tensor_core=True)}
 
-    def of_products(self, place, lse, delta):
+    def fetch(self, place):
+        """Nothing: a few columns at a time are read later."""
+
+    def of_products(self, place, lse, delta, bias):
         plgpu.tcgen05_mma(self.s_acc, self.q_smem, self.k_smem.T, accumulate=False)
         plgpu.tcgen05_mma(self.p_acc, self.grad_smem, self.v_smem.T, self.done, accumulate=False)
         plgpu.barrier_wait(self.done)
@@ -191,7 +221,9 @@ class _TensorMemoryBlock(_Block):
                 for acc in (self.s_acc, self.p_acc)
             )
             here = *place[:3], place[3] + c
-            parts.append(lax.optimization_barrier(self.of_scores(here, s(), later, lse, delta)))
+            parts.append(
+                lax.optimization_barrier(self.of_scores(here, s(), later, lse, delta, bias))
+            )
         plgpu.wait_load_tmem()
         return jnp.concatenate(parts, axis=1)
 

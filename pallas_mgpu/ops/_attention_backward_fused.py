@@ -52,6 +52,7 @@ from ._attention_backward_seven import (
     statistics,
     with_views,
 )
+from ._attention_rotary import tables_from
 from ._attention_scores import PLAIN, rows_in
 from ._common import CountedTiles, SeveralKernels, overlap_launches, store, warp_specialized
 from ._open_rows import in_shapes
@@ -415,13 +416,15 @@ class FusedKernels(SeveralKernels):
         if sms:
             self.converting = make(sms=sms)
             self.allocating_all = statistics(x, interpret, sums_of(x), *_pair(x), _like_q(x))
+        self.first = given.first if self.is_open else 0  # which this kernel does not know
+        y = y._replace(first=0) if self.is_open else y
         self.convert = seen_beside(_converted(y, interpret), converted, ("q",))
 
     def __call__(self, grad, q, k, v, o, lse, others, angles=(), out=None, stream=None):
         """others: operands of the options of the scores. Returns (dq, dk, dv, lse, delta)."""
         before, last = (grad, o, lse), angles
         if self.is_open:  # for lengths
-            before, last = (*before, k), (q, *angles)
+            before, last = (*before, k), (q, *tables_from(self.first, angles))
         operands = *others, *angles
         if is_jax(q):  # its arrays are immutable
             lse, delta, sums = self.statistics(*before)

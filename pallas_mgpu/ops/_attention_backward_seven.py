@@ -95,7 +95,9 @@ def with_views(given, x, kernel, operands, results):
     q, k = (given.queries, given.heads), (given.keys, given.kv_heads)
     ours, theirs = {"lse": (rows * given.heads,)}, {}
     if given.scores.bias:
-        ours["bias"], theirs["bias"] = (math.prod(given.scores.bias),), given.scores.bias
+        pair = x.scores.bias_pair
+        ours["bias"] = (math.prod(given.scores.bias) // pair, pair)[:pair]
+        theirs["bias"] = given.scores.bias
     if x.whole:
         ours |= {"q": (1, rows, *q[1:], x.dim), "k": (1, keys, *k[1:], x.dim)}
         theirs |= {"q": (given.batch, *q, x.dim), "k": (given.batch, *k, x.dim)}

@@ -52,11 +52,32 @@ def kind_of(x, call):
     return kind, sizes | ({"P": call.k.shape[0]} if x.page else {})
 
 
+def has_even_rows(x):
+    """Has it a bias with a row for each query, of an even number of elements?"""
+    return bool(x.scores.bias) and all(dims_of_bias(x)[1:]) and x.keys % 2 == 0
+
+
 def has_pairs(x):
     """Are rows of its bias read in pairs, by a program for even numbers of keys? Few queries do
     without, so that there are few programs."""
-    there = x.scores.bias and all(dims_of_bias(x)[1:])
-    return bool(there) and x.keys % 2 == 0 and x.queries > edges(x)[-2]
+    return has_even_rows(x) and x.queries > edges(x)[-2]
+
+
+def with_pairs(x, given):
+    """The problem with open lengths of the kernels that read and write rows of a bias in pairs,
+    where the problem `given` has even ones."""
+    if not x.is_open or not has_even_rows(given):
+        return x
+    if x.whole:
+        keys = even_keys(x.whole[1] // x.batch, x.keys.most)
+    else:
+        keys = plgpu.dim("M", min=2, max=x.keys.most, multiple_of=2)
+    return with_options(x._replace(keys=keys), given)
+
+
+def even_keys(n, most):
+    """The size of an even number of keys, at most so many."""
+    return _sizes.clamp(n // 2, 1, most // 2) * 2
 
 
 def without_lengths(x):
@@ -83,7 +104,8 @@ def with_options(x, given):
         x = x._replace(scores=one._replace(bias=(batch, *one.bias[1:])))
     if not x.angles:
         return x._replace(first=0)
-    return x._replace(angles=plgpu.dim("L"), first=x.keys - x.queries if x.first else 0)
+    first = _sizes.clamp(x.keys - x.queries, 0, _sizes.MOST) if given.first else 0
+    return x._replace(angles=plgpu.dim("L"), first=first)
 
 
 def with_mask(x, call):
@@ -113,6 +135,14 @@ def flat_options(x, whole):
     return [named.get(name) for name in x.kernel_operands]
 
 
+LEAST = {"S": 2}  # elements of cu_seqlens
+
+
+def sequences_of(f):
+    """The size of its packed sequences, if there are any."""
+    return {"S": f.sequences + 1} if f.sequences else {}
+
+
 def open_lengths(x, call):
     """The problem, maybe with lengths that are known when the kernel runs, and the number of
     queries that its program is tuned for."""
@@ -120,16 +150,12 @@ def open_lengths(x, call):
     if x.batch > 1 or is_large(x) or x.others or x.is_narrow:
         return x, x.queries
     kind, sizes = kind_of(x, call)
-    sizes |= {"S": f.sequences + 1} if f.sequences else {}
-    least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
-    if x.keys < least:
-        return x, x.queries
-    found = sizes_of(kind, sizes, edges(x), least)
+    found = sizes_of(kind, sizes | sequences_of(f), edges(x), LEAST)
     if found is None:
         return x, x.queries
     keys = found["M"]
     if has_pairs(x):
-        keys = plgpu.dim("M", min=least, max=keys.most, multiple_of=2)
+        keys = plgpu.dim("M", min=2, max=keys.most, multiple_of=2)
     given, x = x, with_options(x._replace(queries=found["N"], keys=keys), x)
     if f.sequences:
         x = x._replace(scores=x.scores._replace(sequences=found["S"] - 1))
@@ -144,7 +170,7 @@ def open_batch(x, found):
     whole = any_rows("N", *of_q, least=n.least), any_rows("M", *of_k, least=m.least)
     queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
     if has_pairs(x):
-        keys = _sizes.clamp(whole[1] // batch // 2, 1, m.most // 2) * 2
+        keys = even_keys(whole[1] // batch, m.most)
     if x.page:
         table = plgpu.dim("T", max=MOST_ROWS // x.page)
         keys = _sizes.clamp(table // batch, 1, MOST_ROWS // x.page) * x.page

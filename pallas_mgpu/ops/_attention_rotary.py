@@ -15,6 +15,7 @@ import math
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._batch import Batched
 
 from ._common import FLOATS, PartOfSeveral, SeveralKernels
 from ._open_rows import ANY_ROWS, ENTRIES, entries, is_static, together, views
@@ -84,16 +85,37 @@ def _of_any_length(x, of_keys, interpret):
     rows, heads = (x.keys, x.kv_heads) if of_keys else (x.queries, x.heads)
     shape, first = (x.batch, rows, heads, x.dim), 0 if of_keys else x.first
     kind, total = ("rotation", heads, x.dim, x.dtype, interpret), x.batch * rows
-    if first or total > ANY_ROWS[1] or x.batch > ENTRIES or is_static(kind, shape[:2]):
+    static = total > ANY_ROWS[1] or x.batch > ENTRIES
+    if static or is_static(kind, (*shape[:2], first)):
         return rotation(x, of_keys, interpret)
     whole, batch, length = plgpu.dim("N", max=ANY_ROWS[1]), entries(), plgpu.dim("L")
     each, sizes = (batch, whole // batch, heads, x.dim), {"length": length, "entries": batch}
     kernel = kernel_of(each, x.dtype, False, None, interpret, rows=whole, **sizes)
-    operands, alone = (
-        ((1, total, heads, x.dim), None, None),
-        lambda: rotation(x, of_keys, interpret),
-    )
-    return views(kernel, operands, (shape,), alone, (x.batch,))
+    operands = (1, total, heads, x.dim), None, None
+
+    def alone():
+        return rotation(x, of_keys, interpret)
+
+    kernel = views(kernel, operands, (shape,), alone, (x.batch,))
+    return _FromPosition(kernel, first, alone) if first else kernel
+
+
+class _FromPosition(PartOfSeveral):
+    """A rotation of any length whose first row has another position than 0: that of the rest of
+    the tables. alone: as of `views`."""
+
+    def __init__(self, kernel, first, alone):
+        self.kernel, self.first, self.alone = kernel, first, alone
+
+    def __call__(self, x, cos, sin, stream=None):
+        if any(isinstance(y, Batched) for y in (x, cos, sin)):
+            return self.alone()(x, cos, sin, stream=stream)
+        return self.kernel(x, *tables_from(self.first, (cos, sin)), stream=stream)
+
+
+def tables_from(first, tables):
+    """The rest of the tables of angles, whose first row is that of a position."""
+    return [table[first:] for table in tables] if first else tables
 
 
 class Rotated(SeveralKernels):

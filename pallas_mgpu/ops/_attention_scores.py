@@ -595,7 +595,7 @@ class Tile:
             at = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
             keep, at = first[k] + at < sizes[2 + k], (pl.ds(start + first[k], n),)
             how = {"mask": keep, "other": 0.0} if masked else {}
-            return plgpu.load(ref, at, layout=layout, **how)
+            return plgpu.load(ref.at[at], layout=layout, **how)
         shape = self.shape[0], self.shape[1] // pair
         i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes)
         i, j = i + first[0], j + first[1] // pair

@@ -164,16 +164,16 @@ def settle(kind, m):
     _seen(kind).add(m)
 
 
-def sizes_of(kind, sizes, edges, least=1, weight=1):
-    """Sizes that stand for the ints ``{name: n}``, the first of them in a bucket between two edges
-    and the others any from the least one on; None: they have a program of their own. weight: as of
-    `is_static`."""
+def sizes_of(kind, sizes, edges, least=None, weight=1):
+    """Sizes that stand for the ints ``{name: n}``, the first of them in a bucket between two edges;
+    None: they have a program of their own. least: what others can be at least, by name, 1 if it is
+    not there. weight: as of `is_static`."""
     (first, n), *_ = sizes.items()
     if n > edges[-1] or max(sizes.values()) > edges[-1]:
         return None
     if is_static(kind, tuple(sizes.values()), weight):
         return None
-    found = {name: plgpu.dim(name, min=least, max=edges[-1]) for name in sizes}
+    found = {name: plgpu.dim(name, min=(least or {}).get(name, 1), max=edges[-1]) for name in sizes}
     return found | {first: bucket_of(first, n, edges)[0]}
 
 

@@ -50,12 +50,15 @@ from ._attention_backward_seven import (
 )
 from ._attention_backward_tensor_memory import TensorMemoryBackwardConfig
 from ._common import SeveralKernels
-from ._open_rows import better, sizes_of
+from ._open_rows import better, sizes_of, together
 from ._padding import cropping, of_any_rows, padding
 from .attention import _check
 
 _F32 = np.float32
-_WEIGHT = 1.5  # of sizes that have programs of their own, three or four each
+# Of sizes that have programs of their own, three or four each. With a bias some of the shared ones
+# are for even numbers of keys, others for odd ones; packed sequences and
+# angles have two more.
+_WEIGHT, _OF_MANY = 1.5, 3
 _MOST = _attention_backward_tensor_memory_seven.MOST  # the largest head_dim
 
 
@@ -126,7 +129,8 @@ class Gradients(SeveralKernels):
                 self.by_keys = _Keys(*(seen(one, operands, ("k",)) for one in pair))
             else:
                 self.by_keys = seen(kernel(x, True, interpret), operands, ("k", "k"))
-            self.by_queries = seen(kernel(x, False, interpret), operands, ("q",))
+            y = _attention_open.with_pairs(x, given)
+            self.by_queries = with_views(given, y, kernel(y, False, interpret), operands, ("q",))
         self.names, self.bias, self.ranges = x.scores.operands, None, None
         if x.scores.sequences:
             self.ranges = [
@@ -134,9 +138,10 @@ class Gradients(SeveralKernels):
             ]
         if bias_dtype is not None:
             how = bias_dtype, interpret, self.on_blackwell
-            found = _attention_backward_bias.bias_gradient(x._replace(angles=0), *how)
+            y = _attention_open.with_pairs(x._replace(angles=0), given)
+            found = _attention_backward_bias.bias_gradient(y, *how)
             operands = "q", "q", "k", "k", None, None, *x.scores.kernel_operands
-            self.bias = with_views(given, x, found, operands, ("bias",))
+            self.bias = with_views(given, y, found, operands, ("bias",))
 
     def __call__(self, grad, q, k, v, o, lse, *others, out=None, stream=None):
         arrays = grad, q, k, v, o, lse, *others
@@ -201,7 +206,8 @@ def _width(dim, value_dim, on_blackwell):
 
 def _copying(make, shape, cols, device, *how):
     """Copies to rows of other widths."""
-    return of_any_rows(lambda shape: make(shape, *how), shape, cols, make.__name__, device, *how)
+    with together(False):  # which takes no longer
+        return of_any_rows(lambda s: make(s, *how), shape, cols, make.__name__, device, *how)
 
 
 def _padded(width, operands, gradients_of, interpret):
@@ -269,13 +275,12 @@ def _open(x, *how):
     """The problem, maybe with a batch and lengths that are known when the kernels run. how: what
     else distinguishes kernels."""
     f, given = x.scores, x
-    least = 2 if f.sequences else 1  # cu_seqlens has two elements at least
-    if x.first or x.keys < least or _attention_open.is_large(x):
+    if _attention_open.is_large(x):
         return x
     kind = "attention_backward", _attention_open.without_lengths(x), how
-    sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
-    sizes |= {"S": f.sequences + 1} if f.sequences else {}
-    found = sizes_of(kind, sizes, (0, MOST_LENGTH), least, _WEIGHT)
+    sizes = {"N": x.queries, "M": x.keys, "B": x.batch} | _attention_open.sequences_of(f)
+    weight = _OF_MANY if f.bias or f.sequences or x.angles else _WEIGHT
+    found = sizes_of(kind, sizes, (0, MOST_LENGTH), _attention_open.LEAST, weight)
     if found is None:
         return x
     several = x.batch > 1 or x.dim == 256 or f.bias is not None  # whose programs are many
@@ -368,9 +373,9 @@ def attention_backward(
     given = x
     if not on_blackwell:
         if config is None:
-            x = _open(x, q.device, interpret, bool(deterministic))
             config = AttentionBackwardConfig(7) if deterministic else _chosen(dim, scores)
         config = _check_config(config, dim, scores, deterministic)
+        x = _open(x, q.device, interpret, bool(deterministic), config)
     bias_dtype = bias.dtype if bias_gradient else None
     sms = plgpu.sm_count(q.device)
     return Gradients(x, config, bias_dtype, interpret, bool(deterministic), sms, given)
