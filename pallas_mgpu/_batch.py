@@ -171,6 +171,10 @@ def call_batched_family(family, args, kwargs):
         raise NotImplementedError(
             f"{family.__name__}: out= under vmap; use the result, or vmap of a kernel"
         )
+    merged = getattr(family.maker, "merged", None)
+    found = merged(family, args, options | stream) if merged else None
+    if found is not None:
+        return found
     kernel, arrays = chosen(family, args, options, _described)
     return kernel(*arrays, **stream)
 

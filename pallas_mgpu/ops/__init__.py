@@ -1,6 +1,7 @@
 """Ready kernels, written in the public language alone."""
 
 from ._arguments import check_arguments as _check_arguments
+from ._merged_batches import merged as _merged
 from .activation_backward import activation_backward
 from .adamw import adamw
 from .add_norm import add_layer_norm, add_rms_norm
@@ -100,6 +101,7 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "maker"):
         globals()[_name].maker.check = _check_arguments
+        globals()[_name].maker.merged = _merged
 
 
 def __dir__():

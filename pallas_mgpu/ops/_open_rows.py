@@ -228,11 +228,12 @@ def better(make):
 # ---- arrays of more dimensions -------------------------------------------------------------------
 
 
-def _view(x, shape):
+def view(x, shape):
+    """The array in another shape; None: as it is."""
     if shape is None:
         return x
     if isinstance(x, Batched):  # results are stacked along axis 0
-        return Batched(_view(x.value, (x.value.shape[0], *shape)), 0, x.level)
+        return Batched(view(x.value, (x.value.shape[0], *shape)), 0, x.level)
     return x.reshape(shape)
 
 
@@ -247,7 +248,7 @@ def views(kernel, operands, results, alone=None, sizes=()):
         return kernel
 
     def reshaped(arrays, shapes):
-        return [_view(x, s) for x, s in zip(arrays, shapes)]
+        return [view(x, s) for x, s in zip(arrays, shapes)]
 
     def by_hand(*arrays, **how):
         if alone and any(isinstance(x, Batched) for x in arrays):

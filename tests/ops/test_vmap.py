@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _batch, ops
+from pallas_mgpu import _batch, _core, ops
+from pallas_mgpu.ops import _open_rows
 
 BATCH = 3
 INT, F32 = np.int32, np.float32
@@ -125,6 +126,38 @@ def test_copies_of_device_arrays(rng, shape, dtype, monkeypatch):
     x = rng.integers(0, 2, shape[1:]).astype(dtype)
     found = _batch._repeating(shape, np.dtype(dtype))(x)
     np.testing.assert_array_equal(found, np.broadcast_to(x, shape))
+
+
+LATER = {  # the arrays of an element for some size
+    "attention": lambda rng, n: [array(rng, (1, n, 2, 64)) for _ in "qkv"],
+    "attention_backward": lambda rng, n: [
+        *(array(rng, (1, n, 2, 64)) for _ in "gqkvo"),
+        np.full((1, 2, n), 9, F32),
+    ],
+    "rms_norm": lambda rng, n: [array(rng, (n, 64))],
+    "cross_entropy": lambda rng, n: [array(rng, (n, 64)), rng.integers(0, 64, n).astype(INT)],
+    "rotary": lambda rng, n: [array(rng, (1, n, 2, 64)), *(array(rng, (n, 32)) for _ in "cs")],
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_sizes_share_programs(rng, monkeypatch, name):
+    """The mapped axis is part of the batch, whose size is known at run time."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+    f, calls = call(name), []
+    axes = tuple(None if name == "rotary" and k else 0 for k in range(len(LATER[name](rng, 1))))
+    for size, n in ((3, 20), (2, 33), (5, 9), (4, 21), (2, 7), (3, 38)):
+        elements = [LATER[name](rng, n) for _ in range(size)]
+        calls.append([x[0] if a is None else np.stack(x) for a, x in zip(axes, zip(*elements))])
+    before = _core.plan_memory()["plans"]
+    found = [plgpu.tree.leaves(plgpu.vmap(f, in_axes=axes)(*arrays)) for arrays in calls]
+    assert _core.plan_memory()["plans"] - before <= 4
+    for arrays, got in zip(calls, found):
+        second = [x if axis is None else x[1] for x, axis in zip(arrays, axes)]
+        for a, b in zip(got, plgpu.tree.leaves(f(*second))):
+            a, b = a[1].astype(F32), b.astype(F32)
+            np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())
 
 
 def test_refused(rng):
