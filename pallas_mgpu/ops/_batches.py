@@ -13,11 +13,15 @@ import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, _sizes
+from pallas_mgpu import _core, _sizes, lax, pl
+from pallas_mgpu import numpy as jnp
 
-from ._common import SeveralKernels
-from ._open_rows import ANY_ROWS, is_static
-from ._padding import Padded, with_padding
+from . import _float32
+from ._attention_scores import scalar
+from ._common import SeveralKernels, store_some
+from ._open_rows import ANY_ROWS, ENTRIES, is_static, views
+from ._padding import Padded, padding_of, with_padding
+from ._scaled import transposing_of
 from ._slices import Sliced
 
 BUCKETS = {128: 3, 1 << 22: 6}  # programs for any sizes by the most rows of a matrix
@@ -44,16 +48,74 @@ class Plan(NamedTuple):
         own = (group[0] for group in self.groups if group[1 + which])
         return (*own, *shape[-2:])
 
+    def matrices(self, shape, which):
+        """The same with one dimension for all matrices, if there are several."""
+        *own, rows, cols = self.operand(shape, which)
+        return (*([math.prod(own)] if own else []), rows, cols)
+
 
 class Batch(NamedTuple):
     """How many products a kernel computes, maybe a size of the call, and which operands have one
-    matrix for each. rows: those of all matrices, of A and of the result where these have one
-    dimension for all; None where arrays of matrices have one more dimension."""
+    matrix for each."""
 
     size: int
     a: bool
     b: bool
+    # Rows of all matrices, of the result and of A, where these have one dimension for all; None
+    # where arrays of matrices have one more dimension.
     rows: plgpu.Dim | None = None
+    rows_a: plgpu.Dim | None = None
+    # As of a `Plan`, where the operands do not have the same dimensions.
+    groups: tuple[tuple[int, bool, bool], ...] = ()
+    scales: tuple[bool, bool] = (False, False)  # are there those of A, of B for each matrix?
+
+    def without_sizes(self):
+        return self._replace(size=0, groups=tuple((0, *has) for _, *has in self.groups))
+
+    def transposed(self):
+        """That of the kernel whose A and B have changed places."""
+        groups = tuple((extent, b, a) for extent, a, b in self.groups)
+        return self._replace(a=self.b, b=self.a, groups=groups, scales=self.scales[::-1])
+
+    def count(self, which):
+        """The matrices of operand 0 or 1."""
+        if not self.groups:
+            return self.size
+        return math.prod(extent for extent, *has in self.groups if has[which])
+
+    def entries(self, entry):
+        """Those of A and of B that are factors of a product, while a kernel is traced."""
+        if not self.groups:
+            return entry, entry
+        digits, found = [], [jnp.int32(0), jnp.int32(0)]
+        for extent, *_ in reversed(self.groups):
+            digits.insert(0, lax.rem(entry, scalar(extent)))
+            entry = lax.div(entry, scalar(extent))
+        for (extent, *has), digit in zip(self.groups, digits):
+            found = [n * scalar(extent) + digit if h else n for n, h in zip(found, has)]
+        return found
+
+    @property
+    def counted(self):
+        """The sizes that only operands of their own tell, where there are sizes of the call."""
+        return [extent for extent, *_ in self.groups if isinstance(extent, plgpu.Dim)]
+
+    def operands(self, a, b, scales):
+        """Shapes of A, of B and of the scales that there are, as kernels want them. a, b, scales:
+        those of one matrix; of a scale (form, shape), or None."""
+        found = [((self.count(k),) * self[1 + k] + shape) for k, shape in enumerate((a, b))]
+        if self.rows is not None and self.a:
+            found[0] = self.rows_a, *a[1:]
+        for which, (form, shape) in enumerate(x or (None, None) for x in scales):
+            if form is None:
+                continue
+            if self.scales[which] and form != "one" and which == 0 and self.rows is not None:
+                found.append((self.rows_a, *shape[1:]))
+            elif self.scales[which]:
+                found.append((self.count(which), *shape))
+            else:
+                found.append(shape or (1,))
+        return found
 
 
 class Extra(NamedTuple):
@@ -103,31 +165,123 @@ def plan_of(a, b, by_strides=False):
     return Plan(tuple(groups), shape)
 
 
-def with_open_sizes(x, a, batch, kind):
-    """The Product of a batch, perhaps with open sizes, and A as its kernel gets it. kind:
-    what distinguishes programs but the sizes."""
-    m, count = x.m, batch.size
+def with_open_sizes(x, batch, kind, rows=True):
+    """The Product of a batch, perhaps with open sizes, and the Batch of this call. kind: what
+    distinguishes programs but the sizes. rows: may those of A be one dimension?"""
+    m, extents = x.m, tuple(extent for extent, *_ in batch.groups) or (batch.size,)
     edges = 0, *BUCKETS
-    most = _ELEMENTS // (max(m, x.n) * x.k if x.ta else x.n * x.k)
-    size = plgpu.dim("B", max=min(most, edges[-1]))
-    if x.ta:  # rows are no outer dimension
-        if not is_static((*kind, m), count):
-            batch = batch._replace(size=size)
-        return x._replace(batch=batch), a
-    # parts of tiles are stored by TMA
-    fits = x.n * x.out_dtype.itemsize % 16 == 0 and count * m <= ANY_ROWS[1]
-    if not fits or m > edges[-1] or is_static(kind, (m, count)):
-        return x._replace(batch=batch), a
+    most = min(_ELEMENTS // (max(m, x.n) * x.k if x.ta else x.n * x.k), edges[-1])
+    if x.ta or not rows:  # which are no outer dimension
+        static = is_static((*kind, m), extents)
+        return x._replace(batch=batch if static else _open(batch, most)), batch
+    if batch.size * m > ANY_ROWS[1] or m > edges[-1] or is_static(kind, (m, *extents)):
+        return x._replace(batch=batch), batch
+    of_call, batch = batch, _open(batch, most)
     most = next(edge for edge in edges if m <= edge)
     least = edges[edges.index(most) - 1] + 1
     if batch.a:
         every = plgpu.dim("R", min=least, max=ANY_ROWS[1])
-        x = x._replace(m=_sizes.clamp(every // size, least, most))
-        a = plgpu.ArrayInfo((count * m, x.k), a.dtype, a.device, a.aligned)
+        x = x._replace(m=_sizes.clamp(every // batch.count(0), least, most))
+        batch = batch._replace(rows=x.m * batch.size if batch.groups else every, rows_a=every)
     else:
         x = x._replace(m=plgpu.dim("M", min=least, max=most))
-        every = x.m * size
-    return x._replace(batch=batch._replace(size=size, rows=every)), a
+        batch = batch._replace(rows=x.m * batch.size)
+    of_call = of_call._replace(rows=m * of_call.size, rows_a=m * of_call.count(0))
+    return x._replace(batch=batch), of_call
+
+
+def _open(batch, most):
+    """The Batch with sizes of the call."""
+    if not batch.groups:
+        return batch._replace(size=plgpu.dim("B", max=most))
+    groups = tuple(
+        (plgpu.dim(f"G{k}", max=min(most, ENTRIES)), *has)
+        for k, (_, *has) in enumerate(batch.groups)
+    )
+    size = _sizes.clamp(math.prod(extent for extent, *_ in groups), 1, most)
+    return batch._replace(size=size, groups=groups)
+
+
+class OfBatch:
+    """What a block of the kernel of two matrices does besides where it computes the products of a
+    batch, whose tiles follow each other: a base before that block's class."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        batch = self.x.batch
+        self.whole = {name: getattr(self, name) for name in ("a", "b", "o", "scale_a", "scale_b")}
+        # of A and B of the call: which of those of the kernel are they?
+        self.sides = (1, 0) if self.x.swapped else (0, 1)
+        self.above = self.above_a = 0  # rows of the matrices before: of the result, of A
+        self.of_entries = any(batch.scales)
+
+    def prefetch(self):
+        """Nothing: batches were not timed with it."""
+
+    def enter(self, t):
+        """The tile of unit t of the schedule, whose operands and result are the block's now."""
+        x, t = self.x, jnp.maximum(t, 0)  # as it is: stores by TMA begin inside of the array
+        entry, batch, below = t // self.plan.tiles, x.batch, x.batch.rows is not None
+        entries, rows = batch.entries(entry), x.n if x.swapped else x.m
+        for k, name in enumerate("ab"):
+            is_a = self.sides[k] == 0  # of the call
+            if batch[1 + k] and not (is_a and below):
+                setattr(self, name, self.whole[name].at[entries[k]])
+            scale = f"scale_{name}"
+            if batch.scales[k] and not (is_a and below and x.forms[k] != "one"):
+                setattr(self, scale, self.whole[scale].at[entries[k]])
+            elif batch.scales[k]:
+                self.scales_before = {**dict.fromkeys("ab", 0), name: entries[k] * rows}
+        if below:
+            self.above, self.above_a = entry * rows, entries[self.sides.index(0)] * rows
+        else:
+            self.o = self.whole["o"].at[entry]
+        return t % self.plan.tiles
+
+    def fetch_tile(self, t, it0):
+        return super().fetch_tile(self.enter(t), it0)
+
+    def multiply_tile(self, me, scales, t, it0):
+        t = self.enter(t)
+        return super().multiply_tile(me, self.scales() if self.of_entries else scales, t, it0)
+
+    def below(self, rows, is_a):
+        """Rows of the matrix, in all rows of A of the call."""
+        moved = is_a and self.x.batch.rows is not None and self.x.batch[1 + self.sides.index(0)]
+        return pl.ds(rows.start + self.above_a, rows.size) if moved else rows
+
+    def tile_of_a(self, a, along_m, k):
+        return super().tile_of_a(a, self.below(along_m, not self.x.swapped), k)
+
+    def tiles_of_b(self, along_n, k):
+        return super().tiles_of_b(self.below(along_n, self.x.swapped), k)
+
+    def send_rows(self, buffer, value, where, targets):
+        if self.x.batch.rows is None:
+            return super().send_rows(buffer, value, where, targets)
+        (rows, columns), (target,) = where, targets
+        left = jnp.clip((self.x.n if self.x.swapped else self.x.m) - rows.start, 0, rows.size)
+        first = rows.start + self.above
+
+        def part(start, count):
+            return target.at[pl.ds(first + start, count), columns]
+
+        store_some(buffer, value, left, part, engine=None if self.plan.by_tma else "plain")
+
+
+def copies(arrays, axes, moved, by_tma, interpret):
+    """The kernels that copy operands of a product of all matrices, None for none. arrays: A, B and
+    others; axes: along which A and B are split into three, or None; moved: which of these are
+    transposed; by_tma: which of the others are read by TMA."""
+    found = []
+    for k, x in enumerate(arrays):
+        if k < 2 and axes[k] is not None:
+            found.append(_float32.splitting_of(k, x, axes[k], interpret))
+        elif k < 2 and moved[k]:
+            found.append(transposing_of(x, interpret))
+        else:
+            found.append(padding_of(x, interpret, True) if k < 2 or by_tma[k - 2] else None)
+    return found
 
 
 def _mapped(kernel, axes):
@@ -170,12 +324,23 @@ class _Reshaped(SeveralKernels):
         return self.product.lower(*given, **options)
 
 
-def _with_views(product, shapes, inner, shape):
-    """`_Reshaped`, in the extension where the product is a single kernel."""
-    by_hand = _Reshaped(product, shapes, inner, shape)
+def _with_views(product, shapes, inner, shape, sizes=()):
+    """`_Reshaped`, in the extension where the product is a single kernel. sizes: as of `views`."""
+    by_hand = _Reshaped(with_sizes(product, len(shapes), sizes), shapes, inner, shape)
     if not isinstance(product, _core.Kernel):
         return by_hand
-    return _core.Reshaped(product, lambda: by_hand, tuple(map(tuple, shapes)), (tuple(shape),))
+    views = tuple(map(tuple, shapes)), (tuple(shape),), tuple(sizes)
+    return _core.Reshaped(product, lambda: by_hand, *views)
+
+
+def with_sizes(product, operands, sizes):
+    """The product that gets numbers from the extents of more operands, of one with so many."""
+    if not sizes:
+        return product
+    if isinstance(product, Padded):
+        inner = with_sizes(product.product, operands, sizes)
+        return with_padding(inner, product.pads)
+    return views(product, (None,) * operands, (None,), sizes=sizes)
 
 
 def _matrix(info, shape):
@@ -204,6 +369,28 @@ def _of_all_rows(plan, a, b, ta, extras):
     return shapes
 
 
+def _with_more_rows(plan, infos, extras):
+    """The plan without the innermost dimensions that A alone has, whose matrices are below each
+    other, and how many they are."""
+    scale = next((x for x in extras if x.of == 0), None)
+    *groups, (extent, *has) = plan.groups
+    if has != [True, False] or not groups:
+        return plan, 1
+    if scale and scale.info.size != 1:
+        if not scale.is_batched(infos) or scale.info.shape[-2] != infos[0].shape[-2]:
+            return plan, 1
+    return plan._replace(groups=tuple(groups)), extent
+
+
+def _shape_of_scale(x, plan, operands, rows):
+    """Of an Extra, as that of its operand: without the dimensions that this does not have, and
+    with so many times the rows."""
+    if not x.is_batched(operands):
+        return x.info.shape
+    *lead, height, width = plan.matrices(x.info.shape, x.of)
+    return *lead, height * (rows if x.of == 0 and height > 1 else 1), width
+
+
 def _with_shapes(infos, shapes):
     return [plgpu.ArrayInfo(s, x.dtype, x.device, x.aligned) for s, x in zip(shapes, infos)]
 
@@ -219,24 +406,27 @@ def _plan(a, b, ta, tb):
 
 def product(a, b, ta, tb, make, make_all, extras):
     """The function of arrays with batches. extras: a list of Extra. make(*infos of a, b and extras,
-    batch=): what multiplies such matrices, one of so many; make_all(the same): what multiplies all
-    matrices of arrays with one batch dimension or none, the shape in which it gets A and that of
-    what it makes; or None."""
+    batch=): what multiplies such matrices, one of so many; make_all(the same, plan=): what
+    multiplies all matrices of arrays with the batch dimensions of the plan, the shapes in which it
+    gets its operands, that of what it makes, and `sizes` as of `views`; or None."""
     plan = _plan(a, b, ta, tb)
     m, n = a.shape[-1 if ta else -2], b.shape[-2 if tb else -1]
     result = (*plan.shape, m, n)
     infos = [a, b, *(extra.info for extra in extras)]
-    shapes, one_batch = _of_all_rows(plan, a, b, ta, extras), plan
-    if not plan.groups and min(a.ndim, b.ndim) > 2:  # programs for any batch serve one of 1, too
-        one_batch = plan._replace(groups=((1, True, True),))
-    if len(one_batch.groups) == 1 and (one_batch is not plan or not shapes):
-        all_shapes = [one_batch.operand(x.shape, of) for of, x in enumerate((a, b))]
-        all_shapes += [x.info.shape for x in extras]
+    shapes = _of_all_rows(plan, a, b, ta, extras)
+    one_batch, rows = plan, 1
+    if not plan.groups and b.ndim > 2:  # programs for any batch serve one of 1, too
+        one_batch = plan._replace(groups=((1, a.ndim > 2, True),))
+    elif not ta and not shapes:
+        one_batch, rows = _with_more_rows(plan, infos, extras)
+    if one_batch is not plan or not shapes:
+        all_shapes = [one_batch.matrices(x.shape, of) for of, x in enumerate((a, b))]
+        all_shapes[0] = *all_shapes[0][:-2], all_shapes[0][-2] * rows, all_shapes[0][-1]
+        all_shapes += [_shape_of_scale(x, one_batch, (a, b), rows) for x in extras]
         whole = _with_shapes(infos, all_shapes)
-        found = make_all(*whole, batch=one_batch.extents[0])
+        found = make_all(*whole, plan=one_batch)
         if found:
-            kernel, all_shapes[0], inner = found
-            return _with_views(kernel, all_shapes, inner, result)
+            return _with_views(*found[:3], result, found[3])
     if shapes:
         whole = _with_shapes(infos, shapes)
         return _with_views(make(*whole, batch=1), shapes, (shapes[0][0], n), result)

@@ -471,7 +471,7 @@ def store(buffer, value, *targets, **how):
         plgpu.copy_smem_to_gmem(buffer, target, **how)
 
 
-def store_some(buffer, value, rows, target_of):
+def store_some(buffer, value, rows, target_of, engine=None):
     """The first rows of a value to global memory, which may have others after them: in boxes of as
     many rows as their number has bits. target_of(start, count): where so many rows go."""
     count = 1 << buffer.shape[0].bit_length() - 1
@@ -483,7 +483,7 @@ def store_some(buffer, value, rows, target_of):
         def box(n=count):
             start = rows // (2 * n) * (2 * n)
             part = buffer.at[pl.ds(start, n)]
-            plgpu.copy_smem_to_gmem(part, target_of(start, n), commit_group=False)
+            plgpu.copy_smem_to_gmem(part, target_of(start, n), commit_group=False, engine=engine)
 
         pl.when(there)(box)
         count //= 2

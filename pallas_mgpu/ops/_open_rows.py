@@ -237,6 +237,33 @@ def view(x, shape):
     return x.reshape(shape)
 
 
+class Views:
+    """What `views` returns, array by array in Python."""
+
+    def __init__(self, kernel, operands, results, alone, sizes):
+        self.kernel, self.operands, self.results = kernel, operands, results
+        self.alone, self.sizes = alone, sizes
+
+    def __call__(self, *arrays, **how):
+        if self.alone and any(isinstance(x, Batched) for x in arrays):
+            return self.alone()(*arrays, **how)
+        found = self.kernel(*self.given(arrays), **how)
+        several = isinstance(found, tuple)
+        found = tuple(map(view, found if several else (found,), self.results))
+        return found if several else found[0]
+
+    def given(self, arrays):
+        """What the kernel gets."""
+        told = [arrays[0].reshape(-1)[:n] for n in self.sizes]
+        return [*map(view, arrays, self.operands), *told]
+
+    def lower(self, *arrays, **options):
+        S = plgpu.ShapeDtypeStruct
+        given = [S(s or x.shape, x.dtype) for x, s in zip(arrays, self.operands)]
+        told = [S((n,), arrays[0].dtype) for n in self.sizes]
+        return self.kernel.lower(*given, *told, **options)
+
+
 def views(kernel, operands, results, alone=None, sizes=()):
     """The kernel as a function of arrays with other shapes: operands, which it gets, and results,
     which the caller gets; None: as they are. Arrays without memory are reshaped by a method.
@@ -246,19 +273,7 @@ def views(kernel, operands, results, alone=None, sizes=()):
     operands, results = tuple(operands), tuple(results)
     if not any((*operands, *results, *sizes)):
         return kernel
-
-    def reshaped(arrays, shapes):
-        return [view(x, s) for x, s in zip(arrays, shapes)]
-
-    def by_hand(*arrays, **how):
-        if alone and any(isinstance(x, Batched) for x in arrays):
-            return alone()(*arrays, **how)
-        given = [arrays[0].reshape(-1)[:n] for n in sizes]
-        found = kernel(*reshaped(arrays, operands), *given, **how)
-        if not isinstance(found, tuple):
-            return reshaped([found], results)[0]
-        return tuple(reshaped(found, results))
-
+    by_hand = Views(kernel, operands, results, alone, tuple(sizes))
     return _core.Reshaped(kernel, lambda: by_hand, operands, results, tuple(sizes))
 
 

@@ -21,6 +21,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches, store, swizzled, unaligned
+from ._open_rows import ANY_ROWS, in_shapes, rows_of
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = 128  # elements along K, and columns of B, that share a scale
@@ -95,10 +96,10 @@ class Scales:
     """Scales that multiply the sums of a tile in its epilogue. Made by a consumer while tracing.
 
     ``a``, ``b``: refs of the scales in GMEM or None. ``tile_rows``: rows of all blocks of a
-    cluster."""
+    cluster. ``above``: rows of other matrices before, which have scales in ``a``, too."""
 
-    def __init__(self, forms, a, b, m, tile_rows):
-        self.forms, self.a, self.m = forms, a, m
+    def __init__(self, forms, a, b, m, tile_rows, above=0):
+        self.forms, self.a, self.m, self.above = forms, a, m, above
         over = m % tile_rows
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.one = None
@@ -111,11 +112,11 @@ class Scales:
         """rows: a pl.ds"""
         if self.forms.a != "each":
             return None
-        scales = self.a.reshape((self.a.size,))
+        scales, there = self.a.reshape((self.a.size,)), pl.ds(rows.start + self.above, rows.size)
         if not self.ragged:
-            return scales[rows]
+            return scales[there]
         mask = jnp.arange(rows.size) < self.m - rows.start
-        return pl.load(scales, (rows,), mask=mask, other=0.0)
+        return pl.load(scales, (there,), mask=mask, other=0.0)
 
     def load_columns(self, columns, width, chunk):
         """A list, of each part of the tile, `chunk` of its `width` columns. columns: where they
@@ -148,10 +149,12 @@ class BlockScales:
 
     ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that are
     worked on at a time, rows of all blocks of a cluster. ``reach``: columns of all tiles, elements
-    of K of all steps. ``consumers``: of a block. ``dtype``: of the sums of a product."""
+    of K of all steps. ``consumers``: of a block. ``dtype``: of the sums of a product. ``above``: as
+    of `Scales`."""
 
-    def __init__(self, a, b, m, tile, reach, consumers, dtype=jnp.float32):
+    def __init__(self, a, b, m, tile, reach, consumers, dtype=jnp.float32, above=0):
         self.a, self.b, self.m, self.consumers, self.dtype = a, b, m, consumers, dtype
+        self.above = above
         self.cols = min(tile[1], BLOCK)  # of a product
         self.products = tile[1] // self.cols
         over = m % tile[0]
@@ -167,7 +170,7 @@ class BlockScales:
         if self.beyond_k:
             inside = block < self.a.shape[1]
             block = jnp.minimum(block, self.a.shape[1] - 1)
-        rows = pl.ds(row, 64)
+        rows = pl.ds(row + self.above, 64)
         if self.ragged:
             keep = jnp.arange(64) < self.m - row
             of_rows = pl.load(self.a, (rows, block), mask=keep, other=0.0)
@@ -268,17 +271,20 @@ _LANES_TILE = 64  # without TMA
 
 @cached
 def transposing(shape, dtype, aligned, interpret, by_lanes=False):
-    """Kernel: the transpose of an array with so many rows and columns, with rows of a multiple of
-    16 elements, filled up with zeros. by_lanes: for GPUs without TMA."""
+    """Kernel: the transpose of an array with so many rows and columns, or of each of several, with
+    rows of a multiple of 16 elements, filled up with zeros. by_lanes: for GPUs without TMA."""
     if by_lanes:
         return _transposing_by_lanes(shape, dtype, aligned, interpret)
-    rows, cols = shape
+    *several, rows, cols = shape
     padded = pl.cdiv(rows, 16) * 16
-    by_tma = aligned and (cols % 16 == 0 or rows == 1)
+    by_tma = aligned and (cols % 16 == 0 or rows == 1 and not several)
 
     def body(x, o, *, x_smem, o_smem, full):
         overlap_launches()
-        x = x.reshape(shape)
+        if several:
+            x, o = (ref.at[lax.axis_index("matrix")] for ref in (x, o))
+        else:
+            x = x.reshape(shape)
         row, col = lax.axis_index("row") * _TILE, lax.axis_index("col") * _TILE
         source = x.at[pl.ds(row, _TILE), pl.ds(col if aligned else unaligned(col), _TILE)]
         plgpu.copy_gmem_to_smem(source, x_smem, full, engine=None if by_tma else "plain")
@@ -289,13 +295,23 @@ def transposing(shape, dtype, aligned, interpret, by_lanes=False):
     smem = plgpu.SMEM((_TILE, _TILE), dtype, transforms=swizzled(_TILE, dtype))
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct((cols, padded), dtype),
+        out_type=plgpu.ShapeDtypeStruct((*several, cols, padded), dtype),
         scratch_types={"x_smem": smem, "o_smem": smem, "full": plgpu.Barrier()},
-        grid=(pl.cdiv(rows, _TILE), pl.cdiv(cols, _TILE)),
-        grid_names=("row", "col"),
+        grid=(pl.cdiv(rows, _TILE), pl.cdiv(cols, _TILE), *several),
+        grid_names=("row", "col", *["matrix"] * len(several)),
         interpret=interpret,
         kernel_name="matmul_transposing",
+        **in_shapes(shape),
     )
+
+
+def transposing_of(x, interpret):
+    """The transpose of a matrix, or of several, perhaps of any number of them."""
+    shape, how = x.shape, (x.dtype, x.aligned, interpret)
+    if len(shape) > 2:
+        kind = "matmul_transposing", *shape[1:], *how, x.device
+        shape = rows_of(kind, shape[0], ANY_ROWS)[0], *shape[1:]
+    return transposing(shape, *how)
 
 
 def _transposing_by_lanes(shape, dtype, aligned, interpret):

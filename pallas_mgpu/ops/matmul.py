@@ -51,7 +51,6 @@ from ._common import (
     compile_for,
     dtype_of,
     store,
-    store_some,
     swizzled,
     warp_specialized,
 )
@@ -66,10 +65,19 @@ from ._matmul_choice import (
 )
 from ._matmul_family import Rows, shared
 from ._matmul_parts import Boxes, parts_of
-from ._open_rows import may_settle, own_program, rows_of, settle, together
+from ._open_rows import in_shapes, may_settle, own_program, rows_of, settle, together
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
-from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
+from ._scaled import (
+    BLOCK,
+    FP8,
+    UNSCALED,
+    BlockScales,
+    Forms,
+    Scales,
+    forms_of,
+    transposing,
+)
 from ._shares import Parts, SharedTiles, Work, semaphores
 from ._tensor_memory import TensorMemoryConfig
 from ._warp_mma import MmaConfig
@@ -132,7 +140,7 @@ class Product(NamedTuple):
             tb=not self.ta,
             forms=Forms(*self.forms[::-1]),
             swapped=True,
-            batch=self.batch and self.batch._replace(a=self.batch.b, b=self.batch.a),
+            batch=self.batch and self.batch.transposed(),
         )
 
 
@@ -274,6 +282,8 @@ class _Block(WarpSpecialized):
     """One block of the kernel, while it is traced."""
 
     done = None  # semaphores of shared tiles
+    of_entries = False  # do scales belong to one matrix of several?
+    scales_before = {"a": 0, "b": 0}  # those of other matrices, in arrays of all of them
     narrow = False  # sums are read in the dtype of the result
 
     def __init__(self, plan, refs):
@@ -479,20 +489,25 @@ class _Block(WarpSpecialized):
     # ---- consumers
 
     def consumer(self, me):
+        scales = None if self.of_entries else self.scales()
+        tile = functools.partial(self.multiply_tile, me, scales)
+        self.tiles().consume(tile, 0)
+
+    def scales(self):
+        """What loads scales; None without any."""
         p, x, cfg = self.plan, self.x, self.cfg
-        scales, rows = None, p.rows * cfg.cluster
+        rows, above = p.rows * cfg.cluster, self.scales_before["a"]
         if x.forms.blocks:
             reach = (
                 p.tiles_n * cfg.cluster_n * p.cols,
                 p.steps * cfg.split * cfg.slices * cfg.step,
             )
             tile, of_product = (rows, p.cols), x._replace(forms=UNSCALED).sums
-            scales = BlockScales(
-                self.scale_a, self.scale_b, x.m, tile, reach, p.consumers, of_product
-            )
-        elif x.forms != UNSCALED:
-            scales = Scales(x.forms, self.scale_a, self.scale_b, x.m, rows)
-        self.tiles().consume(functools.partial(self.multiply_tile, me, scales), 0)
+            how = tile, reach, p.consumers, of_product, above
+            return BlockScales(self.scale_a, self.scale_b, x.m, *how)
+        if x.forms != UNSCALED:
+            return Scales(x.forms, self.scale_a, self.scale_b, x.m, rows, above)
+        return None
 
     def multiply_tile(self, me, scales, t, it0):
         p, cfg = self.plan, self.cfg
@@ -553,6 +568,7 @@ class _Block(WarpSpecialized):
                 self.bias.at[there], self.bias_smem.at[me], self.row_full.at[me]
             )
         if self.x.forms.b == "each":
+            along = pl.ds(col + self.scales_before["b"], self.plan.width)
             scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
             plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
 
@@ -728,59 +744,8 @@ class _Block(WarpSpecialized):
         return value
 
 
-class _BatchBlock(_Block):
-    """The same for the products of a batch, whose tiles follow each other."""
-
-    def __init__(self, plan, refs):
-        super().__init__(plan, refs)
-        x = self.x
-        self.whole, self.above = (self.a, self.b, self.o), 0
-        self.of_each = x.batch.a, x.batch.b, True
-        if x.batch.rows is not None:
-            self.of_each = (False, x.batch.b, False) if not x.swapped else (x.batch.a, False, False)
-
-    def prefetch(self):
-        """Nothing: batches were not timed with it."""
-
-    def enter(self, t):
-        """The tile of unit t of the schedule, whose operands and result are the block's now."""
-        x, t = self.x, jnp.maximum(t, 0)  # as it is: stores by TMA begin inside of the array
-        entry = t // self.plan.tiles
-        views = zip(self.whole, self.of_each)
-        self.a, self.b, self.o = (ref.at[entry] if each else ref for ref, each in views)
-        if x.batch.rows is not None:  # rows of the matrices before
-            self.above = entry * (x.n if x.swapped else x.m)
-        return t % self.plan.tiles
-
-    def fetch_tile(self, t, it0):
-        return super().fetch_tile(self.enter(t), it0)
-
-    def multiply_tile(self, me, scales, t, it0):
-        return super().multiply_tile(me, scales, self.enter(t), it0)
-
-    def below(self, rows, has):
-        """Rows of the matrix, in all rows of an operand that has several matrices."""
-        moved = has and self.x.batch.rows is not None
-        return pl.ds(rows.start + self.above, rows.size) if moved else rows
-
-    def tile_of_a(self, a, along_m, k):
-        x = self.x
-        return super().tile_of_a(a, self.below(along_m, x.batch.a and not x.swapped), k)
-
-    def tiles_of_b(self, along_n, k):
-        return super().tiles_of_b(self.below(along_n, self.x.batch.b and self.x.swapped), k)
-
-    def send_rows(self, buffer, value, where, targets):
-        if self.x.batch.rows is None:
-            return super().send_rows(buffer, value, where, targets)
-        (rows, columns), (target,) = where, targets
-        left = jnp.clip((self.x.n if self.x.swapped else self.x.m) - rows.start, 0, rows.size)
-        first = rows.start + self.above
-
-        def part(start, count):
-            return target.at[pl.ds(first + start, count), columns]
-
-        store_some(buffer, value, left, part)
+class _BatchBlock(_batches.OfBatch, _Block):
+    """The same for the products of a batch."""
 
 
 def _semaphores(plan):
@@ -789,19 +754,20 @@ def _semaphores(plan):
 
 @cached
 def _kernel(x, cfg, sms, interpret, scales=()):
-    """x: a Product. scales: shapes of the scales that there are, where the rows are open."""
+    """x: a Product. scales: shapes of the scales that there are, where the rows are open; of a
+    batch (form, shape) of those of a matrix, None for none."""
     whole, shape, of_scales = x, (x.m, x.n), scales
     options = {"interpret": interpret, "kernel_name": "matmul"}
     if cfg.slices > 1:
         x, shape = _slices.partial(whole), _slices.shape_of(whole, cfg.slices)
         scales = scales if x.forms.blocks else ()
-    others, batch = (*(None,) * (x.bias_dtype is not None), *scales), x.batch
+    biases, batch, told = (None,) * (x.bias_dtype is not None), x.batch, []
+    others = *biases, *scales
     if batch is not None:
-        of_a, of_b = (((batch.size,) * has + (None, None)) for has in batch[1:3])
-        shape = batch.size, *shape
-        if batch.rows is not None:
-            of_a, shape = (batch.rows if batch.a else x.m, None), (batch.rows, x.n)
-        options["in_shapes"] = of_a, of_b, *others
+        of_a, told = (None if batch.rows is None else x.m, None), batch.counted
+        of_a, of_b, *others = batch.operands(of_a, (None, None), scales)
+        shape = (batch.size, *shape) if batch.rows is None else (batch.rows, x.n)
+        options |= in_shapes(of_a, of_b, *biases, *others, *[(size,) for size in told])
     elif isinstance(x.m, plgpu.Dim):
         options["in_shapes"] = (None, x.m) if x.ta else (x.m, None), None, *others
     elif isinstance(x.k, plgpu.Dim):
@@ -813,6 +779,8 @@ def _kernel(x, cfg, sms, interpret, scales=()):
     plan = _KernelPlan(x, cfg, sms, clips=True)
 
     def body(a, b, *refs, **scratch):
+        if told:  # without those that tell sizes
+            refs = *refs[: -1 - len(told)], refs[-1]
         found = x.named(a, b, *refs) | plan.refs(scratch)
         block = (_BatchBlock if batch else _Block)(plan, found | {"done": _semaphores(plan)})
         block.narrow = plan.plain
@@ -1260,11 +1228,9 @@ def _of_batches(a, b, bias, scales, config, invariant, **options):
     for name, extra in extras.items():
         extra.check(name, (a, b))
 
-    def make_all(a, b, *rest, batch):
+    def make_all(a, b, *rest, plan):
         given = dict(zip(extras, rest))
-        if config is not None or any(x.is_batched((a, b)) for x in extras.values()):
-            return None
-        return _of_one_batch(a, b, batch, given, invariant, options)
+        return None if config else _of_one_batch(a, b, plan, given, invariant, options)
 
     def make(a, b, *rest, batch):
         given = dict(zip(extras, rest))
@@ -1282,41 +1248,74 @@ def _of_batches(a, b, bias, scales, config, invariant, **options):
 _TYPICAL_BATCH = 12
 
 
-def _of_one_batch(a, b, batch, given, invariant, options):
-    """The kernel of all products of a batch, the shape in which it gets A and that of what it
-    makes; None where the kernel of two matrices is to be mapped. a, b: with one dim for the batch,
-    or none."""
-    ta, tb, interpret = options["transpose_a"], options["transpose_b"], options["interpret"]
-    in_bytes, scales = a.dtype.itemsize, [given.get(name) for name in ("scale_a", "scale_b")]
-    on_hopper = not (_tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device))
-    k_major = in_bytes == 1 and tb and not ta and a.dtype != _FP4
-    if not on_hopper or not (in_bytes == 2 or k_major):
-        return None
+def _batch_product(a, b, given, split, options):
+    """The Product of one of the matrices of `_of_one_batch`, and (form, shape) of its scales; None
+    for none."""
+    scales = [given.get(name) for name in ("scale_a", "scale_b")]
     one = [plgpu.ArrayInfo(y.shape[-2:], y.dtype, y.device, True) for y in (a, b)]
-    how = options["activation"], options["out_dtype"], ta, tb
+    how = (options[n] for n in ("activation", "out_dtype", "transpose_a", "transpose_b"))
     x = _checked(*one, given.get("bias"), *how, any(s is not None for s in scales))
-    if k_major:
-        x = x._replace(forms=forms_of(*scales, x.m, x.n, x.k))
-    else:
+    if a.dtype.itemsize > 1:
         _check_unscaled(a, *scales)
-    if not {None, "one"}.issuperset(x.forms):
+        if split:
+            bf16 = jnp.dtype(jnp.bfloat16)
+            x = x._replace(k=x.k * _float32.PARTS, dtypes=(bf16, bf16))
+        return x, (None, None)
+    of_one = [s and plgpu.ArrayInfo(s.shape[-2:], s.dtype, s.device) for s in scales]
+    x = x._replace(forms=forms_of(*of_one, x.m, x.n, x.k))
+    shapes = [
+        {"one": (), "each": (n,), "blocks": s and s.shape[-2:]}.get(form)
+        for form, n, s in zip(x.forms, (x.m, x.n), scales)
+    ]
+    return x, tuple(form and (form, shape) for form, shape in zip(x.forms, shapes))
+
+
+def _of_one_batch(a, b, plan, given, invariant, options):
+    """What `make_all` of `_batches.product` returns. given: bias and scales by name."""
+    interpret, sms = options["interpret"], plgpu.sm_count(a.device)
+    split = a.dtype.name == "float32" and options["precision"] != "tf32"
+    k_major, count = a.dtype.itemsize != 2 and not split, math.prod(plan.extents)
+    on_hopper = not (_tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device))
+    if not on_hopper or a.dtype == _FP4:
         return None
-    m, has, sms = x.m, _batches.Batch(batch, a.ndim > 2, b.ndim > 2), plgpu.sm_count(a.device)
-    rows = Rows(x.n, x.k, sms, ta, tb, invariant, in_bytes, False, _grain(a.dtype))
-    kind = _kind(x._replace(batch=has._replace(size=0)), a, invariant, interpret)
-    x, a = _batches.with_open_sizes(x, a, has, kind)
+    x, scales = _batch_product(a, b, given, split, options)
+    ta, m, moved = x.ta, x.m, (k_major and x.ta, k_major and not x.tb)
+    x = x._replace(ta=False, tb=True) if k_major else x
+    several = (
+        n in given and given[n].ndim == y.ndim > 2 for n, y in zip(("scale_a", "scale_b"), (a, b))
+    )
+    groups = plan.groups if len(plan.groups) > 1 else ()
+    has = _batches.Batch(count, a.ndim > 2, b.ndim > 2, None, None, groups, tuple(several))
+    in_bytes = x.dtypes[0].itemsize
+    rows = Rows(x.n, x.k, sms, x.ta, x.tb, invariant, in_bytes, x.forms.blocks, _grain(a.dtype))
+    kind = *_kind(x._replace(batch=has.without_sizes()), a, invariant, interpret), a.dtype, moved
+    if groups and max(plan.extents) > a.size:  # it tells them
+        return None
+    x, of_call = _batches.with_open_sizes(x, has, kind, not moved[0])
     open_ = isinstance(x.batch.size, plgpu.Dim)
-    if not open_ and (batch == 1 or in_bytes == 2 and isinstance(rows.own(m), FewRowsConfig)):
+    few_rows = in_bytes == 2 and isinstance(rows.own(m), FewRowsConfig)
+    if not open_ and (count == 1 or few_rows):
         return None
     if isinstance(x.m, plgpu.Dim):
-        config = shared(rows, m, _batches.BUCKETS, (batch,))
+        config = shared(rows, m, _batches.BUCKETS, (count,))
     else:
-        config = rows.own(m, _TYPICAL_BATCH if open_ else batch)
-    shapes = tuple(s.shape for s in scales if s is not None)
-    product = _kernel(x, config, rows.sms, interpret, shapes)
-    pads = [padding_of(y, interpret, open_) for y in (a, b)]
-    result = (batch, m, x.n) if x.batch.rows is None else (batch * m, x.n)
-    return with_padding(product, [*pads, *[None] * len(given)]), a.shape, result
+        config = rows.own(m, _TYPICAL_BATCH if open_ else count)
+    known = None if x.batch.rows is None else x.m, None  # of what has so many rows, of the rest
+    given_sizes = (s and (s[0], (n, None)[: len(s[1])]) for s, n in zip(scales, known))
+    product = _kernel(x, config, sms, interpret, tuple(given_sizes))
+    shapes = of_call.operands(a.shape[-2:], b.shape[-2:], scales)
+    shapes[2:2] = [given[n].shape for n in given if n == "bias"]
+    arrays = [
+        plgpu.ArrayInfo(s, y.dtype, y.device, y.aligned)
+        for s, y in zip(shapes, (a, b, *given.values()))
+    ]
+    axes = [int(not t) for t in (ta, not x.tb)] if split else (None, None)
+    by_tma = ["bias"] * k_major + ["scale_b"] * (x.forms.b == "each")
+    with together(False) if open_ else contextlib.nullcontext():  # copies take no longer
+        pads = _batches.copies(arrays, axes, moved, [n in by_tma for n in given], interpret)
+    result = (count, m, x.n) if x.batch.rows is None else (count * m, x.n)
+    sizes = plan.extents if open_ and groups else ()
+    return with_padding(product, pads), shapes, result, sizes
 
 
 def _choose_for_batch(a, b, batch, given, invariant, options):

@@ -197,6 +197,82 @@ def test_any_sizes(case, way, rng, monkeypatch):
     assert len(programs) == 1 or not ta
 
 
+TB, TA = {"transpose_b": True}, {"transpose_a": True}
+# dtype, shapes of a and b and perhaps of their scales for a batch of so many rows, options
+OTHER_FORMS = {
+    "odd results": (bf16, lambda n, m: ((n, m, 24), (n, 24, 33)), {}),
+    "float32": (f32, lambda n, m: ((n, m, 41), (n, 41, 40)), {}),
+    "float32, B transposed": (f32, lambda n, m: ((n, m, 40), (n, 23, 40)), TB),
+    "float32, A transposed": (f32, lambda n, m: ((n, 24, m), (n, 24, 40)), TA),
+    "tf32": (f32, lambda n, m: ((n, m, 40), (n, 40, 24)), {"precision": "tf32"}),
+    "8 bits": (E4M3, lambda n, m: ((n, m, 48), (n, 48, 24)), {}),
+    "8 bits, A transposed": (I8, lambda n, m: ((n, 48, m), (n, 24, 48)), TA | TB),
+    "rows": (E4M3, lambda n, m: ((n, m, 48), (n, 24, 48), (n, m, 1), (n, 1, 24)), TB),
+    "rows, odd": (I8, lambda n, m: ((n, m, 61), (n, 33, 61), (n, m, 1), (n, 1, 33)), TB),
+    "rows of all": (E4M3, lambda n, m: ((n, m, 48), (n, 48, 24), (m, 1), (24,)), {}),
+    "rows, B alone": (E4M3, lambda n, m: ((m, 48), (n, 24, 48), (m,), (n, 1, 24)), TB),
+    "a number for each": (E4M3, lambda n, m: ((n, m, 48), (n, 24, 48), (n, 1, 1), (n, 1, 1)), TB),
+    "blocks": (E4M3, lambda n, m: ((n, m, 300), (n, 130, 300), (n, m, 3), (n, 2, 3)), TB),
+    "crossed": (bf16, lambda n, m: ((n, 1, m, 40), (1, 3, 40, 24)), {}),
+    "crossed, B first": (bf16, lambda n, m: ((3, m, 40), (n, 1, 24, 40)), TB),
+    "crossed, scales": (
+        E4M3, lambda n, m: ((n, 1, m, 48), (2, 24, 48), (n, 1, m, 1), (2, 1, 24)), TB
+    ),
+    "crossed, three": (bf16, lambda n, m: ((2, 1, n, m, 24), (1, 3, n, 24, 16)), {}),
+    "groups": (bf16, lambda n, m: ((n, 3, m, 40), (n, 1, 40, 24)), {}),
+    "groups, scales": (
+        I8, lambda n, m: ((n, 3, m, 48), (n, 1, 24, 48), (n, 3, m, 1), (n, 1, 1, 24)), TB
+    ),
+    "several, B shared by some": (f32, lambda n, m: ((2, n, m, 24), (n, 24, 16)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.covering(1, share=True)
+@pytest.mark.parametrize("case", OTHER_FORMS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        plgpu.InterpretParams(detect_races=True),
+        pytest.param("emulate", marks=pytest.mark.exhaustive),
+        pytest.param(None, marks=pytest.mark.gpu),
+    ],
+    ids=("interpret", "host", "cuda"),
+)
+def test_any_sizes_of_other_forms(case, way, rng, monkeypatch):
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    if way is not None:
+        monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 6)
+    plgpu.clear_caches()
+    dtype, shapes_of, given = OTHER_FORMS[case]
+    ta, tb = "transpose_a" in given, "transpose_b" in given
+    for n, m in ((3, 40), (2, 101), (5, 33), (2, 64)):
+        m, options = 40 if ta else m, dict(given)
+        shape_a, shape_b, *scales = shapes_of(n, m)
+        a, b = (rng.integers(-4, 5, s).astype(dtype) for s in (shape_a, shape_b))
+        if dtype == bf16:
+            a.reshape(-1, *a.shape[-2:])[-1] = np.nan
+        factors = [x.astype(f32) for x in (a, b)]
+        factors = [x.swapaxes(-1, -2) if t else x for x, t in zip(factors, (ta, tb))]
+        for k, (name, shape) in enumerate(zip(("scale_a", "scale_b"), scales)):
+            scale = rng.choice([0.5, 1, 2], shape).astype(f32)
+            options[name], blocks = scale, case == "blocks"
+            scale = spread_scales(
+                scale, (*shape[:-2], *(shape_a, shape_b)[k][-2:]), (1 + k) * blocks
+            )
+            scale = scale.T if len(shape) == 1 and k else scale
+            factors[k] = factors[k] * (scale.swapaxes(-1, -2) if blocks and k else scale)
+        want = factors[0] @ factors[1]
+        kind = f32 if dtype in (f32, I8) and not scales else bf16
+        out = np.full(want.shape, -77, kind)
+        got = matmul(a, b, out=out, interpret=way, **options, out_dtype=kind)
+        assert got is out
+        np.testing.assert_allclose(out.astype(f32), want, rtol=1e-2, atol=1e-3)
+        kernel = matmul.kernel(a, b, interpret=way, **options, out_dtype=kind)
+        while not isinstance(kernel, _core.Kernel):
+            kernel = getattr(kernel, "product", None) or kernel.kernel
+        assert any(isinstance(n, plgpu.Dim) for n in kernel.definition.outs[0].shape)
+
+
 def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch):
     monkeypatch.setattr(_open_rows, "STATIC", 3)
     spec = functools.partial(plgpu.ShapeDtypeStruct, dtype=bf16)
