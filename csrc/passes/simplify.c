@@ -223,6 +223,8 @@ static bool simplify_pure(simplifier *s, pm_opid op) {
       }
     }
   }
+  /* what is computed from one iota shares its layout, until each has its own */
+  if (g->stage < PM_LAID_OUT && pm_get(g, op)->code == PM_OP_IOTA) return false;
   pm_opid equal = merge(s, op);
   if (equal) replace(s, out, pm_get(g, equal)->out);
   return equal != 0;

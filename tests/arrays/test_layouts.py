@@ -332,6 +332,34 @@ def test_row_reduction_and_broadcast_need_no_shared_memory():
     assert text.count("shuffle_xor(") >= 4
 
 
+@pytest.mark.filterwarnings("error:.*is converted from layout")
+def test_equal_ranges_have_layouts_of_their_own(run, rng):
+    """Of a scan, and of columns of a product, which are in another one."""
+    n = 16
+
+    def body(a_ref, count_ref, o_ref, sums_ref, a_smem, acc):
+        a_smem[...] = a_ref[...]
+        plgpu.commit_smem()
+        plgpu.wgmma(acc, a_smem, a_smem.at[:n].T)
+        there = jnp.arange(n) < count_ref[0]
+        sums_ref[...] = jnp.cumsum(jnp.where(there, 2 * jnp.arange(n), 0))
+        column = lax.broadcasted_iota(jnp.int32, (64, n), 1)
+        value = acc[...] * lax.broadcast_in_dim(jnp.arange(n), (64, n), [1]).astype(jnp.float32)
+        o_ref[...] = jnp.where(column < count_ref[0], value, 0.0)
+
+    a, count = rng.standard_normal((64, 64)).astype(np.float16), np.array([11], np.int32)
+    outs = [plgpu.ShapeDtypeStruct((64, n), np.float32), plgpu.ShapeDtypeStruct((n,), np.int32)]
+    smem = plgpu.SMEM(
+        (64, 64),
+        np.float16,
+        transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+    )
+    value, sums = run(body, outs, a, count, scratch_types=[smem, plgpu.ACC((64, n))])
+    i, wide = np.arange(n), a.astype(np.float32)
+    np.testing.assert_array_equal(sums, np.cumsum(np.where(i < 11, 2 * i, 0)))
+    np.testing.assert_allclose(value, wide @ wide[:n].T * np.where(i < 11, i, 0), atol=1e-2)
+
+
 def test_table_is_fresh():
     """docs/layouts.md is what `python -m pallas_mgpu layouts` prints."""
     path = Path(__file__).parent.parent.parent / "docs" / "layouts.md"
