@@ -57,21 +57,26 @@ static bool may_overhang(const pm_graph *g, pm_opid op) {
   const pm_type *of = pm_typeof(g, pm_in(g, op, 0));
   if (of->space != PM_GMEM) return false;
   for (uint32_t d = 0; d < n; d++) {
-    pm_scalar start = {.i = 0};
+    pm_scalar start = {.i = starts[d]};
     const bool known = starts[d] != PM_DYNAMIC || pm_constant(g, pm_in(g, op, next++), &start);
-    if (sizes[d] > of->dim[d] || (sizes[d] == of->dim[d] && (!known || start.i))) return true;
+    if (sizes[d] != PM_DROPPED && sizes[d] + (known ? start.i : 1) > of->dim[d]) return true;
   }
   return false;
 }
 
-static bool is_whole(const pm_graph *g, pm_val view) {
-  const pm_val base = pm_view_base(g, view);
-  if (pm_type_size(pm_typeof(g, view)) != pm_type_size(pm_typeof(g, base))) return false;
-  for (; view != base; view = pm_in(g, pm_value_of(g, view)->def, 0)) {
+/* Is all of the view inside of what it is a part of? */
+static bool is_inside(const pm_graph *g, pm_val view) {
+  for (const pm_val base = pm_view_base(g, view); view != base;) {
     const pm_opid op = pm_value_of(g, view)->def;
     if (pm_get(g, op)->code == PM_OP_INDEX && may_overhang(g, op)) return false;
+    view = pm_in(g, op, 0);
   }
   return true;
+}
+
+static bool is_whole(const pm_graph *g, pm_val view) {
+  const pm_type *of = pm_typeof(g, pm_view_base(g, view));
+  return pm_type_size(pm_typeof(g, view)) == pm_type_size(of) && is_inside(g, view);
 }
 
 /* Do the elements of its view, in row-major order, follow each other at a known place? */
@@ -79,7 +84,8 @@ static bool is_dense(const pm_graph *g, pending *p) {
   if (p->to) return p->to > 0;
   const pm_type *t = pm_typeof(g, p->a.view);
   const bool known = pm_access_bytes(g, &p->a, false, &p->from, &p->to);
-  if (!known || p->to - p->from != pm_type_size(t) * pm_dtypes[t->dtype].bytes) p->to = -1;
+  const bool apart = !known || p->to - p->from != pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+  if (apart || !is_inside(g, p->a.view)) p->to = -1;
   return p->to > 0;
 }
 

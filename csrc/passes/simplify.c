@@ -207,6 +207,13 @@ static bool may_be_constant(const simplifier *s, pm_opid op) {
          (!v->layout || pm_layout_of(s->g, v->layout)->kind == PM_SPLAT);
 }
 
+/* An array of different elements from no operands: what is computed from it shares its layout, so
+ * each place has its own until layouts are known. */
+static bool is_source(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  return !o->n_in && pm_typeof(g, o->out)->rank && !pm_has_attr(g, op, PM_ATTR_VALUE);
+}
+
 /* Is a pure op no longer needed, because it was replaced? */
 static bool simplify_pure(simplifier *s, pm_opid op) {
   pm_graph *g = s->g;
@@ -223,8 +230,7 @@ static bool simplify_pure(simplifier *s, pm_opid op) {
       }
     }
   }
-  /* what is computed from one iota shares its layout, until each has its own */
-  if (g->stage < PM_LAID_OUT && pm_get(g, op)->code == PM_OP_IOTA) return false;
+  if (g->stage < PM_LAID_OUT && is_source(g, op)) return false;
   pm_opid equal = merge(s, op);
   if (equal) replace(s, out, pm_get(g, equal)->out);
   return equal != 0;

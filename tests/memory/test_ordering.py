@@ -323,6 +323,23 @@ def test_parts_beyond_the_end():
     assert not found(body, X, **options)
 
 
+@pytest.mark.parametrize("rows, parts", [(8, 2), (32, 1), (9, 2)])
+def test_parts_of_rows_beyond_the_end(rows, parts):
+    """Columns that follow each other, of more rows than there are: as many elements as the array
+    has, or others."""
+
+    def body(first, o, tile):
+        tile[...] = jnp.zeros((64, 32), F32)
+        commit()
+        column = pl.multiple_of(first[0], 32)
+        for k in range(4):
+            s2g(tile, o.at[0, pl.ds(0, 64), pl.ds(column + 32 * k, 32)])
+        stored(0)
+
+    options = {"outs": out(parts, rows, 128), "scratch_types": [plgpu.SMEM((64, 32), F32)]}
+    assert not found(body, np.zeros(1, np.int32), **options)
+
+
 def test_another_thread_may_fence():
     options = dict(scratch_types=[TILE, BAR, BAR], num_threads=2, thread_name="t")
     assert not found(by_another_thread, X, **options)
