@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from . import _core, _types, tree
+from . import _core, _sizes, _types, tree
 from ._control import scoped
 from ._kernel import Definition, leaf_names
 from ._names import NotSpecified, accepts, show
@@ -129,6 +129,12 @@ class _Call(Definition):
             grid=(math.prod(launch),) if self.folded else launch, kernel_name=options.pop("name")
         )
         super().__init__(body, out_shape, scratch, mesh=mesh, **options)
+        if any(_sizes.is_open(o.shape) for o in self.outs):
+            raise TypeError(
+                "pallas_call: out_shape has sizes that are known when the kernel is called"
+                " (plgpu.dim), which are for plgpu.kernel(in_shapes=); its pipelines are"
+                " plgpu.emit_pipeline"
+            )
         self.out_container = tuple
         self.in_specs, self.out_specs = in_specs, out_specs
         self.aliases = self._check_aliases(aliases)

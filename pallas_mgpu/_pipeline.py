@@ -113,7 +113,10 @@ class Operand:
             if not (
                 _is_squeezed(d) or isinstance(d, (int, np.integer, Blocked, Element))
             ) or isinstance(d, bool):
-                raise NotImplementedError(f"{who}: {what}: unsupported block size type {show(d)}")
+                sizes = "; blocks have fixed sizes, grids any" if isinstance(d, Dim) else ""
+                raise NotImplementedError(
+                    f"{who}: {what}: unsupported block size type {show(d)}{sizes}"
+                )
             if isinstance(d, (int, np.integer)) and d < 1:
                 raise ValueError(f"{who}: {what}: block sizes are positive, got {d}")
         mode = spec.pipeline_mode

@@ -56,7 +56,7 @@ _VALUES = {
     "min": min,
     "max": max,
 }
-_SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/"}
 
 
 class Dim:
@@ -196,8 +196,13 @@ def _operator(name, how=None):
     def of(x, y):
         found = combine(how, x, y) if how else NotImplemented
         numbers_alone = all(isinstance(v, (Dim, numbers.Number)) for v in (x, y))
-        if found is not NotImplemented or not (numbers_alone and tracing()):
+        if found is not NotImplemented or not numbers_alone:
             return found
+        if not tracing():
+            raise TypeError(
+                f"{x!r} {_SIGNS.get(name) or name} {y!r} is no size (plgpu.dim); outside of a"
+                " kernel sizes have + - * // % with ints and sizes, and pl.cdiv"
+            )
         return apply(*(v._plgpu_traced() if isinstance(v, Dim) else v for v in (x, y)))
 
     return lambda self, other: of(self, other), lambda self, other: of(other, self)

@@ -3,6 +3,7 @@
 #include "typing.h"
 
 #include "mma.h"
+#include "sizes.h"
 #include "view.h"
 
 enum { MAX_ARRAY = 1 << 24 };
@@ -83,8 +84,22 @@ pm_code pm_one_device(const pm_typing *t, uint32_t k, const char *operand) {
        name(t), operand);
 }
 
+/* An array in registers has a fixed shape, and so has what is loaded or stored. */
+static pm_code known_extents(const pm_typing *t) {
+  for (uint32_t d = 0; d < type_in(t, 0)->rank; d++) {
+    if (!pm_whole_extent(t->g, t->in[0], d)) continue;
+    FAIL(TYPE,
+         "%s: dimension %u of the ref is a size that is known when the kernel is called "
+         "(plgpu.dim); access a part of a fixed size, as ref[pl.ds(start, n)], with a mask where "
+         "it may overhang",
+         name(t), d);
+  }
+  return PM_OK;
+}
+
 pm_code pm_type_load(const pm_typing *t, pm_type *out) {
-  const pm_code rc = pm_one_device(t, 0, "the ref");
+  pm_code rc = pm_one_device(t, 0, "the ref");
+  if (!rc) rc = known_extents(t);
   if (rc) return rc;
   *out = *type_in(t, 0);
   out->kind = PM_ARRAY;
@@ -94,7 +109,8 @@ pm_code pm_type_load(const pm_typing *t, pm_type *out) {
 
 pm_code pm_type_store(const pm_typing *t, pm_type *out) {
   const pm_type *ref = type_in(t, 0), *value = type_in(t, 1);
-  const pm_code rc = pm_one_device(t, 0, "the ref");
+  pm_code rc = pm_one_device(t, 0, "the ref");
+  if (!rc) rc = known_extents(t);
   (void)out;
   if (rc) return rc;
   if (!same_shape(ref, value)) {
