@@ -47,7 +47,7 @@ def dims_of_bias(x):
 
 def kind_of(x, call):
     """What distinguishes the programs of a problem for any lengths, and the sizes of this call."""
-    kind = "attention", (without_lengths(x), call.q.device, call.interpret)
+    kind = "attention", (without_lengths(x), call.q.device, call.interpret, call.config)
     sizes = {"N": x.queries, "M": x.keys, "B": x.batch}
     return kind, sizes | ({"P": call.k.shape[0]} if x.page else {})
 

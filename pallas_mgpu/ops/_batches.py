@@ -81,7 +81,10 @@ class Batch(NamedTuple):
         """The matrices of operand 0 or 1."""
         if not self.groups:
             return self.size
-        return math.prod(extent for extent, *has in self.groups if has[which])
+        found = math.prod(extent for extent, *has in self.groups if has[which])
+        if isinstance(found, plgpu.Dim):  # no more than there are products
+            found = _sizes.clamp(found, 1, self.size.most)
+        return found
 
     def entries(self, entry):
         """Those of A and of B that are factors of a product, while a kernel is traced."""
@@ -388,7 +391,7 @@ def _shape_of_scale(x, plan, operands, rows):
     if not x.is_batched(operands):
         return x.info.shape
     *lead, height, width = plan.matrices(x.info.shape, x.of)
-    return *lead, height * (rows if x.of == 0 and height > 1 else 1), width
+    return *lead, height * (rows if x.of == 0 else 1), width
 
 
 def _with_shapes(infos, shapes):
@@ -415,8 +418,8 @@ def product(a, b, ta, tb, make, make_all, extras):
     infos = [a, b, *(extra.info for extra in extras)]
     shapes = _of_all_rows(plan, a, b, ta, extras)
     one_batch, rows = plan, 1
-    if not plan.groups and b.ndim > 2:  # programs for any batch serve one of 1, too
-        one_batch = plan._replace(groups=((1, a.ndim > 2, True),))
+    if not plan.groups and (b.ndim > 2 or not shapes):  # programs for any batch serve one of 1, too
+        one_batch = plan._replace(groups=((1, a.ndim > 2, b.ndim > 2),))
     elif not ta and not shapes:
         one_batch, rows = _with_more_rows(plan, infos, extras)
     if one_batch is not plan or not shapes:

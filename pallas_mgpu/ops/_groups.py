@@ -32,14 +32,13 @@ class Product(NamedTuple):
     scaled: bool = False  # scales of blocks of 8-bit operands
 
 
-def open_shapes(x, transposed=False):
-    """Options of plgpu.kernel for operands whose rows, perhaps also groups, are sizes of a call."""
-    sizes = None if isinstance(x.groups, int) else (x.groups,)
-    if transposed:
-        right = x.m, x.n
-    else:  # with one number of groups perhaps a copy with longer rows
-        right = sizes and (*sizes, *((x.n, x.k) if x.tb else (x.k, x.n)))
-    return in_shapes((x.m, x.k), right, sizes)
+def open_shapes(x, transposed=False, scales=None):
+    """Options of plgpu.kernel for operands whose rows, perhaps also groups, are sizes of a call;
+    copies may have longer rows. scales: the shape of those of rows, if there are any."""
+    groups = None if isinstance(x.groups, int) else x.groups
+    right = (x.m, None) if transposed else (groups, None, None)
+    more = [] if scales is None else [scales, (groups, None, None)]
+    return in_shapes((x.m, None), right, (groups,), *more)
 
 
 class GroupedBlock(WarpSpecialized):

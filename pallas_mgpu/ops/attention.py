@@ -1221,10 +1221,10 @@ def _check_config(config):
         )
 
 
-def _flattened(x, widths, divides, call):
+def _flattened(x, widths, divides, call, config=None):
     """The kernel of a batch whose size and lengths are known when it runs: the entries are one
-    after the other in the arrays that it gets. divides: blocks may share the keys. None where the
-    kernel is that of the lengths."""
+    after the other in the arrays that it gets. divides: blocks may share the keys. config: the
+    configuration, chosen by default. None where the kernel is that of the lengths."""
     edges = _attention_open.edges(x)
     several = x.batch > 1 or any(x.lengths) or x.page > 0 or x.is_narrow or divides
     several |= x.queries <= edges[-2] or x.scores.bias is not None  # which makes fewer programs
@@ -1235,14 +1235,14 @@ def _flattened(x, widths, divides, call):
     whole = found and _attention_open.with_mask(_attention_open.open_batch(x, found), call)
     if whole is None:
         return None
-    config = _choose_for(whole, found["N"].most, max(widths))
+    given, config = config, config or _choose_for(whole, found["N"].most, max(widths))
     cores, parts = plgpu.sm_count(call.q.device), 1
     if divides and _attention_parts.open_parts_pay(x, config, cores):
         parts = _attention_parts.open_parts(whole, config, cores)
     kernel = _kernel(whole, config, cores, parts, interpret)
 
     def alone():
-        return _of_wgmma(x, None, widths, divides, call, exact=True)
+        return _of_wgmma(x, given, widths, divides, call, exact=True)
 
     q = x.batch, x.queries, x.heads
     shapes = [(1, x.batch * x.queries, x.heads, x.dim)]
@@ -1295,9 +1295,15 @@ def _of_wgmma(problem, config, widths, divides, call, exact=False, widens=True):
             )
         if problem.is_open:
             parts = 1
+    else:
+        _check_config(config)
+        _check_trusting(problem, config)
+        if not exact:
+            found = _flattened(problem, widths, False, call, config)
+            if found is not None:
+                return found
+            problem, _ = _attention_open.open_lengths(problem, call)
     config = config or _choose_for(problem, queries, width)
-    _check_config(config)
-    _check_trusting(problem, config)
     if shares and not problem.is_open:
         kernel = _kernel(problem, config, cores, shares.parts, interpret, shares)
         return _attention_parts.divided(problem, shares.parts, kernel, interpret, shares)

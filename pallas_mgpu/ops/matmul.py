@@ -1284,7 +1284,7 @@ def _of_one_batch(a, b, plan, given, invariant, options):
     several = (
         n in given and given[n].ndim == y.ndim > 2 for n, y in zip(("scale_a", "scale_b"), (a, b))
     )
-    groups = plan.groups if len(plan.groups) > 1 else ()
+    groups = plan.groups if len(plan.groups) > 1 or not plan.groups[0][2] else ()
     has = _batches.Batch(count, a.ndim > 2, b.ndim > 2, None, None, groups, tuple(several))
     in_bytes = x.dtypes[0].itemsize
     rows = Rows(x.n, x.k, sms, x.ta, x.tb, invariant, in_bytes, x.forms.blocks, _grain(a.dtype))

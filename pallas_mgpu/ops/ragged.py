@@ -23,6 +23,7 @@ of a few hundred rows have more bytes of results than of operands: a tile is kep
 stored, half by half, while the next one is multiplied, by the two consumers alternately. The blocks
 of a cluster lie one above the other and share the right operand."""
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -44,12 +45,13 @@ from ._common import (
     overlap_launches,
     store,
     swizzled,
+    unaligned,
     warp_specialized,
 )
 from ._groups import GROUPS, GroupedBlock, Product, in_bands, open_shapes
-from ._open_rows import ANY_ROWS, better, bucket_of, is_static
+from ._open_rows import ANY_ROWS, better, bucket_of, in_shapes, is_static, together
 from ._padding import needs_padding, padding_of, with_padding
-from ._scaled import BLOCK, FP8, transposing
+from ._scaled import BLOCK, FP8
 
 _STEP = 128  # bytes of the summed dim in a slot
 # Rows of a group in a slot of sums. With half a _STEP the slot for the edge takes half of the room:
@@ -210,7 +212,7 @@ class _DotBlock(GroupedBlock):
             at = (along_n, along_k) if x.tb else (along_k, along_n)
             plgpu.copy_gmem_to_smem(self.b.at[(g, *at)], b_slot, full)
             if x.scaled:
-                scales = self.scale_lhs.at[step, pl.ds(row, p.rows)]
+                scales = self.scale_lhs.at[pl.ds(step * side_by_side(x.m) + row, p.rows)]
                 plgpu.copy_gmem_to_smem(scales, scale_slot[0], full)
 
         self.ring.fetch(0, p.steps, self.ring.at(it), copy)
@@ -353,6 +355,41 @@ class _DotBlock(GroupedBlock):
         lax.fori_loop(0, (jnp.maximum(x.m - first, 0) + stride - 1) // stride, zero_row, None)
 
 
+def side_by_side(rows):
+    """Elements from the scales of one step of all rows to those of the next one."""
+    return pl.cdiv(rows, 16) * 16
+
+
+@cached
+def scales_by_steps(rows, steps, aligned, interpret):
+    """Kernel: the scales of rows and steps (rows, steps) as one row, in which those of a step are
+    side by side."""
+    pitch, height, width = side_by_side(rows), 128, 32
+
+    def body(x, o, tile):
+        overlap_launches()
+        first, step = lax.axis_index("row") * height, lax.axis_index("step") * width
+        down, across = (lax.broadcasted_iota(jnp.int32, (height, width), k) for k in (0, 1))
+        inside = (down < rows - first) & (across < steps - step)
+        at = pl.ds(first, height), pl.ds(step if aligned else unaligned(step), width)
+        tile[...] = pl.load(x.reshape((rows, steps)), at, mask=inside, other=0.0)
+        value = plgpu.transpose_ref(tile, (1, 0))[...]
+        down, across = (lax.broadcasted_iota(jnp.int32, (width, height), k) for k in (0, 1))
+        inside = (down < steps - step) & (across < pitch - first)
+        pl.store(o, ((step + down) * pitch + (first + across),), value, mask=inside)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((steps * pitch,), jnp.float32),
+        grid=(pl.cdiv(rows, height), pl.cdiv(steps, width)),
+        grid_names=("row", "step"),
+        scratch_types=[plgpu.SMEM((height, width), jnp.float32)],
+        interpret=interpret,
+        kernel_name="ragged_dot_scales",
+        **in_shapes((rows, steps)),
+    )
+
+
 @cached
 def _dot_kernel(x, cfg, sms, interpret):
     plan = _DotPlan(x, cfg, sms)
@@ -369,7 +406,8 @@ def _dot_kernel(x, cfg, sms, interpret):
     shape = (x.groups, x.each, x.n) if x.each else (x.m, x.n)
     out_type = plgpu.ShapeDtypeStruct(shape, x.out_dtype)
     how = {"interpret": interpret, "kernel_name": "ragged_dot"}
-    return warp_specialized(body, plan, out_type, **how, **open_shapes(x))
+    scales = (side_by_side(x.m) * pl.cdiv(x.k, BLOCK),) if x.scaled else None
+    return warp_specialized(body, plan, out_type, **how, **open_shapes(x, scales=scales))
 
 
 # ---- a sum for each group ------------------------------------------------------------------------
@@ -680,20 +718,28 @@ def _make(name, kernel, plan, x, config, sms, operands, interpret, scales=()):
             f"{name}: the ring needs two slots, which {config} does not ask for or which do not fit"
             f" into SMEM with {_sizes.most(x.groups)} groups"
         )
-    pads = [padding_of(y, interpret) for y in operands]
+    pads = _pads(x, operands, interpret)
     return with_padding(kernel(x, config, sms, interpret), [*pads, None, *scales])
 
 
-def _open(x, operands, interpret, transposed=False):
+def _pads(x, operands, interpret):
+    """The kernels that copy operands to longer rows, None for none."""
+    by_rows = isinstance(x.m, plgpu.Dim)
+    with together(False) if by_rows else contextlib.nullcontext():  # copies take no longer
+        return [padding_of(y, interpret, by_rows) for y in operands]
+
+
+def _open(x, operands, interpret, transposed=False, config=None):
     """The product, perhaps with rows and groups that are sizes of the call. Its configuration is
-    that of the numbers themselves: one of a few, each with programs of its own."""
+    that of the numbers themselves, one of a few, each with programs of its own; or `config`."""
     lhs, rhs = operands
-    copied = [needs_padding(y, any_rows=True) for y in operands]
-    if copied[0] or transposed and copied[1] or x.m > ANY_ROWS[-1]:
+    if x.m > ANY_ROWS[-1]:
         return x
     edges = tuple(sorted({*GROUPS, min(_cached_groups(x), GROUPS[-1])})) if transposed else GROUPS
-    one_number = copied[1] or x.groups > edges[-1]  # of groups
+    one_number = x.groups > edges[-1]  # of groups
+    copied = tuple(needs_padding(y, any_rows=True) for y in operands)
     kind = x._replace(m=0, groups=x.groups if one_number else 0), lhs.device, interpret, transposed
+    kind = *kind, copied, config
     if is_static(kind, (x.m, x.groups)):
         return x
     if not one_number:
@@ -794,19 +840,18 @@ def ragged_dot(
         if config is None:
             x, config = _open(x, (lhs, rhs), interpret), _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret)
-        return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
+        return with_padding(kernel, [*_pads(x, (lhs, rhs), interpret), None])
+    x = x if each else _open(x, (lhs, rhs), interpret, config=config)
     if config is None:
-        if not (scaled or each):
-            x = _open(x, (lhs, rhs), interpret)
         config = choose(m, n, groups, sms)
         if scaled:
             config = config._replace(tile=min(config.tile, BLOCK))
     if scaled and config.tile > BLOCK:
         raise ValueError(f"ragged_dot: with scales a tile has up to {BLOCK} rows, got {config}")
     scales = []
-    if scaled:  # those of a step side by side
-        flat = m, scale_lhs.shape[-1]
-        scales = [transposing(flat, scale_lhs.dtype, scale_lhs.aligned, interpret), None]
+    if scaled:
+        how = scale_lhs.shape[-1], scale_lhs.aligned, interpret
+        scales = [scales_by_steps(x.m, *how), None]
     operands = lhs, rhs
     return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, operands, interpret, scales)
 
@@ -841,8 +886,7 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
         if config is None:
             x, config = _open(x, (lhs, rhs), interpret, True), _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret, transposed=True)
-        return with_padding(kernel, [*(padding_of(y, interpret) for y in (lhs, rhs)), None])
-    if config is None:
-        x = _open(x, (lhs, rhs), interpret, True)
-        config = choose_transposed(n, k, groups, sms)
+        return with_padding(kernel, [*_pads(x, (lhs, rhs), interpret), None])
+    x = _open(x, (lhs, rhs), interpret, True, config)
+    config = config or choose_transposed(n, k, groups, sms)
     return _make(name, _sum_kernel, _SumPlan, x, config, sms, (lhs, rhs), interpret)

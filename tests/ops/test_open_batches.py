@@ -83,6 +83,8 @@ def case(kind, rng, batch, n, m):
         how = {}
     if kind == "window":
         how = {"window": (20, 9)}
+    if kind == "configuration":
+        how["config"] = ops.AttentionConfig(2, 64, 2)
     if kind.endswith("mask"):
         mask = same_or_near if kind == "mask" else far
         how = {"mask": mask}
@@ -117,7 +119,7 @@ def case(kind, rng, batch, n, m):
 
 
 KINDS = ["full", "128", "causal", "window", "8 bits", "int8", "pages", "angles", "bias",
-         "shared bias", "mask", "shared mask"]  # fmt: skip
+         "shared bias", "mask", "shared mask", "configuration"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -501,6 +503,8 @@ def described(kind, batch, n, m):
         how["bias"] = S((batch if kind == "bias" else 1, heads, n, m), bfloat16)
     if kind == "mask":
         how["mask"] = far
+    if kind == "configuration":
+        how["config"] = ops.AttentionConfig()
     if kind.endswith("pages"):
         k = S((batch * -(-m // 64), 64, 8, dim), bfloat16)
         how["page_table"] = S((batch, -(-m // 64)), np.int32)
@@ -513,7 +517,7 @@ def described(kind, batch, n, m):
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(
     "kind", ["64", "causal", "full", "8 bits", "angles", "bias", "shared bias", "mask", "pages",
-             "int8", "int8 pages"],
+             "int8", "int8 pages", "configuration"],
 )  # fmt: skip
 def test_random_batches_have_at_most_twelve_programs(rng, monkeypatch, kind, uniform):
     monkeypatch.setattr(_open_rows, "STATIC", 3)

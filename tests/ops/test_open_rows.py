@@ -647,9 +647,47 @@ def in_groups(rng, m):
     return ops.ragged_dot, (a, b, sizes), {"out_dtype": np.float32}, want
 
 
+def in_odd_groups(rng, m):
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 77), (3, 77, 40)))
+    return _in_groups(rng, a, b, f32(a), f32(b), {})
+
+
+def in_groups_by_config(rng, m):
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 64), (4, 64, 128)))
+    return _in_groups(rng, a, b, f32(a), f32(b), {"config": ops.RaggedConfig(1, 64, 3, 1)})
+
+
+def in_groups_of_8_bits(rng, m):
+    a, b = (rng.integers(-3, 4, s).astype(float8_e4m3fn) for s in ((m, 300), (3, 130, 300)))
+    x, y = (rng.choice([0.5, 1, 2], s).astype(np.float32) for s in ((m, 3), (3, 2, 3)))
+    left = f32(a) * np.repeat(x, 128, 1)[:, :300]
+    wide = np.repeat(np.repeat(y, 128, 1), 128, 2)[:, :130, :300]
+    right = (f32(b) * wide).swapaxes(1, 2)
+    how = {"transpose_rhs": True, "scale_lhs": x, "scale_rhs": y}
+    return _in_groups(rng, a, b, left, right, how)
+
+
+def _in_groups(rng, a, b, left, right, options):
+    ends = np.sort(rng.integers(0, len(a) + 1, len(b)))
+    want = np.zeros((len(a), right.shape[2]), np.float32)
+    for start, end, matrix in zip((0, *ends), ends, right):
+        want[start:end] = left[start:end] @ matrix
+    sizes = np.diff([0, *ends]).astype(np.int32)
+    return ops.ragged_dot, (a, b, sizes), {"out_dtype": np.float32, **options}, want
+
+
+def of_odd_groups(rng, m):
+    a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 77), (m, 33)))
+    return _of_groups(rng, a, b, 3)
+
+
 def of_groups(rng, m):
     a, b = (rng.standard_normal(s).astype(bfloat16) for s in ((m, 128), (m, 192)))
-    ends = np.sort(rng.integers(0, m + 1, 3))
+    return _of_groups(rng, a, b, 3)
+
+
+def _of_groups(rng, a, b, groups):
+    ends = np.sort(rng.integers(0, len(a) + 1, groups))
     parts = list(zip((0, *ends), ends))
     want = np.stack([f32(a[i:j]).T @ f32(b[i:j]) for i, j in parts])
     sizes = np.diff([0, *ends]).astype(np.int32)
@@ -661,7 +699,8 @@ def f32(x):
 
 
 PRODUCTS = [of_rows, of_blocks, of_int8, of_tf32, of_float32, of_odd_rows, mixed, with_gate]
-PRODUCTS += [in_groups, of_groups, of_weights, of_odd_weights]
+PRODUCTS += [in_groups, of_groups, of_weights, of_odd_weights, in_odd_groups, of_odd_groups]
+PRODUCTS += [in_groups_by_config, in_groups_of_8_bits]
 
 
 @pytest.mark.parametrize("make", PRODUCTS)
