@@ -273,6 +273,61 @@ def test_any_sizes_of_other_forms(case, way, rng, monkeypatch):
         assert any(isinstance(n, plgpu.Dim) for n in kernel.definition.outs[0].shape)
 
 
+def random_product(rng):
+    """Operands and options of a product of small integers, and the result."""
+    kind = rng.choice(["bfloat16", "float32", "tf32", "float8_e4m3fn", "int8"])
+    dtype = np.dtype("float32" if kind == "tf32" else kind)
+    dims = rng.integers(1, 4, rng.integers(1, 4))
+    lead = [np.where(rng.random(len(dims)) < 0.6, dims, 1) for _ in "ab"]
+    short = rng.integers(0, len(dims) + 1, 2) * (rng.random(2) < 0.3)
+    lead = [tuple(x[n:].tolist()) for x, n in zip(lead, short if min(short) == 0 else (0, 0))]
+    m, n, k = rng.choice([1, 2, 5, 8, 17, 33, 64, 65, 100, 130], 3).tolist()
+    ta, tb = (rng.random(2) < (0.3, 0.5)).tolist()
+    factors = [rng.integers(-3, 4, s).astype(f32) for s in ((*lead[0], m, k), (*lead[1], k, n))]
+    arrays = [
+        np.ascontiguousarray(x.swapaxes(-1, -2) if t else x).astype(dtype)
+        for x, t in zip(factors, (ta, tb))
+    ]
+    options = {"transpose_a": ta, "transpose_b": tb, "out_dtype": f32}
+    options |= {"precision": "tf32"} if kind == "tf32" else {}
+    options |= {"batch_invariant": True} if rng.random() < 0.3 else {}
+    form = rng.choice(["none", "rows", "one", "blocks", "rows of all"])
+    if dtype.itemsize == 1 and form != "none":
+        blocks = -(-k // 128)
+        shapes = {
+            "rows": ((*lead[0], m, 1), (*lead[1], 1, n)),
+            "one": ((*lead[0], 1, 1), (*lead[1], 1, 1)),
+            "blocks": ((*lead[0], m, blocks), (*lead[1], -(-n // 128), blocks)),
+            "rows of all": ((m, 1), (1, n)),
+        }[form]
+        x, y = (rng.choice([0.5, 1, 2], s).astype(f32) for s in shapes)
+        options |= {"scale_a": x, "scale_b": y}
+        if form == "blocks":
+            x = np.repeat(x, 128, -1)[..., :k]
+            y = np.repeat(np.repeat(y, 128, -1)[..., :k], 128, -2)[..., :n, :].swapaxes(-1, -2)
+        factors = [factors[0] * x, factors[1] * y]
+    want = factors[0] @ factors[1]
+    if rng.random() < 0.3:
+        bias = rng.integers(-3, 4, n).astype(dtype if dtype == bf16 else f32)
+        options, want = {"bias": bias, **options}, want + bias.astype(f32)
+    return arrays, options, want
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 2, 3))])
+def test_random_products(seed, monkeypatch):
+    """Of the programs of the sizes and of those of any sizes, by the race detector."""
+    rng = np.random.default_rng(seed)
+    way = plgpu.InterpretParams(detect_races=True, on_race="raise")
+    for _ in range(120):
+        cores, static = int(rng.choice([1, 2, 5, 132])), int(rng.choice([0, 0, 99]))
+        monkeypatch.setattr(plgpu, "sm_count", lambda device=None, n=cores: n)
+        monkeypatch.setattr(_open_rows, "STATIC", static)
+        (a, b), options, want = random_product(rng)
+        out = np.full(want.shape, np.nan, f32)
+        matmul(a, b, out=out, interpret=way, **options)
+        np.testing.assert_allclose(out, want, rtol=2e-3, atol=1e-3)
+
+
 def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch):
     monkeypatch.setattr(_open_rows, "STATIC", 3)
     spec = functools.partial(plgpu.ShapeDtypeStruct, dtype=bf16)
@@ -286,6 +341,24 @@ def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch):
         assert 3 < len(programs) <= 12
         kernels = [matmul.kernel(spec((m, 520)), spec((n, 520, 520)), **options) for n, m in sizes]
         assert len({getattr(kernel, "kernel", kernel) for kernel in kernels}) <= 15
+
+
+@pytest.mark.parametrize("case", OTHER_FORMS)
+def test_random_sizes_of_other_forms(case, rng, monkeypatch):
+    """Programs that multiply, and those that copy; sizes of 1 are of other forms."""
+    monkeypatch.setattr(_open_rows, "STATIC", 3)
+    plgpu.clear_caches()
+    (dtype, shapes_of, options), multiply, copy = OTHER_FORMS[case], set(), set()
+    for n, m in rng.integers(2, (64, 4097), (200, 2)).tolist():
+        m = 40 if "transpose_a" in options else m
+        a, b, *scales = (plgpu.ShapeDtypeStruct(s, dtype) for s in shapes_of(n, m))
+        scales = [plgpu.ShapeDtypeStruct(s.shape, f32) for s in scales]
+        kernel = matmul.kernel(a, b, **options, **dict(zip(("scale_a", "scale_b"), scales)))
+        while not isinstance(kernel, _core.Kernel):
+            copy |= {getattr(pad, "kernel", pad) for pad in getattr(kernel, "pads", ()) if pad}
+            kernel = getattr(kernel, "product", None) or kernel.kernel
+        multiply.add(kernel)
+    assert 3 < len(multiply) <= 12 and len(copy) <= 12
 
 
 def test_sizes_that_come_often_have_a_program_of_their_own(monkeypatch):
