@@ -223,7 +223,10 @@ class _Block(WarpSpecialized):
     def tile(self, row, column, head):
         """The scores of a consumer's rows and a block of columns."""
         p = self.plan
-        return Tile(self.x, self.refs, self.b, head, row, column, (64, p.block), p.by_keys)
+        tile = Tile(self.x, self.refs, self.b, head, row, column, (64, p.block), p.by_keys)
+        if self.x.scores.bias and (self.x.is_open or not p.by_keys):
+            tile.begin()
+        return tile
 
     def gradients(self, s_acc, p_acc, lse, delta, tile):
         """With options of the scores: probabilities for dV, and the gradients of raw scores

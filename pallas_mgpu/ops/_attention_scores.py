@@ -504,7 +504,11 @@ class Tile:
         self.layout = layout
         self.x, self.f, self.refs = x, x.scores, refs
         self.batch, self.head, self.shape, self.by_keys = batch, head, shape, by_keys
-        self.row, self.column = row, column
+        self.row, self.column, self.fetched = row, column, None
+
+    def begin(self):
+        """Loads the bias now, while products are in flight or their operands on the way."""
+        self.fetched = self.fetch()
 
     def adjust(self, s, bias=None):
         """The exponents of 2 of raw scores, and the slope of the cap (None without one). bias: what
@@ -516,6 +520,7 @@ class Tile:
             t = jnp.tanh(s * _F32(1 / self.f.softcap))
             s, slope = t * _F32(self.f.softcap), 1 - t * t
         if self.f.bias:
+            bias = self.fetched if bias is None else bias
             s = s + (self.bias() if bias is None else self.along(bias))
         return s * _LOG2E, slope
 

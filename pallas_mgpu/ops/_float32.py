@@ -13,7 +13,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches, unaligned
-from ._open_rows import ANY_ROWS, in_shapes, rows_of, views
+from ._open_rows import ANY_ROWS, any_number, in_shapes, rows_of, views
 from ._padding import with_padding
 
 PARTS = 3
@@ -84,7 +84,8 @@ def splitting_of(number, operand, axis, interpret):
         return _splitting(shape, *how)
     if axis == 0:
         kind = "matmul_split", number, *shape[1:], *of
-        return _splitting((rows_of(kind, shape[0], ANY_ROWS)[0], *shape[1:]), *how)
+        several = rows_of(kind, shape[0], any_number(*shape_of(shape, axis)[1:]))[0]
+        return _splitting((several, *shape[1:]), *how)
     kind, rows = ("matmul_split", number, shape[-1], *of), math.prod(shape[:-1])
     kernel = _splitting((rows_of(kind, rows, ANY_ROWS)[0], shape[-1]), *how)
     if len(shape) == 2:

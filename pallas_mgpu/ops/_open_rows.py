@@ -150,6 +150,11 @@ def any_rows(name, *of_row, least=1):
     return plgpu.dim(name, min=least, max=most)
 
 
+def any_number(*of_each):
+    """Edges of numbers of parts of such a shape in an array: one program."""
+    return 0, min(ANY_ROWS[1], _MOST_ELEMENTS // math.prod(of_each) - 1)
+
+
 def divides(step, rows):
     """Do steps of so many rows end with the last one, for certain?"""
     return (rows.multiple if isinstance(rows, plgpu.Dim) else rows) % step == 0

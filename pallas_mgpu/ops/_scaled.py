@@ -21,7 +21,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import overlap_launches, store, swizzled, unaligned
-from ._open_rows import ANY_ROWS, in_shapes, rows_of
+from ._open_rows import any_number, in_shapes, rows_of
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = 128  # elements along K, and columns of B, that share a scale
@@ -310,7 +310,7 @@ def transposing_of(x, interpret):
     shape, how = x.shape, (x.dtype, x.aligned, interpret)
     if len(shape) > 2:
         kind = "matmul_transposing", *shape[1:], *how, x.device
-        shape = rows_of(kind, shape[0], ANY_ROWS)[0], *shape[1:]
+        shape = rows_of(kind, shape[0], any_number(*shape[1:]))[0], *shape[1:]
     return transposing(shape, *how)
 
 
