@@ -418,11 +418,12 @@ def product(a, b, ta, tb, make, make_all, extras):
     infos = [a, b, *(extra.info for extra in extras)]
     shapes = _of_all_rows(plan, a, b, ta, extras)
     one_batch, rows = plan, 1
+    apart = plan != plan_of(a, b)
     if not plan.groups and (b.ndim > 2 or not shapes):  # programs for any batch serve one of 1, too
         one_batch = plan._replace(groups=((1, a.ndim > 2, b.ndim > 2),))
-    elif not ta and not shapes:
+    elif not (ta or shapes or apart):
         one_batch, rows = _with_more_rows(plan, infos, extras)
-    if one_batch is not plan or not shapes:
+    if one_batch is not plan or not (shapes or apart):
         all_shapes = [one_batch.matrices(x.shape, of) for of, x in enumerate((a, b))]
         all_shapes[0] = *all_shapes[0][:-2], all_shapes[0][-2] * rows, all_shapes[0][-1]
         all_shapes += [_shape_of_scale(x, one_batch, (a, b), rows) for x in extras]
