@@ -130,7 +130,7 @@ class _Block:
         tile = self.tile(place, s.shape)
         s, _ = tile.adjust(s, bias)
         found = jnp.exp2(s - lse) * (tile.drop(dp()) - delta)
-        row, column, (rows, columns) = *place[2:], s.shape
+        (row, column), (rows, columns) = place[2:], s.shape
         low, high = self.ranges.of_all(row, rows)
         # rows of the next batch entry may hold anything
         return lax.cond(
