@@ -361,6 +361,16 @@ def test_random_sizes_of_other_forms(case, rng, monkeypatch):
     assert 3 < len(multiply) <= 12 and len(copy) <= 12
 
 
+@pytest.mark.parametrize("dtype, options", [(E4M3, {}), (f32, {}), (f32, {"precision": "tf32"})])
+def test_copies_of_large_matrices(dtype, options, monkeypatch):
+    """Their numbers are limited by the elements that an array may have."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    plgpu.clear_caches()
+    a, b = (plgpu.ShapeDtypeStruct((16, 8192, n), dtype) for n in (8192, 16384))
+    product = matmul.kernel(a, b, **options).product
+    assert product.pads[1].lower(b, target="sm_90a").as_text("cuda")
+
+
 def test_sizes_that_come_often_have_a_program_of_their_own(monkeypatch):
     monkeypatch.setattr(_open_rows, "STATIC", 0)
     plgpu.clear_caches()
