@@ -557,11 +557,12 @@ class Tile:
             count = math.prod(dims)
             if count >= 2**31:
                 return self.bias()
-            pair = 2 if dims[2] > 1 and dims[3] % 2 == 0 else 1
+            pair = 2 if dims[2] > 1 and dims[3] % 2 == 0 and not self.by_keys else 1
             ref = ref.reshape((count // pair, pair)[:pair])
+        sizes = dims[:1:-1] if self.by_keys else dims[2:]  # along rows and columns
         ends = [
             start + n > scalar(size)
-            for start, n, size in zip((self.row, self.column), self.shape, dims[2:])
+            for start, n, size in zip((self.row, self.column), self.shape, sizes)
             if _is_long(size)
         ]
         load = functools.partial(self.bias_in_row, ref, pair)
