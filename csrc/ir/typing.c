@@ -84,17 +84,34 @@ pm_code pm_one_device(const pm_typing *t, uint32_t k, const char *operand) {
        name(t), operand);
 }
 
+/* Does a part of a dimension of a size of the call end beyond all that it may be? */
+static bool ends_beyond(const pm_graph *g, pm_val view) {
+  for (const pm_val base = pm_view_base(g, view); view != base;) {
+    const pm_opid op = g->values.at[view].def;
+    view = pm_in(g, op, 0);
+    if (g->ops.at[op].code != PM_OP_INDEX) continue;
+    uint32_t n;
+    const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
+    const int64_t *sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
+    for (uint32_t d = 0; d < n; d++) {
+      if (starts[d] == PM_DYNAMIC || sizes[d] == PM_DROPPED) continue;
+      const int64_t most = g->values.at[view].type.dim[d] - 1;
+      if (starts[d] + sizes[d] > most && pm_whole_extent(g, view, d)) return true;
+    }
+  }
+  return false;
+}
+
 /* An array in registers has a fixed shape, and so has what is loaded or stored. */
 static pm_code known_extents(const pm_typing *t) {
-  for (uint32_t d = 0; d < type_in(t, 0)->rank; d++) {
-    if (!pm_whole_extent(t->g, t->in[0], d)) continue;
-    FAIL(TYPE,
-         "%s: dimension %u of the ref is a size that is known when the kernel is called "
-         "(plgpu.dim); access a part of a fixed size, as ref[pl.ds(start, n)], with a mask where "
-         "it may overhang",
-         name(t), d);
-  }
-  return PM_OK;
+  bool open = ends_beyond(t->g, t->in[0]);
+  for (uint32_t d = 0; d < type_in(t, 0)->rank; d++) open |= pm_whole_extent(t->g, t->in[0], d) > 0;
+  if (!open) return PM_OK;
+  FAIL(TYPE,
+       "%s: the ref ends with a dimension whose size is known when the kernel is called "
+       "(plgpu.dim); access a part of a fixed size, as ref[pl.ds(start, n)], with a mask where it "
+       "may overhang",
+       name(t));
 }
 
 pm_code pm_type_load(const pm_typing *t, pm_type *out) {

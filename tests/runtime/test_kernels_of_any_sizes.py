@@ -519,10 +519,23 @@ def whole_store(x, o):
     o[...] = jnp.zeros(11 * 64, jnp.float32).reshape((11, 64))
 
 
-@pytest.mark.parametrize("body", [whole_load, whole_sum, whole_store])
+def load_to_the_end(x, o):
+    o[0] = x[1:][0]
+
+
+def store_beyond(x, o):
+    o[pl.ds(8, 3)] = jnp.zeros((3, 64), jnp.float32)
+
+
+BEYOND = [whole_load, whole_sum, whole_store, load_to_the_end, store_beyond]
+
+
+@pytest.mark.parametrize("body", BEYOND)
 def test_arrays_in_registers_have_fixed_shapes(body):
     kernel = plgpu.kernel(body, in_shapes=((SIZE, 64),), out_type=out(SIZE, 64), interpret=True)
-    with pytest.raises(TypeError, match="dimension 0 of the ref is a size .* part of a fixed size"):
+    with pytest.raises(
+        TypeError, match="a dimension whose size is known when .* part of a fixed size"
+    ):
         kernel(np.ones((7, 64), F32))
 
 
