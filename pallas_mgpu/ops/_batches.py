@@ -30,10 +30,11 @@ _ELEMENTS = 1 << 44  # more than an array has
 
 class Plan(NamedTuple):
     """How batch dimensions are worked on. ``groups``: merged ones, (extent, has a it, has b it);
-    ``shape``: that of the batch."""
+    ``shape``: that of the batch. ``apart``: some dimensions could be merged but for strides."""
 
     groups: tuple[tuple[int, bool, bool], ...]
     shape: tuple[int, ...]
+    apart: bool = False
 
     @property
     def extents(self):
@@ -49,7 +50,9 @@ class Plan(NamedTuple):
         return (*own, *shape[-2:])
 
     def matrices(self, shape, which):
-        """The same with one dimension for all matrices, if there are several."""
+        """The same with one dimension for all matrices, if there are several and are not apart."""
+        if self.apart:
+            return self.operand(shape, which)
         *own, rows, cols = self.operand(shape, which)
         return (*([math.prod(own)] if own else []), rows, cols)
 
@@ -68,6 +71,7 @@ class Batch(NamedTuple):
     # As of a `Plan`, where the operands do not have the same dimensions.
     groups: tuple[tuple[int, bool, bool], ...] = ()
     scales: tuple[bool, bool] = (False, False)  # are there those of A, of B for each matrix?
+    apart: bool = False  # arrays of matrices have the dimensions of `groups`, no sizes of the call
 
     def without_sizes(self):
         return self._replace(size=0, groups=tuple((0, *has) for _, *has in self.groups))
@@ -87,13 +91,19 @@ class Batch(NamedTuple):
         return found
 
     def entries(self, entry):
-        """Those of A and of B that are factors of a product, while a kernel is traced."""
+        """Those of A and of B that are factors of a product, while a kernel is traced; of matrices
+        that are apart an index for each dimension."""
         if not self.groups:
             return entry, entry
         digits, found = [], [jnp.int32(0), jnp.int32(0)]
         for extent, *_ in reversed(self.groups):
             digits.insert(0, lax.rem(entry, scalar(extent)))
             entry = lax.div(entry, scalar(extent))
+        if self.apart:
+            return [
+                tuple(digit for (_, *has), digit in zip(self.groups, digits) if has[k])
+                for k in range(2)
+            ]
         for (extent, *has), digit in zip(self.groups, digits):
             found = [n * scalar(extent) + digit if h else n for n, h in zip(found, has)]
         return found
@@ -107,6 +117,11 @@ class Batch(NamedTuple):
         """Shapes of A, of B and of the scales that there are, as kernels want them. a, b, scales:
         those of one matrix; of a scale (form, shape), or None."""
         found = [((self.count(k),) * self[1 + k] + shape) for k, shape in enumerate((a, b))]
+        if self.apart:
+            found = [
+                (*(extent for extent, *has in self.groups if has[k]), *shape)
+                for k, shape in enumerate((a, b))
+            ]
         if self.rows is not None and self.a:
             found[0] = self.rows_a, *a[1:]
         for which, (form, shape) in enumerate(x or (None, None) for x in scales):
@@ -171,6 +186,8 @@ def plan_of(a, b, by_strides=False):
 def with_open_sizes(x, batch, kind, rows=True):
     """The Product of a batch, perhaps with open sizes, and the Batch of this call. kind: what
     distinguishes programs but the sizes. rows: may those of A be one dimension?"""
+    if batch.apart:
+        return x._replace(batch=batch), batch
     m, extents = x.m, tuple(extent for extent, *_ in batch.groups) or (batch.size,)
     edges = 0, *BUCKETS
     most = min(_ELEMENTS // (max(m, x.n) * x.k if x.ta else x.n * x.k), edges[-1])
@@ -403,6 +420,7 @@ def _plan(a, b, ta, tb):
     plan, apart = plan_of(a, b), plan_of(a, b, by_strides=True)
     if plan == apart:
         return plan
+    apart = apart._replace(apart=True)
     kind = "matrices apart", a.ndim, b.ndim, a.shape[-1], b.shape[-2:], a.dtype, b.dtype, ta, tb
     return apart if is_static((*kind, a.device), (a.shape, b.shape)) else plan
 
@@ -416,14 +434,13 @@ def product(a, b, ta, tb, make, make_all, extras):
     m, n = a.shape[-1 if ta else -2], b.shape[-2 if tb else -1]
     result = (*plan.shape, m, n)
     infos = [a, b, *(extra.info for extra in extras)]
-    shapes = _of_all_rows(plan, a, b, ta, extras)
+    shapes = None if plan.apart else _of_all_rows(plan, a, b, ta, extras)
     one_batch, rows = plan, 1
-    apart = plan != plan_of(a, b)
     if not plan.groups and (b.ndim > 2 or not shapes):  # programs for any batch serve one of 1, too
         one_batch = plan._replace(groups=((1, a.ndim > 2, b.ndim > 2),))
-    elif not (ta or shapes or apart):
+    elif not (ta or shapes or plan.apart):
         one_batch, rows = _with_more_rows(plan, infos, extras)
-    if one_batch is not plan or not (shapes or apart):
+    if one_batch is not plan or not shapes:
         all_shapes = [one_batch.matrices(x.shape, of) for of, x in enumerate((a, b))]
         all_shapes[0] = *all_shapes[0][:-2], all_shapes[0][-2] * rows, all_shapes[0][-1]
         all_shapes += [_shape_of_scale(x, one_batch, (a, b), rows) for x in extras]

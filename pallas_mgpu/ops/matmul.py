@@ -1281,15 +1281,15 @@ def _of_one_batch(a, b, plan, given, invariant, options):
     x, scales = _batch_product(a, b, given, split, options)
     ta, m, moved = x.ta, x.m, (k_major and x.ta, k_major and not x.tb)
     x = x._replace(ta=False, tb=True) if k_major else x
-    several = (
+    several = tuple(
         n in given and given[n].ndim == y.ndim > 2 for n, y in zip(("scale_a", "scale_b"), (a, b))
     )
     groups = plan.groups if len(plan.groups) > 1 or not plan.groups[0][2] else ()
-    has = _batches.Batch(count, a.ndim > 2, b.ndim > 2, None, None, groups, tuple(several))
+    has = _batches.Batch(count, a.ndim > 2, b.ndim > 2, None, None, groups, several, plan.apart)
     in_bytes = x.dtypes[0].itemsize
     rows = Rows(x.n, x.k, sms, x.ta, x.tb, invariant, in_bytes, x.forms.blocks, _grain(a.dtype))
     kind = *_kind(x._replace(batch=has.without_sizes()), a, invariant, interpret), a.dtype, moved
-    if groups and max(plan.extents) > a.size:  # it tells them
+    if groups and max(plan.extents) > a.size or plan.apart and any(several):  # it tells them
         return None
     x, of_call = _batches.with_open_sizes(x, has, kind, not moved[0])
     open_ = isinstance(x.batch.size, plgpu.Dim)
@@ -1313,6 +1313,8 @@ def _of_one_batch(a, b, plan, given, invariant, options):
     by_tma = ["bias"] * k_major + ["scale_b"] * (x.forms.b == "each")
     with together(False) if open_ else contextlib.nullcontext():  # copies take no longer
         pads = _batches.copies(arrays, axes, moved, [n in by_tma for n in given], interpret)
+    if plan.apart and any(pads):
+        return None
     result = (count, m, x.n) if x.batch.rows is None else (count * m, x.n)
     sizes = plan.extents if open_ and groups else ()
     return with_padding(product, pads), shapes, result, sizes

@@ -63,6 +63,9 @@ MATRICES = {
         x(2, 40, 3, 64).swapaxes(1, 2),
         x(2, 50, 3, 64).transpose(0, 2, 3, 1),
     ),
+    "one of them shared": lambda x: (x(2, 40, 3, 64).swapaxes(1, 2), x(3, 64, 72)),
+    "a shared matrix": lambda x: (x(2, 40, 3, 64).swapaxes(1, 2), x(64, 72)),
+    "three dims": lambda x: (x(3, 2, 2, 16, 64).transpose(2, 0, 1, 3, 4), x(2, 3, 2, 64, 72)),
     "every other matrix": lambda x: (x(6, 40, 64)[::2], x(6, 64, 72)[1::2]),
     "one matrix for all": lambda x: (np.broadcast_to(x(40, 64), (3, 40, 64)), x(3, 64, 72)),
 }
