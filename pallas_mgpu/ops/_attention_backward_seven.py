@@ -224,8 +224,7 @@ class _Block(WarpSpecialized):
         """The scores of a consumer's rows and a block of columns."""
         p = self.plan
         tile = Tile(self.x, self.refs, self.b, head, row, column, (64, p.block), p.by_keys)
-        if self.x.scores.bias and (self.x.is_open or not p.by_keys):
-            tile.begin()
+        tile.begin()
         return tile
 
     def gradients(self, s_acc, p_acc, lse, delta, tile):

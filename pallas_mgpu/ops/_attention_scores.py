@@ -507,8 +507,10 @@ class Tile:
         self.row, self.column, self.fetched = row, column, None
 
     def begin(self):
-        """Loads the bias now, while products are in flight or their operands on the way."""
-        self.fetched = self.fetch()
+        """Loads a bias of each pair now, while products are in flight or their operands on the
+        way."""
+        if self.f.bias and all(map(_is_long, self.f.bias[2:])):
+            self.fetched = self.fetch()
 
     def adjust(self, s, bias=None):
         """The exponents of 2 of raw scores, and the slope of the cap (None without one). bias: what

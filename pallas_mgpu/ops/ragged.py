@@ -364,7 +364,7 @@ def side_by_side(rows):
 def scales_by_steps(rows, steps, aligned, interpret):
     """Kernel: the scales of rows and steps (rows, steps) as one row, in which those of a step are
     side by side."""
-    pitch, height, width = side_by_side(rows), 128, 32
+    pitch, height, width = side_by_side(rows), 64, 16
 
     def body(x, o, tile):
         overlap_launches()
