@@ -89,7 +89,7 @@ static bool ends_beyond(const pm_graph *g, pm_val view) {
   for (const pm_val base = pm_view_base(g, view); view != base;) {
     const pm_opid op = g->values.at[view].def;
     view = pm_in(g, op, 0);
-    if (g->ops.at[op].code != PM_OP_INDEX) continue;
+    if (!pm_has_attr(g, op, PM_ATTR_STARTS)) continue;
     uint32_t n;
     const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
     const int64_t *sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
