@@ -96,12 +96,15 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
   }
 }
 
-/* Sums and products of floats of 16 bits: the function that makes two at a time, or NULL. */
+/* Sums, products, minima and maxima of floats of 16 bits: the function that makes two at a time, or
+ * NULL. */
 static const char *pair_function(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const char *name = o->code == PM_OP_ADD   ? "add_x2"
                      : o->code == PM_OP_SUB ? "sub_x2"
                      : o->code == PM_OP_MUL ? "mul_x2"
+                     : o->code == PM_OP_MIN ? "min_x2"
+                     : o->code == PM_OP_MAX ? "max_x2"
                                             : NULL;
   if (!name || !pm_wants_array(e, o->out) || pm_regs_of(e, o->out) % 2) return NULL;
   const pm_dtype t = pm_typeof(e->g, o->out)->dtype;

@@ -551,6 +551,15 @@ FN f32 max_f32(f32 a, f32 b) {
   if (a != a || b != b) return f32_bits(0x7fffffff);
   return a > b || (a == b && !signbit(a)) ? a : b;
 }
+#define HOST_EXTREMA_OF_PAIRS(name, T) \
+  FN void name##_x2(T *d, T a0, T a1, T b0, T b1) { \
+    d[0] = cvt_##T(name##_f32(cvt_f32(a0), cvt_f32(b0))); \
+    d[1] = cvt_##T(name##_f32(cvt_f32(a1), cvt_f32(b1))); \
+  }
+HOST_EXTREMA_OF_PAIRS(min, f16)
+HOST_EXTREMA_OF_PAIRS(min, bf16)
+HOST_EXTREMA_OF_PAIRS(max, f16)
+HOST_EXTREMA_OF_PAIRS(max, bf16)
 /* .ftz: subnormals in and out are zero */
 FN f32 flushed(f32 x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0, x) : x; }
 FN f32 exp2_approx(f32 x) { return flushed(exp2f(flushed(x))); }

@@ -26,6 +26,7 @@ from pallas_mgpu._caches import cached
 from ._common import SeveralKernels, overlap_launches, unaligned
 from ._open_rows import is_static
 
+_LOG2E = math.log2(math.e)
 _LANES = 128
 _ROW_BYTES = 128  # of a row in a tile
 _AT_ONCE = 8  # rows of each lane that are on their way
@@ -37,19 +38,45 @@ _EDGE = 1 << 24  # of each extent that is taken at run time
 _OPEN_ROWS = 512  # of a slice where they are
 
 
+class Exponentials:
+    """exp(x - base) of many x. fast: by one multiplication and addition, for bfloat16."""
+
+    def __init__(self, base, fast):
+        self.base, self.fast = base, fast
+        if fast:
+            # below 2^13 the rounding of a product changes less than that of the result; from there
+            # on numbers are equal, or 32 and more apart: it is below 2^-32 with either base
+            self.factor = jnp.where(jnp.abs(base) < 2.0**13, _LOG2E, 1.0)
+            self.shift = base * self.factor
+
+    def __call__(self, x):
+        return jnp.exp2(x * self.factor - self.shift) if self.fast else jnp.exp(x - self.base)
+
+    def scaled(self, scale):
+        """A function of x: exp(x - base) * scale."""
+        if not self.fast:
+            return lambda x: jnp.exp(x - self.base) * scale
+        shift = self.shift - jnp.log2(scale)
+        return lambda x: jnp.exp2(x * self.factor - shift)
+
+
 class _Softmax:
     """Statistics: the maximum, and the sum of exponentials of differences from it."""
 
     fills = -math.inf, 0.0  # of no elements
     fill = -math.inf  # stands in the place of elements that do not exist
 
+    def __init__(self, fast=False):
+        self.fast = fast  # see Exponentials
+
     def gather(self, stats, parts):
-        """With some more elements of each column."""
+        """With some more elements of each column, of their own dtype."""
         most, total = stats
-        new = functools.reduce(jnp.maximum, [x for (x,) in parts], most)
+        found = functools.reduce(jnp.maximum, [x for (x,) in parts])
+        new = jnp.maximum(most, found.astype(jnp.float32))
         base = _finite(new)
-        total = total * jnp.exp(most - base)
-        return new, functools.reduce(lambda t, x: t + jnp.exp(x[0] - base), parts, total)
+        exp, total = Exponentials(base, self.fast), total * jnp.exp(most - base)
+        return new, functools.reduce(lambda t, x: t + exp(x[0].astype(jnp.float32)), parts, total)
 
     def merge(self, a, b):
         new = jnp.maximum(a[0], b[0])
@@ -63,8 +90,7 @@ class _Softmax:
         return most, total.sum(axis=0, keepdims=True)
 
     def result(self, stats):
-        base, scale = _finite(stats[0]), 1 / stats[1]
-        return lambda x: jnp.exp(x - base) * scale
+        return Exponentials(_finite(stats[0]), self.fast).scaled(1 / stats[1])
 
 
 def _finite(x):
@@ -79,7 +105,11 @@ class _Gradient:
     fill = 0.0
 
     def gather(self, stats, parts):
-        return (functools.reduce(lambda t, x: t + x[0] * x[1], parts, stats[0]),)
+        def plus(total, part):
+            x, y = (v.astype(jnp.float32) for v in part)
+            return total + x * y
+
+        return (functools.reduce(plus, parts, stats[0]),)
 
     def merge(self, a, b):
         return (a[0] + b[0],)
@@ -89,9 +119,6 @@ class _Gradient:
 
     def result(self, stats):
         return lambda grad, y: y * (grad - stats[0])
-
-
-_OPS = {"softmax": _Softmax(), "softmax_backward": _Gradient()}
 
 
 class Columns(NamedTuple):
@@ -104,17 +131,25 @@ class Columns(NamedTuple):
     out_dtype: np.dtype
     aligned: bool  # whether lanes may load vectors
 
+    def op(self):
+        if self.name == "softmax":
+            return _Softmax(self.dtypes[0] == self.out_dtype == jnp.bfloat16)
+        return _Gradient()
+
     @property
     def itemsize(self):
         return max(d.itemsize for d in (*self.dtypes, self.out_dtype))
 
 
 class Tiling(NamedTuple):
-    """height: columns of a tile; slices of each column; part: rows of each lane at a time."""
+    """height: columns of a tile; slices of each column; part: rows of each lane at a time; lead:
+    slices whose statistics precede results in one kernel, at least all of a tile; 0: two kernels.
+    """
 
     height: int
     slices: object  # an int, or a size of the call
     part: int = _AT_ONCE
+    lead: int = 0
 
 
 class Plan:
@@ -137,6 +172,9 @@ class Plan:
         over = self.inner % self.width
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.shape, self.layout = (self.rows, self.width), self.layout_of()
+        self.items = self.outer * self.stripes * self.slices
+        if tiling.lead:
+            self.lead = min(max(tiling.lead, self.slices), self.items)
 
     def layout_of(self):
         """Rows of which so many lanes have a vector each."""
@@ -151,7 +189,7 @@ class Plan:
 
     def statistics(self):
         """The array between the kernels."""
-        count = len(_OPS[self.problem.name].fills)
+        count = len(self.problem.op().fills)
         shape = self.outer, self.slices, count, self.inner
         shape = (math.prod(shape),) if self.is_open else shape
         return plgpu.ShapeDtypeStruct(shape, jnp.float32)
@@ -161,13 +199,17 @@ class _Block:
     """One block of a kernel, while it is traced. arrays: the operands."""
 
     def __init__(self, plan, arrays, reverse=False):
-        self.plan, self.arrays, self.op = plan, arrays, _OPS[plan.problem.name]
+        self.plan, self.arrays, self.op = plan, arrays, plan.problem.op()
         p, tile = plan, lax.axis_index("tile")
-        self.column = tile % p.stripes * p.width
-        tile = tile // p.stripes
+        stripe, tile = tile % p.stripes, tile // p.stripes
         if reverse:
             tile = p.outer * p.slices - 1 - tile
-        self.slice, self.batch = tile % p.slices, tile // p.slices
+        self.place(tile // p.slices, stripe, tile % p.slices)
+
+    def place(self, batch, stripe, part):
+        """part: number of the slice."""
+        p = self.plan
+        self.batch, self.slice, self.column = batch, part, stripe * p.width
         self.first = self.slice * p.length
         self.count = jnp.clip(p.n - self.first, 0, p.length)
         if p.is_open:
@@ -216,7 +258,7 @@ class _Block:
 
     def load(self, ref, at, keep, fill):
         value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=fill)
-        return plgpu.layout_cast(value, self.plan.layout).astype(jnp.float32)
+        return plgpu.layout_cast(value, self.plan.layout)
 
     def read(self, at, keep):
         return [self.load(ref, at, keep, self.op.fill) for ref in self.arrays]
@@ -280,13 +322,63 @@ class _Block:
         def some(start, part, _, whole):
             where = list(self.parts(start, part, whole))
             for (at, keep), values in zip(where, [self.read(*w) for w in where]):
-                value = result(*values).astype(self.plan.problem.out_dtype)
+                value = result(*(v.astype(jnp.float32) for v in values))
+                value = value.astype(self.plan.problem.out_dtype)
                 if keep is None:
                     o[at] = value
                 else:
                     pl.store(o, at, value, mask=keep)
 
         self.each(some, None)
+
+
+class _Following(_Block):
+    """A block of the kernel in which results of some columns follow statistics of later ones. So
+    what they read again is still in the L2 cache."""
+
+    def __init__(self, plan, arrays):
+        self.plan, self.arrays, self.op = plan, arrays, plan.problem.op()
+        p, t = plan, lax.axis_index("tile")
+        # first statistics alone, then results and statistics in turns, then the other results
+        turns = 2 * (p.items - p.lead)
+        after = t - p.lead
+        alone, turn = after < 0, after % 2
+        in_turns = jnp.where(turn == 0, 0, p.lead) + after // 2
+        item = jnp.where(after < turns, in_turns, after - (p.items - p.lead))
+        item = jnp.where(alone, t, item)
+        self.is_result = jnp.logical_not(alone) & ((turn == 0) | (after >= turns))
+        self.tile = item // p.slices  # the stripe of all rows
+        self.place(self.tile // p.stripes, self.tile % p.stripes, item % p.slices)
+
+    def run(self, o, stats, joined):
+        """joined: the statistics of whole columns."""
+        p = self.plan
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((2, p.outer * p.stripes)))
+        done, ready = done.at[0, self.tile], done.at[1, self.tile]
+
+        @pl.when(self.is_result)
+        def _():
+            plgpu.semaphore_wait(ready, 1, decrement=False, memory_scope="gpu")
+            self.write(o, self.of_columns(joined))
+
+        @pl.when(jnp.logical_not(self.is_result))
+        def _():
+            self.save(stats, self.gathered())
+            plgpu.semaphore_signal(done, memory_scope="gpu")
+
+            # blocks with lower numbers, which have started, have the other slices
+            @pl.when(self.slice == p.slices - 1)
+            def _():
+                plgpu.semaphore_wait(done, p.slices, decrement=False, memory_scope="gpu")
+                for i, value in enumerate(self.merged(stats)):
+                    joined[self.tile, i] = value.reshape((p.width,))
+                plgpu.semaphore_signal(ready, memory_scope="gpu")
+
+    def of_columns(self, joined):
+        p = self.plan
+        rows = range(len(self.op.fills))
+        found = [plgpu.load(joined.at[self.tile, i], layout=p.layout.reduce(0)) for i in rows]
+        return [lax.broadcast_in_dim(value, (1, p.width), [1]) for value in found]
 
 
 class TwoReads(SeveralKernels):
@@ -324,15 +416,14 @@ def _kernels(x, tiling, interpret):
         mine = block(refs, reverse=True)
         mine.write(view(refs[-1]), mine.merged(refs[count]))
 
-    def made(body, out_type, *more):
-        shapes = {}
+    def made(body, out_type, *more, grid=p.items, **shapes):
         if p.is_open:  # flat arrays, and operands that tell the extents
             sizes = ((size,) for size in x.extents)
             shapes["in_shapes"] = *(x.shape,) * count, *more, *sizes
         return plgpu.kernel(
             body,
             out_type=out_type,
-            grid=(p.outer * p.slices * p.stripes,),
+            grid=(grid,),
             grid_names=("tile",),
             compiler_params=plgpu.CompilerParams(
                 approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
@@ -342,7 +433,19 @@ def _kernels(x, tiling, interpret):
             **shapes,
         )
 
+    def following(*refs, stats, joined):
+        overlap_launches()
+        arrays = [view(ref) for ref in refs[:count]]
+        _Following(p, arrays).run(view(refs[-1]), stats, joined)
+
     out, stats = plgpu.ShapeDtypeStruct(x.shape, x.out_dtype), p.statistics()
+    if tiling.lead:
+        of_columns = p.outer * p.stripes, len(x.op().fills), p.width
+        scratch = {
+            "stats": plgpu.ext.SharedScratch(stats.shape, stats.dtype),
+            "joined": plgpu.ext.SharedScratch(of_columns, stats.dtype),
+        }
+        return (made(following, out, grid=2 * p.items, scratch_types=scratch),)
     if isinstance(p.slices, int) and p.slices == 1:
         return (made(whole, out),)
     size = plgpu.dim("S", max=_sizes.MOST)

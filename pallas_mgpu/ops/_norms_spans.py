@@ -321,14 +321,15 @@ class Block:
         numbers = range(self.op.numbers)
         self.op.joined(self, [[self.stats[k, i] for i in numbers] for k in range(p.segments)])
 
-    def each(self, f, start):
-        """f(acc, part, which elements are there or None) over the parts."""
+    def each(self, f, start, raw=False):
+        """f(acc, part, which elements are there or None) over the parts. raw: of their own dtype,
+        unless registers hold them."""
         if self.held is not None:
             return f(None, self.held, self.inside(0))
-        acc = jnp.full(self.shape, start, jnp.float32)
+        acc = self.fixed(jnp.full(self.shape, start, self.plan.problem.dtype if raw else jnp.float32))
 
         def step(k, acc, masked=False):
-            return f(acc, self.read(k, masked), self.inside(k) if masked else None)
+            return f(acc, self.read(k, masked, raw), self.inside(k) if masked else None)
 
         return self.loop(step, acc)
 
@@ -371,15 +372,16 @@ class Block:
             start = pl.multiple_of(start, min(p.x.piece, p.o.piece))
         return ref.reshape((1, ref.size)), (slice(None), pl.ds(start + k * p.part, p.part))
 
-    def read(self, k, masked=True):
-        """Part k, float32."""
+    def read(self, k, masked=True, raw=False):
+        """Part k, float32 unless raw."""
         keep = self.inside(k) if masked else self.rows_inside()
         ref, at = self.view(self.x_smem, self.base, k)
         if keep is None:
             value = ref[at]
         else:
             value = pl.load(ref, at, mask=keep, other=self.op.fill)
-        return self.fixed(value).astype(jnp.float32)
+        value = self.fixed(value)
+        return value if raw else value.astype(jnp.float32)
 
     def write(self, k, vectors, masked):
         """The result of part k. vectors: parts of weight and bias."""

@@ -39,11 +39,11 @@ from pallas_mgpu._caches import cached
 from .._names import show
 from . import _norms_columns, _norms_ring, _norms_spans
 from ._common import FLOATS, SMS, dtype_of, overlap_launches, unaligned
+from ._norms_columns import Exponentials
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
 from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
-_LOG2E = math.log2(math.e)
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
@@ -82,7 +82,8 @@ class NormConfig(NamedTuple):
     first ones are read while others are on their way. ``slices``: of softmax along another axis
     than the last, the parts of a column of which a first kernel makes statistics, before a second
     one reads the array again (1: one kernel that reads it twice), with tiles of ``height`` columns
-    and ``part`` rows of each lane at a time; 0: no second read, if there is room.
+    and ``part`` rows of each lane at a time; 0: no second read, if there is room. ``lead``: of
+    slices, so many whose statistics are made before the first results, by one kernel; 0: by two.
     """
 
     height: int = 1
@@ -98,6 +99,7 @@ class NormConfig(NamedTuple):
     threads: int = 1
     divided: bool = False
     slices: int = 0
+    lead: int = 0
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -117,33 +119,30 @@ def _most(acc, x, _):
 class _Softmax:
     fill = -math.inf
     numbers = 2
-    fast = False  # an exponential takes one multiplication and addition: for bfloat16
-
-    def exp(self, x, base):
-        """exp(x - base)."""
-        if not self.fast:
-            return jnp.exp(x - base)
-        # below 2^13 the rounding of a product changes less than that of the result; from there on
-        # numbers are equal, or 32 and more apart: the result is below 2^-32 with either base
-        factor = jnp.where(jnp.abs(base) < 2.0**13, _LOG2E, 1.0)
-        return jnp.exp2(x * factor - base * factor)
+    fast = False  # see Exponentials
 
     def local(self, tile):
-        most = tile.most(tile.each(_most, -math.inf))
+        most = tile.most(tile.each(_most, -math.inf, raw=True).astype(jnp.float32))
         # a segment of -inf alone adds nothing to others; a row of them gives NaN
-        base = jnp.where(most == -math.inf, 0.0, most) if tile.shared else most
-        self.base = base
+        self.base = jnp.where(most == -math.inf, 0.0, most) if tile.shared else most
+        exp = Exponentials(self.base, self.fast)
         if tile.held is not None:
-            tile.held = self.exp(tile.held, base)
+            tile.held = exp(tile.held)
             return most, tile.total(tile.held)
-        return most, tile.total(tile.each(lambda acc, x, _: acc + self.exp(x, base), 0.0))
+        return most, tile.total(tile.each(lambda acc, x, _: acc + exp(x), 0.0))
 
     def joined(self, tile, segments):
         most = functools.reduce(jnp.maximum, [m for m, _ in segments])
         total = sum(s * jnp.exp(m - most) for m, s in segments)
         if tile.held is None:
             self.base = jnp.where(most == -math.inf, 0.0, most)
-        self.scale = jnp.exp(self.base - most) * (1 / total)
+        self.scale_by(tile, jnp.exp(self.base - most) * (1 / total))
+
+    def scale_by(self, tile, scale):
+        if tile.held is not None:
+            self.result_of = lambda x: x * scale
+        else:
+            self.result_of = Exponentials(self.base, self.fast).scaled(scale)
 
     def merged(self, segments):
         """The statistics of several segments as those of one."""
@@ -152,7 +151,7 @@ class _Softmax:
         return most, sum(s * jnp.exp(m - base) for m, s in segments)
 
     def alone(self, tile, most, total):
-        self.scale = 1 / total
+        self.scale_by(tile, 1 / total)
 
     def none(self, tile):
         return jnp.full(tile.shape, -math.inf, jnp.float32), jnp.zeros(tile.shape, jnp.float32)
@@ -170,7 +169,7 @@ class _Softmax:
         return most, tile.total(stats[1] * jnp.exp(stats[0] - self.base))
 
     def result(self, tile, x):
-        return (x if tile.held is not None else self.exp(x, self.base)) * self.scale
+        return self.result_of(x)
 
 
 class _RMSNorm:
@@ -253,12 +252,12 @@ class _LayerNorm(_RMSNorm):
 class _Tile:
     """The block's part of a tile, as float32 parts. Built while tracing."""
 
-    def __init__(self, plan, read, valid, offset, arrive, there):
+    def __init__(self, plan, dtype, read, valid, offset, arrive, there):
         """arrive(k) waits until part k can be read, once. there: of a divided tile, how many parts
         need no mask, and how many there are."""
         self.n, self.width, self.parts, self.axis = plan.n, plan.width, plan.parts, plan.axis
         self.shape, self.shared, self.layout = plan.part_shape, plan.segments > 1, plan.layout
-        self.read, self.valid, self.arrive = read, valid, arrive
+        self.dtype, self.read, self.valid, self.arrive = dtype, read, valid, arrive
         # masked accesses beyond the row need a start that is not known to lie there
         self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
         self.whole = plan.whole
@@ -273,9 +272,9 @@ class _Tile:
         self.held = read(0) if plan.parts == 1 else None
         self.there = there
 
-    def each(self, f, start):
+    def each(self, f, start, raw=False):
         """f(acc, part, which elements are there or None) over the parts; acc: None if one
-        part is all."""
+        part is all. raw: of their own dtype, unless registers hold them."""
         if self.held is not None:
             return f(None, self.held, self.valid(0))
 
@@ -284,9 +283,9 @@ class _Tile:
         def step(k, acc, masked):
             if arrive:
                 arrive(k)
-            return f(acc, self.read(k, masked), self.valid(k, masked))
+            return f(acc, self.read(k, masked, raw), self.valid(k, masked))
 
-        return self.loop(step, jnp.full(self.shape, start, jnp.float32))
+        return self.loop(step, jnp.full(self.shape, start, self.dtype if raw else jnp.float32))
 
     def loop(self, step, carry):
         """carry = step(k, carry, may part k need a mask) over the parts."""
@@ -480,6 +479,7 @@ class _Block:
     def __init__(self, x, plan, rows, refs):
         """rows: are tiles rows of [outer, n]?"""
         self.problem, self.plan, self.rows, self.op = x, plan, rows, x.op()
+        self.op.fast = not rows and x.dtype == x.out_dtype == jnp.bfloat16
         vars(self).update(refs)
         self.t = lax.axis_index("tile")
         thread = lax.axis_index("wg") if plan.threads > 1 else 0
@@ -511,7 +511,8 @@ class _Block:
                 where = (self.t // p.tiles, *reversed(where))
             plgpu.copy_gmem_to_smem(self.x.at[where], self.x_smem, self.full.at[0])
             plgpu.barrier_wait(self.full.at[0])
-        tile = _Tile(p, self.read, self.inside, self.offset, self.arrive, self.there)
+        how = self.read, self.inside, self.offset, self.arrive, self.there
+        tile = _Tile(p, self.problem.dtype, *how)
         mine = self.op.local(tile)
         if p.segments > 1:
             self.op.joined(tile, self.exchange(mine))
@@ -605,20 +606,21 @@ class _Block:
             found = there if found is None else found & there
         return found
 
-    def read(self, k, masked=True):
-        """Part k of the tile, float32."""
+    def read(self, k, masked=True, raw=False):
+        """Part k of the tile, float32 unless raw."""
         p, fill = self.plan, self.op.fill
+        dtype = self.problem.dtype if raw else np.dtype(np.float32)
         if p.staged:
-            value = self.x_smem[self.part(k)].astype(jnp.float32)
+            value = self.x_smem[self.part(k)].astype(dtype)
             valid = self.inside(k, masked)
             if valid is None or fill == 0.0:  # TMA reads zeros outside
                 return value
-            return jnp.where(valid, value, fill)
+            return jnp.where(valid, value, dtype.type(fill))
         keep, at = self.mask(k, masked), self.place(k, self.problem.aligned[0])
         value = self.x[at] if keep is None else pl.load(self.x, at, mask=keep, other=0.0)
-        value = value.astype(jnp.float32)
+        value = value.astype(dtype)
         valid = self.inside(k, masked)
-        return value if valid is None else jnp.where(valid, value, fill)
+        return value if valid is None else jnp.where(valid, value, dtype.type(fill))
 
     def write(self, tile, k, masked):
         """The result of part k."""
@@ -818,8 +820,8 @@ def _choose_columns(outer, n, inner, itemsize, staged, sms):
         return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
     if n * 2 * _COLUMNS <= 10240 and inner >= 2 * _COLUMNS:  # registers hold them
         return NormConfig(2 * _COLUMNS, 1, 0, False)
-    height, slices, part = _norms_columns.choose((outer, n, inner), itemsize, sms)
-    return NormConfig(height, 1, part, False, slices=slices)
+    height, slices, part, lead = _norms_columns.choose((outer, n, inner), itemsize, sms)
+    return NormConfig(height, 1, part, False, slices=slices, lead=lead)
 
 
 def _without_clusters(config, n, itemsize, gpu):
@@ -938,7 +940,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             " 1, or no config"
         )
     if config.slices:
-        tiling = _norms_columns.Tiling(config.height, config.slices, config.part)
+        tiling = _norms_columns.Tiling(config.height, config.slices, config.part, config.lead)
         return _norms_columns.kernel(_columns_of(problem), tiling, interpret)
     one_program = default and axes == 1 and inner == 1  # for any number of rows
     kind = problem._replace(shape=(0, n), axis=1), x.device, invariant, interpret
@@ -1004,13 +1006,13 @@ def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
     height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads, divided = (
-        config[:-1]
+        config[:-2]
     )
-    from_0 = part, ring, programs, unroll, config.slices
+    from_0 = part, ring, programs, unroll, config.slices, config.lead
     if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(from_0) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4, 8 or 16, and a part,"
-            f" ring, programs, unroll and slices from 0, got {config}"
+            f" ring, programs, unroll, slices and lead from 0, got {config}"
         )
     if config.slices and (inner == 1 or staged or not part or cluster > 1 or name != "softmax"):
         raise ValueError(

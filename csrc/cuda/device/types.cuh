@@ -269,6 +269,28 @@ FN void mul_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
 #endif
 }
 
+//! min_x2
+// NaN propagates, -0 is less than +0
+FN void min_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
+  u32 w; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  unpair(d, w);
+}
+FN void min_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+  u32 w; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  unpair(d, w);
+}
+
+//! max_x2
+// NaN propagates, -0 is less than +0
+FN void max_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
+  u32 w; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  unpair(d, w);
+}
+FN void max_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+  u32 w; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  unpair(d, w);
+}
+
 //! cvt_from_e4m3x2
 FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
 #ifdef HAS_FP8
