@@ -248,7 +248,7 @@ class Block:
         self.plan = p = plan
         vars(self).update(refs)
         self.op, self.n, self.shared = p.problem.op(), p.n, p.segments > 1
-        self.op.fast = p.problem.dtype == p.problem.out_dtype == jnp.bfloat16
+        self.op.fast = p.problem.is_fast()
         self.shape, self.sizes = (p.height, p.part), [p.width] * (p.segments - 1) + [p.last]
         self.thread = lax.axis_index("wg") if p.threads > 1 else 0
         rank = lax.axis_index("c") if p.cluster > 1 else 0
