@@ -101,10 +101,15 @@ SPECIALS = np.array(
 )
 
 
-def test_special_values(run):
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, bf16], ids=str)
+def test_special_values(run, dtype):
     """NaN, infinities, signed zeros and denormals through max, min, comparisons, abs, clip,
-    where."""
-    a, b = (v.reshape(-1).copy() for v in np.meshgrid(SPECIALS, SPECIALS))
+    where. Of 16 bits two at a time."""
+    with np.errstate(over="ignore"):
+        specials = SPECIALS.astype(dtype)
+    grid = np.meshgrid(specials, specials)
+    # a whole number of elements for each lane, and more than one
+    a, b = (np.resize(v, 256).astype(dtype) for v in grid)
 
     def body(a_ref, b_ref, hi_ref, lo_ref, lt_ref, ne_ref, cl_ref, sel_ref):
         a, b = a_ref[...], b_ref[...]
@@ -117,8 +122,12 @@ def test_special_values(run):
 
     i = np.zeros(a.shape, np.int32)
     hi, lo, lt, ne, cl, sel = run(body, (a, a, i, i, a, a), a, b)
+    a, b, hi, lo, cl, sel = (v.astype(np.float32) for v in (a, b, hi, lo, cl, sel))
     np.testing.assert_array_equal(hi, np.maximum(a, b))
     np.testing.assert_array_equal(lo, np.minimum(a, b))
+    both = ~np.isnan(a) & ~np.isnan(b) & (a == 0) & (b == 0)
+    np.testing.assert_array_equal(np.signbit(hi[both]), np.signbit(a[both]) & np.signbit(b[both]))
+    np.testing.assert_array_equal(np.signbit(lo[both]), np.signbit(a[both]) | np.signbit(b[both]))
     np.testing.assert_array_equal(lt, (a < b).astype(np.int32))
     np.testing.assert_array_equal(ne, (a != b).astype(np.int32))
     np.testing.assert_array_equal(cl, np.clip(a, -1, 1))
