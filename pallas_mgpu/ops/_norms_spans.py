@@ -326,7 +326,8 @@ class Block:
         unless registers hold them."""
         if self.held is not None:
             return f(None, self.held, self.inside(0))
-        acc = self.fixed(jnp.full(self.shape, start, self.plan.problem.dtype if raw else jnp.float32))
+        dtype = self.plan.problem.dtype if raw else jnp.float32
+        acc = self.fixed(jnp.full(self.shape, start, dtype))
 
         def step(k, acc, masked=False):
             return f(acc, self.read(k, masked, raw), self.inside(k) if masked else None)
