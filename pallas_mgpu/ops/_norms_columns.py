@@ -142,14 +142,11 @@ class Columns(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """height: columns of a tile; slices of each column; part: rows of each lane at a time; lead:
-    slices whose statistics precede results in one kernel, at least all of a tile; 0: two kernels.
-    """
+    """height: columns of a tile; slices of each column; part: rows of each lane at a time."""
 
     height: int
     slices: object  # an int, or a size of the call
     part: int = _AT_ONCE
-    lead: int = 0
 
 
 class Plan:
@@ -172,9 +169,6 @@ class Plan:
         over = self.inner % self.width
         self.ragged = isinstance(over, plgpu.Dim) or over != 0
         self.shape, self.layout = (self.rows, self.width), self.layout_of()
-        self.items = self.outer * self.stripes * self.slices
-        if tiling.lead:
-            self.lead = min(max(tiling.lead, self.slices), self.items)
 
     def layout_of(self):
         """Rows of which so many lanes have a vector each."""
@@ -201,15 +195,11 @@ class _Block:
     def __init__(self, plan, arrays, reverse=False):
         self.plan, self.arrays, self.op = plan, arrays, plan.problem.op()
         p, tile = plan, lax.axis_index("tile")
-        stripe, tile = tile % p.stripes, tile // p.stripes
+        self.column = tile % p.stripes * p.width
+        tile = tile // p.stripes
         if reverse:
             tile = p.outer * p.slices - 1 - tile
-        self.place(tile // p.slices, stripe, tile % p.slices)
-
-    def place(self, batch, stripe, part):
-        """part: number of the slice."""
-        p = self.plan
-        self.batch, self.slice, self.column = batch, part, stripe * p.width
+        self.slice, self.batch = tile % p.slices, tile // p.slices
         self.first = self.slice * p.length
         self.count = jnp.clip(p.n - self.first, 0, p.length)
         if p.is_open:
@@ -332,55 +322,6 @@ class _Block:
         self.each(some, None)
 
 
-class _Following(_Block):
-    """A block of the kernel in which results of some columns follow statistics of later ones. So
-    what they read again is still in the L2 cache."""
-
-    def __init__(self, plan, arrays):
-        self.plan, self.arrays, self.op = plan, arrays, plan.problem.op()
-        p, t = plan, lax.axis_index("tile")
-        # first statistics alone, then results and statistics in turns, then the other results
-        turns = 2 * (p.items - p.lead)
-        after = t - p.lead
-        alone, turn = after < 0, after % 2
-        in_turns = jnp.where(turn == 0, 0, p.lead) + after // 2
-        item = jnp.where(after < turns, in_turns, after - (p.items - p.lead))
-        item = jnp.where(alone, t, item)
-        self.is_result = jnp.logical_not(alone) & ((turn == 0) | (after >= turns))
-        self.tile = item // p.slices  # the stripe of all rows
-        self.place(self.tile // p.stripes, self.tile % p.stripes, item % p.slices)
-
-    def run(self, o, stats, joined):
-        """joined: the statistics of whole columns."""
-        p = self.plan
-        done = pl.get_global(plgpu.SemaphoreType.REGULAR((2, p.outer * p.stripes)))
-        done, ready = done.at[0, self.tile], done.at[1, self.tile]
-
-        @pl.when(self.is_result)
-        def _():
-            plgpu.semaphore_wait(ready, 1, decrement=False, memory_scope="gpu")
-            self.write(o, self.of_columns(joined))
-
-        @pl.when(jnp.logical_not(self.is_result))
-        def _():
-            self.save(stats, self.gathered())
-            plgpu.semaphore_signal(done, memory_scope="gpu")
-
-            # blocks with lower numbers, which have started, have the other slices
-            @pl.when(self.slice == p.slices - 1)
-            def _():
-                plgpu.semaphore_wait(done, p.slices, decrement=False, memory_scope="gpu")
-                for i, value in enumerate(self.merged(stats)):
-                    joined[self.tile, i] = value.reshape((p.width,))
-                plgpu.semaphore_signal(ready, memory_scope="gpu")
-
-    def of_columns(self, joined):
-        p = self.plan
-        rows = range(len(self.op.fills))
-        found = [plgpu.load(joined.at[self.tile, i], layout=p.layout.reduce(0)) for i in rows]
-        return [lax.broadcast_in_dim(value, (1, p.width), [1]) for value in found]
-
-
 class TwoReads(SeveralKernels):
     """The function by both kernels."""
 
@@ -416,14 +357,15 @@ def _kernels(x, tiling, interpret):
         mine = block(refs, reverse=True)
         mine.write(view(refs[-1]), mine.merged(refs[count]))
 
-    def made(body, out_type, *more, grid=p.items, **shapes):
+    def made(body, out_type, *more):
+        shapes = {}
         if p.is_open:  # flat arrays, and operands that tell the extents
             sizes = ((size,) for size in x.extents)
             shapes["in_shapes"] = *(x.shape,) * count, *more, *sizes
         return plgpu.kernel(
             body,
             out_type=out_type,
-            grid=(grid,),
+            grid=(p.outer * p.slices * p.stripes,),
             grid_names=("tile",),
             compiler_params=plgpu.CompilerParams(
                 approx_math=x.out_dtype.itemsize == 2, unsafe_no_auto_barriers=True
@@ -433,19 +375,7 @@ def _kernels(x, tiling, interpret):
             **shapes,
         )
 
-    def following(*refs, stats, joined):
-        overlap_launches()
-        arrays = [view(ref) for ref in refs[:count]]
-        _Following(p, arrays).run(view(refs[-1]), stats, joined)
-
     out, stats = plgpu.ShapeDtypeStruct(x.shape, x.out_dtype), p.statistics()
-    if tiling.lead:
-        of_columns = p.outer * p.stripes, len(x.op().fills), p.width
-        scratch = {
-            "stats": plgpu.ext.SharedScratch(stats.shape, stats.dtype),
-            "joined": plgpu.ext.SharedScratch(of_columns, stats.dtype),
-        }
-        return (made(following, out, grid=2 * p.items, scratch_types=scratch),)
     if isinstance(p.slices, int) and p.slices == 1:
         return (made(whole, out),)
     size = plgpu.dim("S", max=_sizes.MOST)

@@ -152,7 +152,7 @@ class Plan:
             of_row = _LANES
         # parts begin with the piece in which the row begins: so many elements before it, at most
         self.before = piece - 1 if self.pieces and not self.exact else 0
-        first = piece if self.pieces else vector
+        first = piece if self.pieces else even_vector(self.width, of_row, vector, 4 // size)
         self.layout = row_layout(of_row, first)
         grain = of_row * first
         self.part = pl.cdiv(min(cfg.part or self.width, self.width), grain) * grain
@@ -213,6 +213,13 @@ def span_lanes(n, vector, itemsize, height=_LANES):
     found = [k for k in (32, 16, 8, 4) if k < most and height % (_LANES // k) == 0]
     found = [k for k in found if pl.cdiv(vectors, k) * vector <= _HELD_OF_LANE]
     return min([most, *found], key=lambda k: pl.cdiv(vectors, k) * k)
+
+
+def even_vector(n, lanes, vector, least):
+    """Elements that a lane reads at once, of up to `vector`: shorter ones if lanes share a row
+    evenly only so, since masks take more time."""
+    found = [v for v in (vector, vector // 2, vector // 4) if v >= least and n % (lanes * v) == 0]
+    return found[0] if found else vector
 
 
 def row_layout(lanes, vector):

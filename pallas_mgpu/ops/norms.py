@@ -82,8 +82,7 @@ class NormConfig(NamedTuple):
     first ones are read while others are on their way. ``slices``: of softmax along another axis
     than the last, the parts of a column of which a first kernel makes statistics, before a second
     one reads the array again (1: one kernel that reads it twice), with tiles of ``height`` columns
-    and ``part`` rows of each lane at a time; 0: no second read, if there is room. ``lead``: of
-    slices, so many whose statistics are made before the first results, by one kernel; 0: by two.
+    and ``part`` rows of each lane at a time; 0: no second read, if there is room.
     """
 
     height: int = 1
@@ -99,7 +98,6 @@ class NormConfig(NamedTuple):
     threads: int = 1
     divided: bool = False
     slices: int = 0
-    lead: int = 0
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -774,8 +772,8 @@ def _choose_spans(name, n, itemsize):
     if early and n <= most.get((name, itemsize), 0):
         return NormConfig(spans=True)
     short = n <= _norms_spans.SHORT and not early
-    if short and n > _NARROW and not odd:  # a warp has a row, or the four have two
-        return NormConfig(4 if 3 * n <= _norms_spans.SHORT else 2, spans=True)
+    if short and n > _NARROW and not odd:
+        return NormConfig(_height_of_short(name, n, itemsize), spans=True)
     if short:
         vector = max(math.gcd(n, 16 // itemsize), 4 // itemsize)
         lanes = _norms_spans.span_lanes(n, vector, itemsize)
@@ -784,6 +782,7 @@ def _choose_spans(name, n, itemsize):
     if n <= _HELD and not early:
         # registers hold them, but for those whose statistics take most, and masks of odd rows
         parts = itemsize == 2 and (name == "layer_norm" or odd and name == "rms_norm")
+        parts &= n > 4096 or n % 256 != 0  # masks take registers
         if parts and n > 4096 and not odd:
             return NormConfig(part=1024, stream=True, spans=True)
         return NormConfig(part=(1024 if n <= 4096 else 2048) if parts else 0, spans=True)
@@ -809,6 +808,18 @@ def _choose_spans(name, n, itemsize):
     return NormConfig(1, cluster, 2048 if room and not whole else 4096, spans=True)
 
 
+def _height_of_short(name, n, itemsize):
+    """Rows of a tile of more than _NARROW elements each: a warp has one, or the four warps have
+    two, whatever lets lanes share a row evenly, without masks."""
+    if itemsize == 2 and n <= 768 and n % 256 == 0:  # by 16 bytes
+        return 8 if name == "layer_norm" else 4
+    if itemsize == 2 and n % 256 == 0:
+        return 2
+    if itemsize == 2 and n % 64 == 0:
+        return 8 if name == "layer_norm" and n > 1024 else 4
+    return 4 if 3 * n <= _norms_spans.SHORT else 2
+
+
 def _choose_columns(outer, n, inner, itemsize, staged, sms):
     misaligned = inner * itemsize % 64 != 0
     rows = [row for row in _ROW_BYTES if row < 2 * inner * itemsize] or _ROW_BYTES[-1:]
@@ -830,8 +841,8 @@ def _choose_columns(outer, n, inner, itemsize, staged, sms):
         return NormConfig(height, cluster, 0 if held else max(2048 // height, 1), True)
     if n * 2 * _COLUMNS <= 10240 and inner >= 2 * _COLUMNS:  # registers hold them
         return NormConfig(2 * _COLUMNS, 1, 0, False)
-    height, slices, part, lead = _norms_columns.choose((outer, n, inner), itemsize, sms)
-    return NormConfig(height, 1, part, False, slices=slices, lead=lead)
+    height, slices, part = _norms_columns.choose((outer, n, inner), itemsize, sms)
+    return NormConfig(height, 1, part, False, slices=slices)
 
 
 def _without_clusters(config, n, itemsize, gpu):
@@ -950,7 +961,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
             " 1, or no config"
         )
     if config.slices:
-        tiling = _norms_columns.Tiling(config.height, config.slices, config.part, config.lead)
+        tiling = _norms_columns.Tiling(config.height, config.slices, config.part)
         return _norms_columns.kernel(_columns_of(problem), tiling, interpret)
     one_program = default and axes == 1 and inner == 1  # for any number of rows
     kind = problem._replace(shape=(0, n), axis=1), x.device, invariant, interpret
@@ -1016,13 +1027,13 @@ def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
     height, cluster, part, staged, ring, consumers, programs, unroll, _, spans, threads, divided = (
-        config[:-2]
+        config[:-1]
     )
-    from_0 = part, ring, programs, unroll, config.slices, config.lead
+    from_0 = part, ring, programs, unroll, config.slices
     if height < 1 or cluster not in (1, 2, 4, 8, 16) or min(from_0) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4, 8 or 16, and a part,"
-            f" ring, programs, unroll, slices and lead from 0, got {config}"
+            f" ring, programs, unroll and slices from 0, got {config}"
         )
     if config.slices and (inner == 1 or staged or not part or cluster > 1 or name != "softmax"):
         raise ValueError(

@@ -51,6 +51,11 @@ CASES = [
     ((4, 6008), F32, spans(1, 1, 512, threads=2)),
     ((3, 12808), BF16, spans(1, 2, 1024, threads=2)),
     ((2, 12801), BF16, spans(1, 1, 1024, threads=3)),
+    ((11, 1152), BF16, spans(4)),  # lanes share a row evenly by 8 bytes, not by 16
+    ((5, 1536), F16, spans(2)),
+    ((3, 2304), BF16, spans()),  # by 4 bytes
+    ((19, 768), BF16, None),  # as chosen
+    ((21, 1152), F16, None),
     ((3, 4096), BF16, spans(stream=True)),  # vectors through shared memory
     ((3, 4104), F32, spans(1, 2, stream=True)),
     ((3, 4104), F16, spans(1, 2, 1024, threads=2, stream=True)),
