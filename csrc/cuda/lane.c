@@ -296,6 +296,7 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   const uint32_t end = find_region(e, block, first, &t);
   *next = end;
   if (end == first) return PM_OK;
+  pm_await_peers(e, block, first, end);
   bool *made = e->made;
   memset(made, 0, e->g->values.n * sizeof *made);
   bool *hoisted = PM_NEW(e->arena, bool, end - first);
@@ -324,5 +325,6 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   if (t.flows || t.sticky) pm_line(e, "warp_sync();");
   if (meets) pm_line(e, "%s", pm_meet(e));
   if (meets && t.sees_tensor_core) pm_line(e, "tcgen05_fence_after();");
+  pm_leave_peers(e, block, first, end);
   return PM_OK;
 }
