@@ -132,9 +132,10 @@ class _Softmax:
     def joined(self, tile, segments):
         most = functools.reduce(jnp.maximum, [m for m, _ in segments])
         total = sum(s * jnp.exp(m - most) for m, s in segments)
+        most, scale = tile.spread(most, 1 / total)
         if tile.held is None:
             self.base = jnp.where(most == -math.inf, 0.0, most)
-        self.scale_by(tile, jnp.exp(self.base - most) * (1 / total))
+        self.scale_by(tile, jnp.exp(self.base - most) * scale)
 
     def scale_by(self, tile, scale):
         if tile.held is not None:
@@ -304,6 +305,18 @@ class _Tile:
             carry = step(k, carry, True)
         return carry
 
+    def spread(self, *found):
+        """Statistics of the columns, of which a lane has one or none, for all lanes: by way of
+        shared memory."""
+        if self.axis:
+            return found
+        for i, x in enumerate(found):
+            self.joined[i] = x
+        plgpu.commit_smem()
+        layout = self.layout and self.layout.reduce(0)
+        found = [plgpu.load(self.joined.at[i], layout=layout) for i in range(len(found))]
+        return [lax.broadcast_in_dim(x, (1, *x.shape), [1]) for x in found]
+
     def most(self, x):
         return self.fixed(x).max(axis=self.axis, keepdims=True)
 
@@ -428,6 +441,8 @@ class _Plan:
             of_each = (self.height,) if columns else ()
             senders = self.cluster if self.joins else self.segments
             found["stats"] = plgpu.SMEM((senders, 2, *of_each), jnp.float32)
+            if columns:
+                found["joined"] = plgpu.SMEM((threads, 2, *of_each), jnp.float32)
         if self.joins:
             found["stats_here"] = plgpu.SMEM((self.threads, 2, *of_each), jnp.float32)
             found["arrived_here"] = plgpu.Barrier(num_arrivals=self.threads)
@@ -502,6 +517,8 @@ class _Block:
         if plan.staged:
             self.full = self.full.at[pl.ds(thread * plan.copies, plan.copies)]
             self.x_smem, self.o_smem = (b.at[thread] for b in (self.x_smem, self.o_smem))
+        if plan.segments > 1 and not rows:
+            self.joined = self.joined.at[thread]
         self.across = (self.t if rows else self.t % plan.tiles) * plan.height
 
     def run(self):
@@ -521,6 +538,7 @@ class _Block:
             plgpu.barrier_wait(self.full.at[0])
         how = self.read, self.inside, self.offset, self.arrive, self.there
         tile = _Tile(p, self.problem.dtype, *how)
+        tile.joined = getattr(self, "joined", None)
         mine = self.op.local(tile)
         if p.segments > 1:
             self.op.joined(tile, self.exchange(mine))
@@ -572,16 +590,7 @@ class _Block:
         return self.received(stats, len(mine))
 
     def received(self, stats, count):
-        shape = stats.shape[2:]
-
-        def one(j, i):
-            if self.rows:
-                return stats[j, i]
-            layout = self.plan.layout and self.plan.layout.reduce(0)
-            value = plgpu.load(stats.at[j, i], layout=layout)
-            return lax.broadcast_in_dim(value, (1, *shape), [1])
-
-        return [[one(j, i) for i in range(count)] for j in range(stats.shape[0])]
+        return [[stats[j, i] for i in range(count)] for j in range(stats.shape[0])]
 
     def place(self, k, aligned=True):
         """Part k of the tile in the array."""
