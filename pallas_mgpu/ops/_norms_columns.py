@@ -52,13 +52,6 @@ class Exponentials:
     def __call__(self, x):
         return jnp.exp2(x * self.factor - self.shift) if self.fast else jnp.exp(x - self.base)
 
-    def scaled(self, scale):
-        """A function of x: exp(x - base) * scale."""
-        if not self.fast:
-            return lambda x: jnp.exp(x - self.base) * scale
-        shift = self.shift - jnp.log2(scale)
-        return lambda x: jnp.exp2(x * self.factor - shift)
-
 
 class _Softmax:
     """Statistics: the maximum, and the sum of exponentials of differences from it."""
@@ -90,7 +83,8 @@ class _Softmax:
         return most, total.sum(axis=0, keepdims=True)
 
     def result(self, stats):
-        return Exponentials(_finite(stats[0]), self.fast).scaled(1 / stats[1])
+        exp, scale = Exponentials(_finite(stats[0]), self.fast), 1 / stats[1]
+        return lambda x: exp(x) * scale
 
 
 def _finite(x):

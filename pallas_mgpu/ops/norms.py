@@ -57,6 +57,7 @@ _COLUMN_BYTES = 16384  # of a block's part of it, as long as the cluster can gro
 _COLUMN_STAGED_BYTES = 98304  # the most that such a part has
 _DIVIDED_BYTES = 49152  # from which it comes and leaves in parts: fewer blocks fit on an SM
 _BARRIERS = 32  # of one allocation
+_WIDE_BYTES = 57344  # of a segment of a row, beyond which a cluster has 16 blocks
 _EARLY_BYTES = 4096  # of a row whose weight and bias come while it does
 _SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 _NARROW = 512  # elements of a row up to which it always has them so
@@ -118,9 +119,11 @@ class _Softmax:
     fill = -math.inf
     numbers = 2
     fast = False  # fewer instructions, for bfloat16: see Exponentials
+    # maxima of two elements of 16 bits at once: of columns, but not of tiles that come in parts
+    packed = False
 
     def local(self, tile):
-        most = tile.most(tile.each(_most, -math.inf, raw=True).astype(jnp.float32))
+        most = tile.most(tile.each(_most, -math.inf, raw=self.packed).astype(jnp.float32))
         # a segment of -inf alone adds nothing to others; a row of them gives NaN
         self.base = jnp.where(most == -math.inf, 0.0, most) if tile.shared else most
         exp = Exponentials(self.base, self.fast)
@@ -135,13 +138,7 @@ class _Softmax:
         most, scale = tile.spread(most, 1 / total)
         if tile.held is None:
             self.base = jnp.where(most == -math.inf, 0.0, most)
-        self.scale_by(tile, jnp.exp(self.base - most) * scale)
-
-    def scale_by(self, tile, scale):
-        if tile.held is not None:
-            self.result_of = lambda x: x * scale
-        else:
-            self.result_of = Exponentials(self.base, self.fast).scaled(scale)
+        self.scale = jnp.exp(self.base - most) * scale
 
     def merged(self, segments):
         """The statistics of several segments as those of one."""
@@ -150,7 +147,7 @@ class _Softmax:
         return most, sum(s * jnp.exp(m - base) for m, s in segments)
 
     def alone(self, tile, most, total):
-        self.scale_by(tile, 1 / total)
+        self.scale = 1 / total
 
     def none(self, tile):
         return jnp.full(tile.shape, -math.inf, jnp.float32), jnp.zeros(tile.shape, jnp.float32)
@@ -168,7 +165,8 @@ class _Softmax:
         return most, tile.total(stats[1] * jnp.exp(stats[0] - self.base))
 
     def result(self, tile, x):
-        return self.result_of(x)
+        held = tile.held is not None
+        return (x if held else Exponentials(self.base, self.fast)(x)) * self.scale
 
 
 class _RMSNorm:
@@ -247,7 +245,7 @@ class _LayerNorm(_RMSNorm):
         self.shift = mean * self.scale
 
     def result(self, tile, x):
-        if self.fast:  # one instruction; the mean is at most some 2^11 deviations of 16-bit numbers
+        if self.fast:  # one instruction, whose rounding changes no more than that of the mean does
             return x * self.scale - self.shift
         return (x - self.mean) * self.scale
 
@@ -502,7 +500,8 @@ class _Block:
     def __init__(self, x, plan, rows, refs):
         """rows: are tiles rows of [outer, n]?"""
         self.problem, self.plan, self.rows, self.op = x, plan, rows, x.op()
-        self.op.fast = x.is_fast() and not (rows and x.name == "softmax")
+        self.op.packed = not rows and plan.copies == 1
+        self.op.fast = x.is_fast() and (self.op.packed or x.name != "softmax")
         vars(self).update(refs)
         self.t = lax.axis_index("tile")
         thread = lax.axis_index("wg") if plan.threads > 1 else 0
@@ -723,11 +722,14 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False, aligned=True):
+def choose(
+    name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=False, aligned=True, most=8
+):
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
-    `by_spans`: spans of it may pass through SMEM; `aligned`: it begins at 16 bytes."""
+    `by_spans`: spans of it may pass through SMEM; `aligned`: it begins at 16 bytes; `most`: blocks
+    of a cluster."""
     if inner > 1:
-        return _choose_columns(outer, n, inner, itemsize, staged, sms)
+        return _choose_columns(outer, n, inner, itemsize, staged, sms, most)
     weighted = name != "softmax"
     long = n > _HELD and n * itemsize >= _BLOCK_BYTES + (not weighted)
     uneven = n > _NARROW and n * itemsize % _WARPS
@@ -735,7 +737,7 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, sms=SMS, by_spans=F
     if by_spans and not aligned:  # lanes copy them
         return NormConfig(1, _blocks(n * itemsize, _BLOCK_BYTES), 1024, spans=True, threads=2)
     if by_spans and (long or uneven or early or not staged):
-        return _choose_spans(name, n, itemsize)
+        return _choose_spans(name, n, itemsize, most)
     height = max(1, min(2048 // n, outer))
     if n <= _NARROW:
         at_once = 128 // _row_lanes(n, itemsize)  # rows of the four warps
@@ -773,8 +775,10 @@ def _by_lanes(name, n, itemsize):
     return n > 8 * _PART
 
 
-def _choose_spans(name, n, itemsize):
+def _choose_spans(name, n, itemsize, most_blocks=8):
     odd, size = n * itemsize % 16 != 0, n * itemsize
+    if size > 8 * _WIDE_BYTES and most_blocks >= 16 and not odd:
+        return NormConfig(1, 16, 2048 if name == "softmax" else 4096, spans=True)
     early = name != "softmax" and size >= _EARLY_BYTES and size % _WARPS == 0
     # registers hold the vectors, too, of few enough columns
     most = {("rms_norm", 2): 6144, ("rms_norm", 4): _HELD, ("layer_norm", 4): 3072}
@@ -804,12 +808,20 @@ def _choose_spans(name, n, itemsize):
         return NormConfig(1, cluster, part, spans=True, threads=threads)
     # weight and bias take as much shared memory as the row, or parts wait for them
     vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
+    if size <= {"softmax": 40960, "layer_norm": 20480}.get(name, 0):
+        return NormConfig(part=0 if vectors else 2048, stream=vectors > 0, spans=True)
     cluster = _blocks(size, _BLOCK_BYTES // max(vectors, 1))
-    # registers hold the segment, shared memory the vectors
-    held = {"rms_norm": cluster in (1, 8), "layer_norm": size <= _BLOCK_BYTES // 2 * cluster}
-    fits = size <= _BLOCK_BYTES * cluster and size % (_WARPS * cluster) == 0
-    if held.get(name) and fits:
-        return NormConfig(1, cluster, stream=True, spans=True)
+    # registers hold the segment, shared memory the vectors, if lanes share segments evenly by 8
+    # bytes at least
+    width, even = n // cluster, n % (cluster * 1024 // itemsize) == 0
+    few = itemsize == 4 or cluster in (1, 8) or cluster == 2 and width <= 12288
+    held = {
+        "softmax": itemsize == 4 and width <= 7168,
+        "rms_norm": few and size <= _BLOCK_BYTES * cluster,
+        "layer_norm": size <= _BLOCK_BYTES // 2 * cluster,
+    }
+    if held[name] and even:
+        return NormConfig(1, cluster, stream=vectors > 0, spans=True)
     cluster = max(cluster, 2) if vectors and size >= _BLOCK_BYTES else cluster
     room = pl.cdiv(size, cluster) * (1 + vectors) <= _norms_spans.STREAMED_BYTES
     # longer parts if a segment has a whole number of them
@@ -829,7 +841,7 @@ def _height_of_short(name, n, itemsize):
     return 4 if 3 * n <= _norms_spans.SHORT else 2
 
 
-def _choose_columns(outer, n, inner, itemsize, staged, sms):
+def _choose_columns(outer, n, inner, itemsize, staged, sms, most_blocks=8):
     misaligned = inner * itemsize % 64 != 0
     rows = [row for row in _ROW_BYTES if row < 2 * inner * itemsize] or _ROW_BYTES[-1:]
     for row in rows if staged else ():
@@ -844,6 +856,8 @@ def _choose_columns(outer, n, inner, itemsize, staged, sms):
         if elements > 2 * _HELD and elements * itemsize > _DIVIDED_BYTES:
             threads = 2 if elements <= 6 * _HELD else 4
             part = (2048 if misaligned and threads == 2 else 4096) // height
+            if misaligned and most_blocks >= 16:
+                threads, cluster = 2, 16
             return NormConfig(height, cluster, part, True, threads=threads, divided=True)
         # a mask for the last part takes longer than registers for all
         held = elements <= _HELD and (cluster <= 2 or n % (64 * cluster))
@@ -956,7 +970,8 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     elif config is None:
         by_spans = "CLUSTER" in gpu["features"] and n * outer * smallest >= 16
         by_spans &= x.element_strides is None and (x.aligned or _by_lanes(name, n, size))
-        config = choose(name, outer, n, inner, size, by_tma, sms, by_spans, x.aligned)
+        how = by_tma, sms, by_spans, x.aligned, gpu["cluster"]
+        config = choose(name, outer, n, inner, size, *how)
         # one program has the short rows of less than a tile, however many they are
         few = n <= _norms_spans.SHORT and outer < config.height
         if config.spans and (few or _norms_spans.Plan(problem, outer * n, config).why_not()):

@@ -59,6 +59,7 @@ CASES = [
     ((3, 4096), BF16, spans(stream=True)),  # vectors through shared memory
     ((3, 4104), F32, spans(1, 2, stream=True)),
     ((3, 4104), F16, spans(1, 2, 1024, threads=2, stream=True)),
+    ((2, 16424), F16, spans(1, 16, 512)),
 ]
 
 
@@ -68,7 +69,12 @@ def test_rows_that_begin_anywhere(run, rng, name, shape, dtype, config):
     check(run, name, arrays(rng, name, shape, dtype), config=config)
 
 
-@pytest.mark.parametrize("config", [spans(), spans(1, 2, 512)], ids=["row", "segments"])
+COLUMNS = NormConfig(16, 2, 64)
+
+
+@pytest.mark.parametrize(
+    "config", [spans(), spans(1, 2, 512), COLUMNS], ids=["row", "segments", "columns"]
+)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_softmax_of_large_numbers(run, dtype, config):
     """Exponents are differences of products, which are rounded, or would overflow."""
@@ -85,11 +91,13 @@ def test_softmax_of_large_numbers(run, dtype, config):
     x = x.astype(dtype)
     with np.errstate(over="ignore"):
         e = np.exp(x.astype(np.float64) - x.max(1, keepdims=True).astype(np.float64))
-    interpret = None if run.way == "cuda" else True
-    got = run.call(softmax.kernel(x, config=config, interpret=interpret), x)
-    np.testing.assert_allclose(
-        got.astype(np.float64), e / e.sum(1, keepdims=True), rtol=5e-3, atol=1e-6
-    )
+    want = e / e.sum(1, keepdims=True)
+    interpret, axis = None if run.way == "cuda" else True, 1
+    if config is COLUMNS:
+        x, want = (np.ascontiguousarray(np.resize(v, (32, 2056)).T) for v in (x, want))
+        axis = 0
+    got = run.call(softmax.kernel(x, axis=axis, config=config, interpret=interpret), x)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=5e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape, config", [((5, 777), spans(4)), ((3, 5001), spans(1, 2, 1024))])

@@ -46,7 +46,7 @@ FN void cluster_sync() {
 
 //! cluster_arrive
 // all lanes of all blocks of the cluster, and then cluster_wait
-FN void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+FN void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 
 //! cluster_wait
 FN void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
