@@ -3,13 +3,13 @@
     python benchmarks/bench_norm_shapes.py [--budget SECONDS] [--below SHARE] [--no-torch]
         [--only TEXT] [--workers N] [--config "height=32, cluster=8, ..."] [--json FILE]
 
-Rows of 64 to 131072 elements, odd ones among them, reductions along other axes, arrays that begin
-after a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32 read, 32 written), or
-256; calls go round over five pairs of arrays, 320 MiB (two of 512). Medians of bursts in CUDA
-graphs, contestants in turns (plgpu.testing.do_bench), beside torch and three copies of as many
-bytes. Kernels are compiled in several processes first, and checked there against float32 on a
-poisoned output. --below prints cases with a smaller share of the copy's bandwidth. --only: the
-cases whose names contain the text; --config: with this ops.NormConfig."""
+Rows of 64 to 151936 elements, among them odd ones and widths of models, reductions along other
+axes, arrays that begin after a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32
+read, 32 written), or 256; calls go round over five pairs of arrays, 320 MiB (two of 512). Medians
+of bursts in CUDA graphs, contestants in turns (plgpu.testing.do_bench), beside torch and three
+copies of as many bytes. Kernels are compiled in several processes first, and checked there against
+float32 on a poisoned output. --below prints cases with a smaller share of the copy's bandwidth.
+--only: the cases whose names contain the text; --config: with this ops.NormConfig."""
 
 import argparse
 import ast
@@ -32,6 +32,7 @@ _open_rows.STATIC = 1 << 30  # programs of one shape, as calls that come often h
 OPS = ("softmax", "rms_norm", "layer_norm")
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 ODD_WIDTHS = (100, 777, 5000, 50257, 128256)
+MODEL_WIDTHS = (768, 1152, 1536, 2560, 3072, 11008, 18432, 36864, 151936)  # in bfloat16
 LARGE_WIDTHS = (1024, 16384, 65536, 131072, 50257)  # where 256 MiB move
 EPSILON = 1e-5
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 2e-5}
@@ -63,7 +64,10 @@ class Case(NamedTuple):
 def cases():
     for mib, dtype in ((64, torch.bfloat16), (64, torch.float32), (256, torch.bfloat16)):
         n = mib * 2**19 // dtype.itemsize
-        for width in (*WIDTHS, *ODD_WIDTHS) if mib == 64 else LARGE_WIDTHS:
+        widths = (*WIDTHS, *ODD_WIDTHS) if mib == 64 else LARGE_WIDTHS
+        if mib == 64 and dtype == torch.bfloat16:
+            widths += MODEL_WIDTHS
+        for width in widths:
             for op in OPS:
                 yield Case(op, dtype, (n // width, width), -1, mib)
         if mib > 64:
