@@ -244,7 +244,6 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
       if (!e->lane) pm_await_peers(e, block, k, k + 1);
       PM_TRY(pm_gen_op(e, op));
       k++;
-      if (!e->lane) pm_leave_peers(e, block, k - 1, k);
     } else if (is_array_barrier(e, op)) {
       emit_array_barrier(e, op);
       k++;

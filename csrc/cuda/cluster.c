@@ -149,9 +149,8 @@ const char *pm_cluster_peer(pm_gen *e, int axis, const char *at) {
 
 /* ---- meetings ------------------------------------------------------------------------------
  *
- * Before a block reaches the memory of another one it has to be there, with its barriers, and it
- * must not end before that. What comes before the first such op, and after the last one, need not
- * wait: blocks arrive at the start and wait before the first one, and so at the end. */
+ * Before a block reaches the memory of another one it has to be there, with its barriers. What comes
+ * before the first such op need not wait: blocks arrive at the start, and wait there. */
 
 typedef struct search {
   bool reaches, barriers;
@@ -176,14 +175,13 @@ static bool reaches_peers(pm_graph *g, pm_opid op) {
   return s.reaches;
 }
 
-/* The first one of a block, or in a scope that it is, or the last one. */
-static pm_opid find_peer(pm_graph *g, pm_blk block, bool last) {
-  const uint32_t n = pm_n_ops(g, block);
-  for (uint32_t k = 0; k < n; k++) {
-    const pm_opid op = g->blocks.at[block].ops.at[last ? n - 1 - k : k];
+/* The first one of a block, or in a scope that it is. */
+static pm_opid find_peer(pm_graph *g, pm_blk block) {
+  for (uint32_t k = 0; k < pm_n_ops(g, block); k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
     if (!reaches_peers(g, op)) continue;
     if (pm_get(g, op)->code != PM_OP_SCOPE) return op;
-    return find_peer(g, pm_region(g, op, 0), last);
+    return find_peer(g, pm_region(g, op, 0));
   }
   return 0;
 }
@@ -195,20 +193,12 @@ void pm_find_peers(pm_gen *e) {
   pm_walk(g, 1, look_for_peers, &s);
   /* barriers of all blocks are used anywhere, and a check may leave the kernel */
   if (!s.reaches || s.barriers || o->stand_in || o->check_indices || o->check_waits) return;
-  e->first_peer = find_peer(g, 1, false);
-  e->last_peer = find_peer(g, 1, true);
-}
-
-static bool is_among(const pm_gen *e, pm_opid op, pm_blk block, uint32_t first, uint32_t end) {
-  if (!op || pm_get(e->g, op)->parent != block) return false;
-  const uint32_t at = pm_position(e->g, op);
-  return first <= at && at < end;
+  e->first_peer = find_peer(g, 1);
 }
 
 void pm_await_peers(pm_gen *e, pm_blk block, uint32_t first, uint32_t end) {
-  if (is_among(e, e->first_peer, block, first, end)) pm_line(e, "cluster_wait();");
-}
-
-void pm_leave_peers(pm_gen *e, pm_blk block, uint32_t first, uint32_t end) {
-  if (is_among(e, e->last_peer, block, first, end)) pm_line(e, "cluster_arrive();");
+  const pm_opid op = e->first_peer;
+  if (!op || pm_get(e->g, op)->parent != block) return;
+  const uint32_t at = pm_position(e->g, op);
+  if (first <= at && at < end) pm_line(e, "cluster_wait();");
 }

@@ -325,6 +325,5 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   if (t.flows || t.sticky) pm_line(e, "warp_sync();");
   if (meets) pm_line(e, "%s", pm_meet(e));
   if (meets && t.sees_tensor_core) pm_line(e, "tcgen05_fence_after();");
-  pm_leave_peers(e, block, first, end);
   return PM_OK;
 }

@@ -514,8 +514,7 @@ static pm_code print_body(pm_gen *e) {
   PM_TRY(print_counters_done(e, s.in_warps));
   pm_print_profile_end(e);
   /* no block may end while another one of its cluster can still reach its shared memory */
-  if (e->last_peer) pm_line(e, "cluster_wait();");
-  else if (s.meets_cluster || pairs) pm_line(e, "cluster_sync();");
+  if (s.meets_cluster || pairs) pm_line(e, "cluster_sync();");
   if (tmem) {
     pm_line(e, "block_sync();");
     pm_print_tmem_dealloc(e);

@@ -342,7 +342,7 @@ breaks(
     ),
     blocks_end_while_others_reach_them=(
         "print_body",
-        'else if (s.meets_cluster || pairs) pm_line(e, "cluster_sync();");',
+        'if (s.meets_cluster || pairs) pm_line(e, "cluster_sync();");',
         "",
     ),
     axes_of_clusters_are_reversed_at_launch=(
