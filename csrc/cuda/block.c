@@ -241,7 +241,6 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
     if (after > k) {
       k = after;
     } else if (pm_is_scalar_op(e, op) || !pm_is_elementwise(e->g, op)) {
-      if (!e->lane) pm_await_peers(e, block, k, k + 1);
       PM_TRY(pm_gen_op(e, op));
       k++;
     } else if (is_array_barrier(e, op)) {

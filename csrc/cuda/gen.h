@@ -97,8 +97,6 @@ struct pm_gen {
   const char *lane_exit, *warp_exit; /* labels at the ends of those regions, NULL: unused */
   uint32_t arrivals;   /* byte in SMEM of the counters in place of named barriers, or 0 */
   pm_opid section;     /* an ENTER_SECTION */
-  pm_opid first_peer;  /* what all threads execute first of the ops that reach other blocks of the
-                        * cluster; 0: no such place */
   pm_opid masked;      /* the masked access that is printed */
   uint32_t n_section;  /* threads that enter ordered sections, 0: none do */
   uint32_t tmem_slot;  /* byte in SMEM of the address of tensor memory */
@@ -324,10 +322,6 @@ const char *pm_cluster_target(pm_gen *e, const int64_t *groups, uint32_t n, cons
 /* The rank of the block with index 0 on the axis, and this block's on the others. */
 const char *pm_cluster_leader(pm_gen *e, int64_t axis);
 /* Rank of the block with coordinate `at` on one axis, else those of this block. */
-/* Where blocks of a cluster that have arrived at the start wait for each other: before the ops of a
- * block from `first` to before `end`, if the first one that reaches others is among them. */
-void pm_find_peers(pm_gen *e);
-void pm_await_peers(pm_gen *e, pm_blk block, uint32_t first, uint32_t end);
 const char *pm_cluster_peer(pm_gen *e, int axis, const char *at);
 
 /* ---- sums of digits (sums.c) and accesses (access.c) ------------------------------------- */

@@ -296,7 +296,6 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   const uint32_t end = find_region(e, block, first, &t);
   *next = end;
   if (end == first) return PM_OK;
-  pm_await_peers(e, block, first, end);
   bool *made = e->made;
   memset(made, 0, e->g->values.n * sizeof *made);
   bool *hoisted = PM_NEW(e->arena, bool, end - first);

@@ -496,12 +496,8 @@ static pm_code print_body(pm_gen *e) {
   PM_TRY(print_barriers(e, &s));
   const bool tmem = pm_has_tmem(e), pairs = tmem && pm_tmem_is_of_pairs(e);
   if (tmem) pm_print_tmem_alloc(e, e->tmem_slot);
-  if (!pairs) pm_find_peers(e);
   /* no block signals another one, or uses its tensor memory, before they are there */
-  if (e->first_peer) {
-    pm_line(e, "cluster_arrive();");
-    pm_line(e, "block_sync();");
-  } else if (s.meets_cluster || pairs) {
+  if (s.meets_cluster || pairs) {
     pm_line(e, "cluster_sync();");
     /* the other one orders barriers alone */
     if (s.semaphores.n || tmem || e->arrivals) pm_line(e, "block_sync();");

@@ -693,8 +693,6 @@ FN bool lanes_all(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, fa
 FN void warp_sync(LINE) { host_warp_sync(~0u, line); }
 FN void block_sync(LINE) { host_bar_sync(0, 0, line); }
 FN void cluster_sync(LINE) { host_cluster_sync(line); }
-FN void cluster_arrive() {} /* they meet where they wait */
-FN void cluster_wait(LINE) { host_cluster_sync(line); }
 FN u32 cluster_rank() { return host_cluster_rank(); }
 FN void check_failed(const char *message, const char *, u32 line) {
   host_fail(int(line), "debug_check: %s", message);

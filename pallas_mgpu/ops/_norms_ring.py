@@ -172,9 +172,6 @@ class Segment:
         more = jnp.where(at < rest, groups + 1.0, float(groups))
         return count + jnp.where(self.has_tail, more, 0.0)
 
-    def spread(self, *found):
-        return found
-
     def most(self, x):
         return x.max(axis=1, keepdims=True)
 

@@ -341,9 +341,6 @@ class Block:
 
         return self.loop(step, acc)
 
-    def spread(self, *found):
-        return found
-
     def most(self, x):
         return self.fixed(x).max(axis=1, keepdims=True)
 

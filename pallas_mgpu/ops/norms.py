@@ -135,10 +135,9 @@ class _Softmax:
     def joined(self, tile, segments):
         most = functools.reduce(jnp.maximum, [m for m, _ in segments])
         total = sum(s * jnp.exp(m - most) for m, s in segments)
-        most, scale = tile.spread(most, 1 / total)
         if tile.held is None:
             self.base = jnp.where(most == -math.inf, 0.0, most)
-        self.scale = jnp.exp(self.base - most) * scale
+        self.scale = jnp.exp(self.base - most) * (1 / total)
 
     def merged(self, segments):
         """The statistics of several segments as those of one."""
@@ -303,18 +302,6 @@ class _Tile:
             carry = step(k, carry, True)
         return carry
 
-    def spread(self, *found):
-        """Statistics of the columns, of which a lane has one or none, for all lanes: by way of
-        shared memory."""
-        if self.axis:
-            return found
-        for i, x in enumerate(found):
-            self.joined[i] = x
-        plgpu.commit_smem()
-        layout = self.layout and self.layout.reduce(0)
-        found = [plgpu.load(self.joined.at[i], layout=layout) for i in range(len(found))]
-        return [lax.broadcast_in_dim(x, (1, *x.shape), [1]) for x in found]
-
     def most(self, x):
         return self.fixed(x).max(axis=self.axis, keepdims=True)
 
@@ -439,8 +426,6 @@ class _Plan:
             of_each = (self.height,) if columns else ()
             senders = self.cluster if self.joins else self.segments
             found["stats"] = plgpu.SMEM((senders, 2, *of_each), jnp.float32)
-            if columns:
-                found["joined"] = plgpu.SMEM((threads, 2, *of_each), jnp.float32)
         if self.joins:
             found["stats_here"] = plgpu.SMEM((self.threads, 2, *of_each), jnp.float32)
             found["arrived_here"] = plgpu.Barrier(num_arrivals=self.threads)
@@ -516,8 +501,6 @@ class _Block:
         if plan.staged:
             self.full = self.full.at[pl.ds(thread * plan.copies, plan.copies)]
             self.x_smem, self.o_smem = (b.at[thread] for b in (self.x_smem, self.o_smem))
-        if plan.segments > 1 and not rows:
-            self.joined = self.joined.at[thread]
         self.across = (self.t if rows else self.t % plan.tiles) * plan.height
 
     def run(self):
@@ -537,7 +520,6 @@ class _Block:
             plgpu.barrier_wait(self.full.at[0])
         how = self.read, self.inside, self.offset, self.arrive, self.there
         tile = _Tile(p, self.problem.dtype, *how)
-        tile.joined = getattr(self, "joined", None)
         mine = self.op.local(tile)
         if p.segments > 1:
             self.op.joined(tile, self.exchange(mine))
@@ -589,7 +571,16 @@ class _Block:
         return self.received(stats, len(mine))
 
     def received(self, stats, count):
-        return [[stats[j, i] for i in range(count)] for j in range(stats.shape[0])]
+        shape = stats.shape[2:]
+
+        def one(j, i):
+            if self.rows:
+                return stats[j, i]
+            layout = self.plan.layout and self.plan.layout.reduce(0)
+            value = plgpu.load(stats.at[j, i], layout=layout)
+            return lax.broadcast_in_dim(value, (1, *shape), [1])
+
+        return [[one(j, i) for i in range(count)] for j in range(stats.shape[0])]
 
     def place(self, k, aligned=True):
         """Part k of the tile in the array."""
@@ -778,7 +769,8 @@ def _by_lanes(name, n, itemsize):
 def _choose_spans(name, n, itemsize, most_blocks=8):
     odd, size = n * itemsize % 16 != 0, n * itemsize
     if size > 8 * _WIDE_BYTES and most_blocks >= 16 and not odd:
-        return NormConfig(1, 16, 2048 if name == "softmax" else 4096, spans=True)
+        part = 4096 if name != "softmax" else 1024 if n % (16 * 2048) else 2048
+        return NormConfig(1, 16, part, spans=True)
     early = name != "softmax" and size >= _EARLY_BYTES and size % _WARPS == 0
     # registers hold the vectors, too, of few enough columns
     most = {("rms_norm", 2): 6144, ("rms_norm", 4): _HELD, ("layer_norm", 4): 3072}
@@ -808,16 +800,18 @@ def _choose_spans(name, n, itemsize, most_blocks=8):
         return NormConfig(1, cluster, part, spans=True, threads=threads)
     # weight and bias take as much shared memory as the row, or parts wait for them
     vectors = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
-    if size <= {"softmax": 40960, "layer_norm": 20480}.get(name, 0):
-        return NormConfig(part=0 if vectors else 2048, stream=vectors > 0, spans=True)
+    if name == "softmax" and size <= 40960:
+        return NormConfig(part=2048, spans=True)
+    if name == "layer_norm" and size <= 20480 and size % 1024 == 0:
+        return NormConfig(stream=True, spans=True)
     cluster = _blocks(size, _BLOCK_BYTES // max(vectors, 1))
     # registers hold the segment, shared memory the vectors, if lanes share segments evenly by 8
     # bytes at least
     width, even = n // cluster, n % (cluster * 1024 // itemsize) == 0
-    few = itemsize == 4 or cluster in (1, 8) or cluster == 2 and width <= 12288
+    most = {(2, 2): 12288, (4, 2): 7168, (4, 4): 7168}.get((itemsize, cluster), 0)
     held = {
-        "softmax": itemsize == 4 and width <= 7168,
-        "rms_norm": few and size <= _BLOCK_BYTES * cluster,
+        "softmax": itemsize == 4 and cluster <= 4 and width <= most,
+        "rms_norm": size <= _BLOCK_BYTES * cluster and (cluster in (1, 8) or width <= most),
         "layer_norm": size <= _BLOCK_BYTES // 2 * cluster,
     }
     if held[name] and even:

@@ -191,9 +191,7 @@ class Reader:
         self.put("arrive", barriers=(self.barrier(e.args[0], 1, address(e.args[1])),))
 
     def meet(self, e):
-        cluster = ("cluster",)
-        where = {"cluster_sync": cluster, "cluster_wait": cluster}
-        where["block_sync"] = "block", self.block
+        where = {"cluster_sync": ("cluster",), "block_sync": ("block", self.block)}
         of = where.get(e.name) or ("warpgroup", self.block, self.wg)
         self.put("meet", group=of)
 
@@ -339,8 +337,7 @@ HANDLERS = [
     (r"mbarrier_arrive_(remote|release)", R.arrive_remote),
     (r"mbarrier_arrive_expect_tx", R.expect),
     (r"mbarrier_arrive", R.arrive),
-    (r"(block|cluster|warpgroup)_sync|cluster_wait|lanes_a", R.meet),
-    (r"cluster_arrive", R.nothing),  # they meet where they wait
+    (r"(block|cluster|warpgroup)_sync|lanes_a", R.meet),
     (r"tma_load", R.load),
     (r"tma_multicast", R.multicast),
     (r"bulk_load", R.bulk_load),

@@ -184,8 +184,6 @@ INSTRUCTIONS = {
     "named_barrier_sync(5, 96);": ["bar.sync 5, 96"],
     "named_barrier_arrive(5, 96);": ["bar.arrive 5, 96"],
     "cluster_sync();": ["barrier.cluster.arrive.relaxed", "barrier.cluster.wait.acquire"],
-    "cluster_arrive();": ["barrier.cluster.arrive.relaxed"],
-    "cluster_wait();": ["barrier.cluster.wait.acquire"],
     "out[0] = cluster_index_x();": ["mov.u32 a, %cluster_ctaid.x"],
     "out[0] = cluster_index_y();": ["mov.u32 a, %cluster_ctaid.y"],
     "out[0] = cluster_index_z();": ["mov.u32 a, %cluster_ctaid.z"],

@@ -181,14 +181,3 @@ def test_any_number_of_rows(rng, n, monkeypatch):
     assert _core.plan_memory()["plans"] - before == 1
     for kernel, x, got in calls:
         np.testing.assert_array_equal(got, kernel.alone()(x, w))
-
-
-def test_a_cluster_meets_after_its_rows_have_come():
-    """Blocks arrive at the start, and wait for each other before they send statistics."""
-    x = plgpu.ArrayInfo((4, 4096), BF16)
-    text = softmax.kernel(x, config=spans(1, 4)).lower(x).as_text("cuda")
-    text = text[text.index("__global__") :]
-    order = [
-        text.index(s) for s in ("cluster_arrive", "mbarrier_wait(", "cluster_wait", "st_async")
-    ]
-    assert order == sorted(order)

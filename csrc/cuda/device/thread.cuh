@@ -44,13 +44,6 @@ FN void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-//! cluster_arrive
-// all lanes of all blocks of the cluster, and then cluster_wait
-FN void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-
-//! cluster_wait
-FN void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 //! cluster_index_x
 FN i32 cluster_index_x() { u32 r; asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(r)); return (i32)r; }
 

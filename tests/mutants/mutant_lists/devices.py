@@ -314,8 +314,8 @@ breaks(
     CLUSTER,
     blocks_signal_before_barriers_are_there=(
         "print_body",
-        'else if (s.meets_cluster || pairs) { pm_line(e, "cluster_sync();");',
-        'else if (s.meets_cluster || pairs) { pm_line(e, "block_sync();");',
+        'if (s.meets_cluster || pairs) { pm_line(e, "cluster_sync();");',
+        'if (s.meets_cluster || pairs) { pm_line(e, "block_sync();");',
     ),
 )
 breaks(
