@@ -126,8 +126,7 @@ static void emit_pairs(pm_gen *e, pm_opid op) {
 static bool is_array_barrier(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   if (o->code != PM_OP_OPT_BARRIER || !pm_wants_array(e, o->out)) return false;
-  const int bits = (int)pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits;
-  return bits == 32 || (bits == 16 && pm_regs_of(e, o->out) % 2 == 0);
+  return pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits == 32 || pm_is_packed(e, o->out);
 }
 
 /* Is this the last use of an array that was made in the same block, and of the values that have its
@@ -164,8 +163,8 @@ static void emit_array_barrier(pm_gen *e, pm_opid op) {
     pm_assign(e, out, in);
   }
   const char *name = e->slot[out].text;
-  if (pm_dtypes[t].bits == 16) {
-    pm_line(e, "pin_pairs<%s, %lld>(%s);", pm_cpp_type(t), (long long)n, name);
+  if (pm_dtypes[t].bits < 32) {
+    pm_line(e, "pin_narrow<%s, %lld>(%s);", pm_cpp_type(t), (long long)n, name);
     return;
   }
   for (int64_t k = 0; k < n; k += MOST) {

@@ -472,8 +472,8 @@ FN T opaque(T x) {
   return x;
 }
 template <typename T, int N>
-FN void pin_pairs(T *) {
-  static_assert(N % 2 == 0 && sizeof(T) == 2, "pairs of 16 bits");
+FN void pin_narrow(T *) {
+  static_assert(sizeof(T) < 4 && N * sizeof(T) % 4 == 0, "whole words of narrow elements");
 }
 
 FN f32 mul_rn(f32 a, f32 b) { return a * b; }

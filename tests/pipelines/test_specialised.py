@@ -735,8 +735,20 @@ def test_optimization_barrier_holds_an_array_at_once(run, rng):
     y = rng.standard_normal((64, 128)).astype(f16)
     text = text_of(run, body, x, x, y)
     assert text.count("pin_f32_64(") == 1
-    assert text.count("pin_pairs<f16, 64>(") == 1  # two in a register
+    assert text.count("pin_narrow<f16, 64>(") == 1  # two in a register
     np.testing.assert_allclose(run(body, x, x, y), (x + 1) * y.astype(f32), rtol=1e-6)
+
+
+def test_optimization_barrier_holds_bytes_by_words(run, rng):
+    def body(x, o):
+        a = plgpu.load(x, layout=plgpu.Layout.WGMMA).astype(jnp.float8_e4m3fn)
+        o[...] = lax.optimization_barrier(a).astype(f32)
+
+    x = rng.standard_normal((64, 128)).astype(f32)
+    text = text_of(run, body, x, x)
+    assert text.count("pin_narrow<e4m3, 64>(") == 1  # four in a register
+    want = x.astype(np.dtype(jnp.float8_e4m3fn)).astype(f32)
+    np.testing.assert_array_equal(run(body, x, x), want)
 
 
 def test_optimization_barrier_keeps_a_product_from_the_sum(run, rng):

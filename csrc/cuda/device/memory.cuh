@@ -62,13 +62,14 @@ FN void discard_lines(const void* p, u64 bytes, u32 first, u32 step) {
     asm volatile("discard.global.L2 [%0], 128;" :: "l"(a) : "memory");
 }
 
-//! pin_pairs
-// the compiler moves no access to these registers (two elements each) across
-template <typename T, int N> FN void pin_pairs(T* d) {
-  u32 w[N / 2];
+//! pin_narrow
+// the compiler moves no access to these registers (two or four elements each) across
+template <typename T, int N> FN void pin_narrow(T* d) {
+  constexpr int words = N * (int)sizeof(T) / 4;
+  u32 w[words];
   pack<T, N>(w, d);
   #pragma unroll
-  for (int k = 0; k < N / 2; k++) asm volatile("" : "+r"(w[k]) :: "memory");
+  for (int k = 0; k < words; k++) asm volatile("" : "+r"(w[k]) :: "memory");
   unpack<T, N>(d, w);
 }
 
