@@ -61,6 +61,16 @@ static group_convert find_group_convert(pm_gen *e, pm_opid op) {
 
 static bool is_group_convert(pm_gen *e, pm_opid op) { return find_group_convert(e, op).fn != NULL; }
 
+static void convert_to_words(pm_gen *e, pm_val out, pm_val in) {
+  const long long n = pm_regs_of(e, out), each = pm_elements_of_word(e, out);
+  const char *words = pm_declare_words(e, out);
+  pm_unroll(e, n);
+  const char *x = pm_str(e, "%s, %s", pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+  if (each == 4) x = pm_str(e, "%s, %s, %s", x, pm_at(e, in, "r + 2"), pm_at(e, in, "r + 3"));
+  pm_line(e, "for (int r = 0; r < %lld; r += %lld) %s[r / %lld] = cvt_rn_%sx%lld(%s);", n, each,
+          words, each, pm_cpp_type(pm_typeof(e->g, out)->dtype), each, x);
+}
+
 static void emit_group_convert(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   if (e->slot[out].form == PM_FORM_WORDS) return; /* with the accumulator that it converts */
@@ -68,10 +78,7 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
   const long long n = pm_regs_of(e, out), by = c.n, from = c.from;
   pm_note(e, op, "");
   if (e->only_words[out]) {
-    const char *words = pm_declare_words(e, out);
-    pm_unroll(e, n);
-    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = cvt_rn_%sx2(%s, %s);", n, words,
-            pm_cpp_type(pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
+    convert_to_words(e, out, c.in);
     return;
   }
   const char *bytes = NULL;
@@ -125,8 +132,33 @@ static void emit_pairs(pm_gen *e, pm_opid op) {
 /* Words of an array that nothing may move across: one statement takes them all. */
 static bool is_array_barrier(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  if (o->code != PM_OP_OPT_BARRIER || !pm_wants_array(e, o->out)) return false;
+  if (!pm_is_barrier(o) || !pm_wants_array(e, o->out)) return false;
   return pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits == 32 || pm_is_packed(e, o->out);
+}
+
+/* Words of narrow elements that a selection takes whole (packed16.c). */
+static bool is_selection_of_words(const pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  return o->n_in == 3 && e->only_words[o->out];
+}
+
+/* Its words, also where it is one number for all elements. */
+static const char *words_of(pm_gen *e, pm_val v) {
+  if (e->slot[v].form == PM_FORM_WORDS) return e->slot[v].text;
+  const char *words = pm_new_words(e, v, "words");
+  pm_pack(e, words, v, v);
+  return words;
+}
+
+static void emit_selection(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const long long each = pm_elements_of_word(e, out), n = pm_regs_of(e, out) / each;
+  const char *mask = pm_at(e, pm_in(e->g, op, 0), pm_str(e, "%lld * r", each));
+  pm_note(e, op, "");
+  const char *x = words_of(e, pm_in(e->g, op, 1)), *y = words_of(e, pm_in(e->g, op, 2));
+  const char *words = pm_declare_words(e, out);
+  pm_unroll(e, n);
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s ? %s[r] : %s[r];", n, words, mask, x, y);
 }
 
 /* Is this the last use of an array that was made in the same block, and of the values that have its
@@ -156,6 +188,13 @@ static void emit_array_barrier(pm_gen *e, pm_opid op) {
   const pm_dtype t = pm_typeof(e->g, out)->dtype;
   const int64_t n = pm_regs_of(e, out);
   pm_note(e, op, "optimization_barrier");
+  if (e->only_words[out]) {
+    const char *words = e->slot[in].text;
+    pm_declare_words(e, out);
+    pm_copy(e, e->slot[out].text, words, n / pm_elements_of_word(e, out));
+    pm_pin_words(e, out);
+    return;
+  }
   if (ends_here(e, op, in)) {
     pm_alias(e, out, in);
   } else {
@@ -190,6 +229,7 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
       continue;
     }
     if (!pm_is_elementwise(g, op) || is_group_convert(e, op) || is_array_barrier(e, op)) break;
+    if (is_selection_of_words(e, op)) break;
     if (pair_function(e, op)) break;
     if (pm_rule_of(g, op) == PM_LAY_BROADCAST && in_run[pm_in(g, op, 0)]) break;
     if (pm_regs_of(e, pm_get(g, op)->out) != n) break;
@@ -247,6 +287,9 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
       k++;
     } else if (is_group_convert(e, op)) {
       emit_group_convert(e, op);
+      k++;
+    } else if (is_selection_of_words(e, op)) {
+      emit_selection(e, op);
       k++;
     } else if (pair_function(e, op)) {
       emit_pairs(e, op);

@@ -32,15 +32,15 @@ void pm_bind_registers(pm_gen *e, pm_opid op, const char *map) {
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, pm_at(e, in, map));
 }
 
-/* The same of words; register 2 r of the result is number map of the operand. */
+/* The same of words; the first register of word r of the result is number map of the operand. */
 static void bind_words(pm_gen *e, pm_opid op, const char *map) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  const int64_t n = pm_regs_of(e, out);
+  const long long each = pm_elements_of_word(e, out), n = pm_regs_of(e, out) / each;
   pm_note(e, op, "slice");
   const char *name = pm_declare_words(e, out);
-  pm_unroll(e, n / 2);
-  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[(%s) / 2];", (long long)(n / 2), name,
-          e->slot[in].text, map);
+  pm_unroll(e, n);
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[(%s) / %lld];", n, name, e->slot[in].text,
+          map, each);
 }
 
 /* The operand is one number for all elements: so is the result. */
@@ -151,8 +151,8 @@ pm_code pm_cuda_SLICE(pm_gen *e, pm_opid op) {
   }
   const int64_t *from = pm_slice_registers(e, op);
   if (!from) return pm_no_registers(e, op);
-  const char *map =
-      pm_list_text(e, pm_layout_in(e, in), pm_layout_in(e, out), from, words ? "2 * r" : "r");
+  const char *at = words ? pm_str(e, "%lld * r", (long long)pm_elements_of_word(e, out)) : "r";
+  const char *map = pm_list_text(e, pm_layout_in(e, in), pm_layout_in(e, out), from, at);
   if (words) bind_words(e, op, map);
   else pm_bind_registers(e, op, map);
   return PM_OK;

@@ -188,6 +188,16 @@ static int64_t position_in(const pm_graph *g, pm_blk block, pm_opid op) {
   return op ? (int64_t)pm_position(g, op) : -1;
 }
 
+/* The array that v is a slice of, or v. */
+static pm_val whole_of(const pm_graph *g, pm_val v) {
+  pm_opid def = pm_value_of(g, v)->def;
+  while (def && pm_rule_of(g, def) == PM_LAY_SLICE) {
+    v = pm_in(g, def, 0);
+    def = pm_value_of(g, v)->def;
+  }
+  return v;
+}
+
 /* Does a loop carry v, and is what follows it in the next iteration computed before the wait? */
 static bool is_replaced_before(const pm_graph *g, pm_val v, pm_opid wait) {
   const pm_value *value = pm_value_of(g, v);
@@ -205,6 +215,7 @@ typedef struct awaited {
   pm_opid wait;
   int64_t left; /* products from here back that are not awaited */
   int64_t most; /* and those that no wait before has awaited */
+  pm_val kept;  /* what was kept last: slices of one array follow each other */
 } awaited;
 
 /* What a scope contains; 0: the op is none */
@@ -229,10 +240,11 @@ static void keep_operands(pm_gen *e, awaited *w, pm_blk block, uint32_t until) {
     } else if (pm_awaits_products(g, op, &n) && n >= 0) {
       w->most = pm_min(w->most, n);
     } else if (pm_get(g, op)->code == PM_OP_WGMMA) {
-      const pm_val a = pm_in(g, op, 1);
+      const pm_val a = whole_of(g, pm_in(g, op, 1));
       w->most--;
-      if (w->left-- > 0) continue;
+      if (w->left-- > 0 || a == w->kept) continue;
       if (pm_typeof(g, a)->kind != PM_ARRAY || !is_replaced_before(g, a, w->wait)) continue;
+      w->kept = a;
       pm_begin(e, "{");
       pm_line(e, "keep_operand<%lld>(a);", (long long)put_words_of_a(e, a, true));
       pm_end(e);
@@ -291,8 +303,8 @@ static pm_val converted(const pm_gen *e, pm_opid op) {
   const pm_val array = pm_get(e->g, op)->out;
   const pm_op *user = pm_get(e->g, e->user[array]);
   const bool once = e->uses[array] == 1 && user->parent == pm_get(e->g, op)->parent;
-  return once && user->n_out == 1 && !user->n_regions && e->only_words[user->out] ? user->out
-                                                                                  : array;
+  const bool words = once && user->n_out == 1 && !user->n_regions && e->only_words[user->out];
+  return words && pm_elements_of_word(e, user->out) == 2 ? user->out : array;
 }
 
 /* The slice of an accumulator in PTX into an array of type `to`, 16-bit elements as words. */

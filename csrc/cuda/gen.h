@@ -186,12 +186,15 @@ bool pm_is_packed(const pm_gen *e, pm_val v); /* loops and branches carry it as 
 const char *pm_new_words(pm_gen *e, pm_val v, const char *stem);
 const char *pm_declare_words(pm_gen *e, pm_val v); /* binds v as WORDS */
 const char *pm_copy_words(pm_gen *e, pm_val v);
+void pm_copy(pm_gen *e, const char *to, const char *from, int64_t n);
+int64_t pm_elements_of_word(const pm_gen *e, pm_val v);
 void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v);
 void pm_unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like);
 /* Nothing moves across this place that reads or writes the words of v, which has that form. */
 void pm_pin_words(pm_gen *e, pm_val v);
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);
+bool pm_is_barrier(const pm_op *o); /* an array or number that nothing may move across */
 bool pm_is_view(const pm_graph *g, pm_opid op);
 /* Does the barrier order the tensor core? */
 bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);

@@ -9,7 +9,7 @@ bool pm_makes_array(pm_gen *e, pm_opid op, const bool *in_run) {
   if (o->code == PM_OP_IOTA) return true;
   for (uint32_t k = 0; k < o->n_in; k++) {
     const pm_val v = pm_in(e->g, op, k);
-    if (pm_is_array(e, v) || (in_run && in_run[v])) return true;
+    if (pm_is_array(e, v) || e->slot[v].form == PM_FORM_WORDS || (in_run && in_run[v])) return true;
   }
   return false;
 }
@@ -18,11 +18,13 @@ bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
   return pm_is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !pm_makes_array(e, op, NULL));
 }
 
+bool pm_is_barrier(const pm_op *o) { return o->code == PM_OP_OPT_BARRIER; }
+
 /* Does an op print the text of an operand once? */
 static bool prints_once(const pm_op *user) {
   if (user->code == PM_OP_IF || user->code == PM_OP_WAIT) return true;
   if (user->code == PM_OP_YIELD) return user->n_in == 1;
-  return pm_ops[user->code].layout == PM_LAY_POINTWISE && user->code != PM_OP_OPT_BARRIER;
+  return pm_ops[user->code].layout == PM_LAY_POINTWISE && !pm_is_barrier(user);
 }
 
 /* Is the C++ expression of an op on such operands of its own dtype? */
@@ -38,7 +40,7 @@ static bool is_inlined(pm_gen *e, pm_opid op) {
   const int rule = pm_ops[o->code].layout;
   const bool moves = rule == PM_LAY_BROADCAST;
   if (rule != PM_LAY_POINTWISE && !moves && o->code != PM_OP_AXIS) return false;
-  if (o->code == PM_OP_OPT_BARRIER) return false;
+  if (pm_is_barrier(o)) return false;
   const pm_op *user = pm_get(e->g, e->user[o->out]);
   if (user->parent != o->parent || !prints_once(user)) return false;
   if (pm_ops[user->code].layout == PM_LAY_POINTWISE && pm_wants_array(e, user->out)) return false;

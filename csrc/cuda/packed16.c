@@ -4,7 +4,8 @@
  * register of its own wherever branches join. After that they are arrays of elements again, except
  * 16-bit arrays of which only words are needed: by products, by stmatrix, by loops, by slices of
  * whole words of which only words are needed. These are never unpacked, so the compiler need not
- * find out that the unpacking is unused. */
+ * find out that the unpacking is unused. The same holds for floats of 8 bits, of which barriers and
+ * selections by rows take words, too: the compiler does not find out then. */
 #include "gen.h"
 
 bool pm_is_packed(const pm_gen *e, pm_val v) {
@@ -29,26 +30,63 @@ static bool is_matrix_access(pm_gen *e, pm_opid op, pm_val array, bool store) {
 /* Are results of an op words at its end, whatever becomes of them? */
 static bool yields_words(int code) { return pm_is_loop(code) || pm_is_branch(code); }
 
+int64_t pm_elements_of_word(const pm_gen *e, pm_val v) {
+  return 4 / pm_dtypes[pm_typeof(e->g, v)->dtype].bytes;
+}
+
 static bool is_slice_of_words(pm_gen *e, pm_opid op) {
-  const int64_t *from = pm_slice_registers(e, op), n = pm_regs_of(e, pm_get(e->g, op)->out);
-  bool whole = from && n % 2 == 0;
-  for (int64_t r = 0; whole && r < n; r += 2)
-    whole = from[r] >= 0 && from[r] % 2 == 0 && from[r + 1] == from[r] + 1;
+  const pm_val out = pm_get(e->g, op)->out;
+  const int64_t *from = pm_slice_registers(e, op), n = pm_regs_of(e, out);
+  const int64_t each = pm_elements_of_word(e, out);
+  bool whole = from && n % each == 0;
+  for (int64_t r = 0; whole && r < n; r++) {
+    const int64_t first = from[r - r % each];
+    whole = first >= 0 && first % each == 0 && from[r] == first + r % each;
+  }
   return whole;
 }
 
-/* The array whose words are those of v: what a scope ends with, or what v is a slice of. Else 0 */
+static bool is_byte(const pm_gen *e, pm_val v) {
+  const pm_dtype t = pm_typeof(e->g, v)->dtype;
+  return t == PM_E4M3 || t == PM_E5M2;
+}
+
+/* Is the op a selection that takes all elements of each word from one array? */
+static bool is_selection_of_words(pm_gen *e, pm_opid op) {
+  if (!pm_is_elementwise(e->g, op) || pm_get(e->g, op)->n_in != 3) return false;
+  const pm_val out = pm_get(e->g, op)->out, mask = pm_in(e->g, op, 0);
+  const pm_opid def = pm_value_of(e->g, mask)->def;
+  const int last = pm_typeof(e->g, out)->rank - 1;
+  if (!is_byte(e, out) || pm_typeof(e->g, mask)->dtype != PM_BOOL) return false;
+  if (!def || pm_rule_of(e->g, def) != PM_LAY_BROADCAST) return false;
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(e->g, def, PM_ATTR_DIMS, &n);
+  for (uint32_t k = 0; k < n; k++)
+    if (dims[k] == last) return false;
+  return pm_layout_vector(pm_value_layout(e->g, out), last) % pm_elements_of_word(e, out) == 0;
+}
+
+/* The array whose words are those of v: what a scope ends with, what v is a slice of, what a
+ * barrier pins, or one that a selection takes. Else 0 */
 static pm_val source_of(pm_gen *e, pm_val v) {
   const pm_opid def = pm_value_of(e->g, v)->def;
   if (!def) return 0;
+  if (pm_is_barrier(pm_get(e->g, def))) return is_byte(e, v) ? pm_in(e->g, def, 0) : 0;
   switch (pm_get(e->g, def)->code) {
     case PM_OP_SCOPE: {
       const pm_opid end = pm_terminator(e->g, pm_region(e->g, def, 0));
       return pm_in(e->g, end, v - pm_get(e->g, def)->out);
     }
     case PM_OP_SLICE: return is_slice_of_words(e, def) ? pm_in(e->g, def, 0) : 0;
-    default: return 0;
+    default: return is_selection_of_words(e, def) ? pm_in(e->g, def, 1) : 0;
   }
+}
+
+/* The other array of a selection. Else 0 */
+static pm_val other_source_of(pm_gen *e, pm_val v) {
+  const pm_opid def = source_of(e, v) ? pm_value_of(e->g, v)->def : 0;
+  const bool selects = def && pm_is_elementwise(e->g, def) && pm_get(e->g, def)->n_in == 3;
+  return selects ? pm_in(e->g, def, 2) : 0;
 }
 
 /* Is v a carry in the body of a loop, which its condition does not read? */
@@ -90,7 +128,9 @@ static bool takes_words(pm_gen *e, pm_opid op, uint32_t k) {
       if (!parent || yields_words(pm_get(e->g, parent)->code)) return out && pm_is_packed(e, out);
       return e->only_words[out] && source_of(e, out) == v;
     }
-    default: return o->n_out == 1 && e->only_words[o->out] && source_of(e, o->out) == v;
+    default:
+      if (o->n_out != 1 || !e->only_words[o->out]) return false;
+      return source_of(e, o->out) == v || other_source_of(e, o->out) == v;
   }
 }
 
@@ -107,8 +147,8 @@ static bool reject_words(pm_gen *e) {
     }
   }
   for (pm_val v = 1; v < g->values.n; v++) {
-    const pm_val source = e->only_words[v] ? source_of(e, v) : 0;
-    if (!source || e->only_words[source]) continue;
+    const pm_val source = e->only_words[v] ? source_of(e, v) : 0, other = other_source_of(e, v);
+    if (!source || (e->only_words[source] && (!other || e->only_words[other]))) continue;
     e->only_words[v] = false;
     found = true;
   }
@@ -119,8 +159,9 @@ void pm_find_words(pm_gen *e) {
   const pm_graph *g = e->g;
   for (pm_val v = 1; v < g->values.n; v++) {
     const pm_dtype t = pm_typeof(g, v)->dtype;
-    e->only_words[v] = pm_typeof(g, v)->kind == PM_ARRAY && (t == PM_F16 || t == PM_BF16) &&
-                       pm_is_packed(e, v) && e->uses[v] && makes_words(e, v);
+    const bool narrow = t == PM_F16 || t == PM_BF16 || is_byte(e, v);
+    e->only_words[v] = pm_typeof(g, v)->kind == PM_ARRAY && narrow && pm_is_packed(e, v) &&
+                       e->uses[v] && makes_words(e, v);
   }
   while (reject_words(e)) continue;
 }
@@ -142,14 +183,14 @@ const char *pm_declare_words(pm_gen *e, pm_val v) {
   return name;
 }
 
-static void copy(pm_gen *e, const char *to, const char *from, int64_t n) {
+void pm_copy(pm_gen *e, const char *to, const char *from, int64_t n) {
   pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[r];", (long long)n, to, from);
 }
 
 const char *pm_copy_words(pm_gen *e, pm_val v) {
   const char *name = pm_new_words(e, v, "old");
-  copy(e, name, e->slot[v].text, words_of(e, v));
+  pm_copy(e, name, e->slot[v].text, words_of(e, v));
   return name;
 }
 
@@ -159,7 +200,7 @@ void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v) {
   pm_at(e, v, "0");
   const char *from = e->slot[v].text;
   if (e->slot[v].form == PM_FORM_WORDS) {
-    copy(e, words, from, words_of(e, like));
+    pm_copy(e, words, from, words_of(e, like));
     return;
   }
   if (!pm_is_array(e, v)) {

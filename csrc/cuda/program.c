@@ -271,7 +271,7 @@ static void count_uses(pm_gen *e) {
       e->uses[pm_in(g, op, k)]++;
       e->user[pm_in(g, op, k)] = op;
     }
-    if (pm_get(g, op)->code == PM_OP_OPT_BARRIER) e->barred[pm_in(g, op, 0)] = true;
+    if (pm_is_barrier(pm_get(g, op))) e->barred[pm_in(g, op, 0)] = true;
   }
 }
 

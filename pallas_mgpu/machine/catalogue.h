@@ -331,7 +331,15 @@ FN e2m1 cvt_e2m1(f32 x) {
   while (cvt_f32(e2m1{k}) < near) k++;
   return e2m1{(u8)(k | (x == x && signbit(x) ? 8 : 0))};
 }
+FN u32 cvt_rn_e4m3x4(f32 x0, f32 x1, f32 x2, f32 x3) {
+  return cvt_e4m3(x0).bits | cvt_e4m3(x1).bits << 8 | cvt_e4m3(x2).bits << 16 |
+         (u32)cvt_e4m3(x3).bits << 24;
+}
 FN void cvt_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = cvt_e4m3(lo), d[1] = cvt_e4m3(hi); }
+FN u32 cvt_rn_e5m2x4(f32 x0, f32 x1, f32 x2, f32 x3) {
+  return cvt_e5m2(x0).bits | cvt_e5m2(x1).bits << 8 | cvt_e5m2(x2).bits << 16 |
+         (u32)cvt_e5m2(x3).bits << 24;
+}
 FN void cvt_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = cvt_e5m2(lo), d[1] = cvt_e5m2(hi); }
 FN void widened(f32 *d, f32 x) { *d = x; }
 FN void widened(f16 *d, f32 x) { *d = cvt_f16(x); }

@@ -751,6 +751,46 @@ def test_optimization_barrier_holds_bytes_by_words(run, rng):
     np.testing.assert_array_equal(run(body, x, x), want)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_bytes_for_products_stay_words(run, rng, dtype):
+    """Conversion, barrier, selection by rows, branch, loop and slices: no byte is taken out."""
+    f8 = np.dtype(getattr(jnp, dtype))
+
+    def body(x, b_gmem, o, b_s, full):
+        plgpu.copy_gmem_to_smem(b_gmem, b_s, full)
+        plgpu.barrier_wait(full)
+        a = plgpu.load(x, layout=plgpu.Layout.WGMMA_8BIT)
+        row = lax.broadcasted_iota(jnp.int32, (64, 4), 0)
+
+        def product(acc):
+            def step(i, p):
+                plgpu.wgmma(acc, p[:, :32], b_s.at[:, 0:32].T)
+                plgpu.wgmma(acc, p[:, 32:], b_s.at[:, 32:64].T)
+                plgpu.wgmma_wait(0)
+                one = lax.optimization_barrier((a * (i + 2)).astype(f8))
+                other = lambda: (a * -(i + 2)).astype(f8)
+                return plgpu.ext.warp_where(row % 3 == i, other, one, along=1)
+
+            p = lax.fori_loop(0, 3, step, a.astype(f8))
+            plgpu.wgmma(acc, p, b_s.T)
+            return acc[...]
+
+        o[...] = pl.run_scoped(product, plgpu.ACC((64, 64)))
+
+    x, b = (rng.integers(-2, 3, (64, 64)) for _ in range(2))  # times 2, 3 and 4 they are exact
+    x, b = x.astype(f32), b.astype(f8)
+    swizzled = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(32))
+    scratch = [plgpu.SMEM((64, 64), f8, transforms=swizzled), plgpu.Barrier()]
+    out = plgpu.ShapeDtypeStruct((64, 64), f32)
+    text = text_of(run, body, out, x, b, scratch_types=scratch)
+    assert "unpack<" not in text and f"cvt_rn_{f8.name[7:11]}x4(" in text
+    factor, row = np.ones(64), np.arange(64)
+    for i in range(3):
+        factor += np.where(row % 3 == i, -(i + 2), i + 2)
+    want = factor[:, None] * (x @ b.astype(f32).T)
+    np.testing.assert_array_equal(run(body, out, x, b, scratch_types=scratch), want)
+
+
 def test_optimization_barrier_keeps_a_product_from_the_sum(run, rng):
     """The product is rounded before anything is added to it."""
 

@@ -172,6 +172,20 @@ FN e2m1 cvt_e2m1(f32 x) {
 //! unpack_e2m1
 FN void unpack_e2m1(e2m1* d, u8 x) { d[0] = e2m1{(u8)(x & 15)}; d[1] = e2m1{(u8)(x >> 4)}; }
 
+//! cvt_rn_e4m3x4
+// four neighbours, the first one in the low byte
+FN u32 cvt_rn_e4m3x4(f32 x0, f32 x1, f32 x2, f32 x3) {
+#ifdef HAS_FP8
+  u32 w; asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;"
+             " cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; mov.b32 %0, {lo, hi}; }"
+             : "=r"(w) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return w;
+#else
+  return bits_of(cvt_e4m3(x0)) | bits_of(cvt_e4m3(x1)) << 8 | bits_of(cvt_e4m3(x2)) << 16 |
+         bits_of(cvt_e4m3(x3)) << 24;
+#endif
+}
+
 //! cvt_e4m3x2
 FN void cvt_e4m3x2(e4m3* d, f32 lo, f32 hi) {
 #ifdef HAS_FP8
@@ -180,6 +194,20 @@ FN void cvt_e4m3x2(e4m3* d, f32 lo, f32 hi) {
 #else
   d[0] = cvt_e4m3(lo);
   d[1] = cvt_e4m3(hi);
+#endif
+}
+
+//! cvt_rn_e5m2x4
+// four neighbours, the first one in the low byte
+FN u32 cvt_rn_e5m2x4(f32 x0, f32 x1, f32 x2, f32 x3) {
+#ifdef HAS_FP8
+  u32 w; asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1;"
+             " cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3; mov.b32 %0, {lo, hi}; }"
+             : "=r"(w) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return w;
+#else
+  return bits_of(cvt_e5m2(x0)) | bits_of(cvt_e5m2(x1)) << 8 | bits_of(cvt_e5m2(x2)) << 16 |
+         bits_of(cvt_e5m2(x3)) << 24;
 #endif
 }
 
