@@ -12,7 +12,10 @@ own: keys as the accumulators of the scores lie in registers, which makes the pr
 operands without any exchange between lanes; columns in an order that the result is stored by.
 
 Probabilities of 8 bits are 2^6 times as large as usual and maxima may grow by 2^2 before sums are
-rescaled, so they stay below 2^8 (of 448) and their least steps are 2^-15 of the largest one."""
+rescaled, so they stay below 2^8 (of 448) and their least steps are 2^-15 of the largest one. Where
+maxima are not looked for (_attention_softmax.py) they are 2^4 times as large, with more than 192
+keys of a block 2^3 times, so that sums of an eighth of a block's stay below 448 even where all are
+the same."""
 
 import functools
 import math
@@ -31,6 +34,7 @@ _KEYS = 64  # of a part of V that is transposed at a time
 _WIDENED = 2048  # elements that are widened at a time
 _WIDTHS = (64, 128, 256)  # of rows on the chip
 _RAISED, _LAZY = _F32(6), _F32(2)
+_LARGEST = _F32(448)
 _FEWER = {2: (24, 40, 224), 3: (24, 40, 136)}  # of the first two, for transpositions alone
 _REGISTERS = {2: (40, 56, 208), 3: (40, 56, 128)}  # of the producer, the converter, a consumer
 _PLACED = {2: (32, 48, 216)}  # for transpositions of 128 columns with lengths or pages
@@ -104,6 +108,9 @@ class NarrowPlan:
         if self.transposes:
             self.left = plgpu.Layout.WGMMA_8BIT
             self.lazy, self.raised = _LAZY, _RAISED
+            if self.cfg.trusting:
+                self.lazy, self.most = _F32(0), _LARGEST
+                self.raised = _F32(min(4, math.floor(math.log2(8 * _LARGEST / self.block))))
         # with four warpgroups no product has more than 128 registers
         self.width, self.out = math.gcd(self.value_dim, 128), min(self.value_dim, 128)
         self.q_slots, self.raw = 1, 0

@@ -229,7 +229,8 @@ def shares_of(x, cfg, cores, parts):
     segments, rows = tiles + cores, cfg.consumers * 64
     cost = pl.cdiv(tiles * blocks, cores) + segments / cores * _PART_COST
     merged = segments * rows * x.value_dim * x.out_dtype.itemsize / 1e6
-    cost = (cost + _MERGE_COST + _MERGED_MB_COST * merged) * _SHARES_COST
+    narrow = max(256 / (x.dim + x.value_dim), 1)  # whose blocks of keys take less time than merges
+    cost = (cost + (_MERGE_COST + _MERGED_MB_COST * merged) * narrow) * _SHARES_COST
     fast = cost < _cost(x, _blocks_of_tiles(x, cfg), cores, parts)
     return Shares(tiles, blocks, rows, cores) if fast and _memory_cost(x) < 0.85 * cost else None
 

@@ -18,6 +18,7 @@ from ._common import SeveralKernels, overlap_launches, padded, swizzled
 
 _PARTS = 4  # of a block of the grid
 _LEAST = 2048  # queries to a head of keys for which it pays
+_TRUSTED = 2048, 8192  # keys from which maxima need not be looked for; with a causal mask
 
 
 def pays(x):
@@ -31,19 +32,28 @@ def pays(x):
     return x.queries * x.group >= _LEAST
 
 
-def tiling(x):
+def tiling(x, consumers):
     """The fields of an AttentionConfig that differ where values come transposed: without the
-    converter there are registers and memory for more keys."""
-    block = {64: 256, 128: 192, 256: 128}[width(x.dim)]
-    late = width(x.dim) == 256
+    converter there are registers and memory for more keys. With few keys maxima grow too often to
+    be trusted."""
+    dim, sees_all = width(x.dim), x.scores.left is None and x.scores.right is None
+    trusting = sees_all and x.keys >= _TRUSTED[bool(x.causal)]
+    block, stages = {64: 256, 128: 192, 256: 128}[dim], 2
+    if dim == 64 and consumers == 3 and trusting:
+        block, stages = 128, 4
+    else:
+        consumers = min(consumers, 2)
+    late = dim == 256
     hold = not (late or x.causal)
     return {
+        "consumers": consumers,
         "block": block,
-        "stages": 2,
+        "stages": stages,
         "late": late,
         "hold": hold,
         "q_registers": False,
         "apart": False,
+        "trusting": trusting,
     }
 
 

@@ -87,6 +87,7 @@ _L2_BYTES = 32 << 20
 _WIDTHS = (64, 96, 128, 192, 256)
 _PAGES = 2  # numbers of pages that are loaded together
 _OUT = 128  # columns of O that leave at a time, at most
+_MANY = 2560  # causal queries of whose tiles the last ones cost little
 _FEW = 512  # queries whose kernels are bound by memory rather than by instructions
 
 
@@ -100,7 +101,7 @@ class AttentionConfig(typing.NamedTuple):
     P V before the softmax, which has the registers of P then. ``early``: probabilities are
     converted before O is rescaled, beside the exponentials. ``trusting``: the maxima of earlier
     blocks serve as those of a block, unless sums of its probabilities are large; only then are its
-    own found (q of 16 bits, no dropout; ``lazy`` and ``early`` do not count)."""
+    own found (no dropout; ``lazy`` and ``early`` do not count)."""
 
     consumers: int = 2
     block: int = 128
@@ -123,6 +124,9 @@ def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     most = pl.cdiv(queries, 64)
     if kind in ("narrow", "placed", "widened"):
         return _choose_narrow(queries, head_dim, causal, scores, kind)
+    if scores.bias and not scores.dropout and head_dim <= 128:
+        block, stages = (128, 3) if head_dim == 64 else (96, 2)
+        return AttentionConfig(min(2, most), block, stages, late=False, hold=True, trusting=True)
     if scores.adjusted or scores.dropout:  # registers for what is computed from scores
         return AttentionConfig(min(2, most), 64, 2)
     if head_dim == 64:
@@ -150,7 +154,9 @@ def _choose_64(queries, causal, kind):
 
 def _of_three(queries, causal, gain):
     """Do three consumers, which make a row so many times as fast, pay? Their tiles pad more rows,
-    and causal ones more keys."""
+    and causal ones more keys and their ends more waiting."""
+    if causal and queries < _MANY:
+        return False
 
     def work(consumers, each):
         rows = consumers * 64
@@ -187,8 +193,7 @@ def _choose_for(x, queries, width):
         kind = "widened" if x.kv_dtype else "placed" if placed else "narrow"
     config = choose(queries, width, x.causal, x.scores, kind)
     if x.transposed:
-        consumers = min(config.consumers, 2)
-        return config._replace(consumers=consumers, **_attention_transposed.tiling(x))
+        return config._replace(**_attention_transposed.tiling(x, config.consumers))
     if x.is_narrow:
         n = grain(x)
         config = config._replace(block=max(config.block // n, 1) * n)
@@ -240,7 +245,7 @@ class _Plan:
         self.piece = math.gcd(x.page, self.block) if x.page else self.block  # keys of a copy
         self.copies, self.readers = self.block // self.piece, self.consumers  # of tile numbers
         # one consumer and the producer have 256 registers a lane as it is
-        paged = x.page > 0  # addresses of pages need more
+        paged = x.page > 0 or bool(x.scores.bias)  # addresses of pages need more
         self.registers = {2: (40, 232) if paged else (24, 240), 3: (32, 160)}.get(self.consumers)
         self.fit()
 
@@ -256,7 +261,6 @@ class _Plan:
 
     def scratch(self):
         x, consumers = self.x, self.consumers
-
         found = {
             "q_smem": buffer(self.q_slots, consumers, 64, self.dim, dtype=x.dtype),
             "k_smem": buffer(self.stages, self.block, self.dim, dtype=x.dtype),
@@ -294,6 +298,7 @@ class _State(typing.NamedTuple):
     sums: typing.Any  # sums of the rows, per column modulo 8
     p: typing.Any  # probabilities of the block before
     q: typing.Any  # queries, where registers have them
+    fetched: typing.Any = None  # what the scores of the next block are adjusted with
 
 
 class _Place(typing.NamedTuple):
@@ -440,12 +445,16 @@ class _Block(WarpSpecialized):
         def step(j, carry):
             it, before = carry
             place = b, self.key_of(b, head, tile, count - 1 - j + first) * p.block, kv_head
+            self.ask(tile, head, place)
             self.fetch_keys(it, place)
             self.fetch_values(it, before)
             return it + 1, place
 
         it, place = lax.fori_loop(0, count, step, (it, place))
         return tiles + 1, it, place
+
+    def ask(self, tile, head, place):
+        """Asks for what consumers load themselves for a block of keys."""
 
     def key_of(self, b, head, tile, i):
         """The number of the block of keys that is number i of a tile."""
@@ -520,6 +529,7 @@ class _Block(WarpSpecialized):
         tail = none + p.block if p.cleans else None
         none_yet = self.arranged(none_yet)
         start = _State(none, *begin, none + p.total, tail, none, m, sums, none_yet, q)
+        start = start._replace(fetched=self.fetch(start))
         lax.while_loop(self.goes_on, functools.partial(self.step, me, o_acc), start)
 
     def begin(self, me, w):
@@ -570,7 +580,7 @@ class _Block(WarpSpecialized):
         last = self.is_last(now)
         rare = self.is_rare(now, first | last)
         now = self.rotated(first, now)
-        s = self.adjust(now, *self.multiply(me, o_acc, now, slot, first))
+        s = self.adjust(now, self.multiply(me, o_acc, now, slot, first), now.fetched)
         if not cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
         if cfg.apart:
@@ -580,6 +590,7 @@ class _Block(WarpSpecialized):
         s, m, sums, ended, tail, (w, t, row, end, c, q) = lax.cond(
             rare, change, stay, s, now.m, now.sums, now.q
         )
+        fetched = self.fetch(now._replace(w=w, t=t, row=row, end=end))
         if cfg.trusting:
             p, new, sums, alpha = self.trusting(s, m, sums, self.factor(now.c))
             grown = alpha != 1
@@ -595,20 +606,19 @@ class _Block(WarpSpecialized):
             # products up, before the exponentials.
             s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
         if not cfg.trusting:
-            p = self.arranged(s.astype(self.x.dtype)) if cfg.early else None
+            p = self.arranged(s).astype(self.x.dtype) if cfg.early else None
         if cfg.late:
             self.k_ring.wait(now.it + 1)
         if not cfg.apart:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
-        p = p if p is not None else self.arranged(s.astype(self.x.dtype))
-        return _State(w, t, row, end, c, ended, tail, now.it + 1, new, sums, p, q)
+        p = p if p is not None else self.arranged(s).astype(self.x.dtype)
+        return _State(w, t, row, end, c, ended, tail, now.it + 1, new, sums, p, q, fetched)
 
     def is_last(self, now):
         """Is this the last block of a tile?"""
-        last = now.end == self.plan.block
-        return last
+        return now.end == self.plan.block
 
     def is_rare(self, now, rare):
         """Does a block with a mask, or the first or the last one of a tile, come?"""
@@ -619,7 +629,8 @@ class _Block(WarpSpecialized):
         return rare
 
     def fetch(self, now):
-        """What the scores of a block are adjusted with, loaded while they are computed."""
+        """What the scores of a block are adjusted with, loaded during the softmax of the block
+        before."""
 
     def adjust(self, now, s, fetched):
         """Scores before the mask; plain ones stay."""
@@ -649,8 +660,7 @@ class _Block(WarpSpecialized):
         return self.plan.c if c is None else c
 
     def multiply(self, me, o_acc, now, slot, first):
-        """Issues Q K of this block and P V of the one before; the scores, and what `fetch`
-        returned."""
+        """Issues Q K of this block and P V of the one before; the scores."""
         p, q = self.plan, now.q
         if not self.cfg.q_registers:
             q = self.q_smem.at[now.w % p.q_slots, me]
@@ -666,8 +676,8 @@ class _Block(WarpSpecialized):
                 if p.cleans:
                     pl.when(now.tail < p.block)(lambda: self.clean(me, self.v_smem.at[slot], now))
                 count = self.add_values(o_acc, now.p, slot)
-            fetched, count = self.fetch(now), 0 if self.cfg.apart else count
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=count), fetched
+            count = 0 if self.cfg.apart else count
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=count)
 
         return pl.run_scoped(scores, plgpu.ACC((64, p.block)))
 
@@ -770,7 +780,7 @@ class _Block(WarpSpecialized):
     def trusting(self, s, m, sums, c):
         """Probabilities by the maxima so far, if sums of them are not too large."""
         p = self.plan
-        how = lambda e: e.astype(self.x.dtype), p.most, p.lazy
+        how = lambda e: self.arranged(e).astype(self.x.dtype), p.most, p.lazy, p.raised
         return _attention_softmax.trusting(s, m, sums, c, *how)
 
     def rescale(self, o_acc, alpha, grown):
@@ -852,8 +862,7 @@ class _Block(WarpSpecialized):
         store_some(buffer, value, rows, target)
 
     def reciprocal(self, sums):
-        factor = pl.reciprocal(sums, approx=True)
-        return factor
+        return pl.reciprocal(sums, approx=True)
 
     def result(self, value, b, head):
         """The result of a head from the quotients."""
@@ -948,7 +957,19 @@ class _ScoredBlock(_Block):
     def fetch(self, now):
         bias = self.x.scores.bias
         rows = bias and all(isinstance(n, plgpu.Dim) or n > 1 for n in bias[2:])
-        return self.tile(now).fetch() if rows else None
+        if not rows:
+            return None
+        tile = self.tile(now)
+        tile.column = jnp.maximum(tile.column, 0)  # there is none before the first block
+        return tile.fetch()
+
+    def ask(self, tile, head, place):
+        p, dims, (b, column, _) = self.plan, self.x.scores.bias, place
+        if not dims or self.x.is_open or min(dims[2:]) == 1 or self.bias.dtype.itemsize > 2:
+            return
+        part = 0 if dims[0] == 1 else b, 0 if dims[1] == 1 else head
+        rows, keys = pl.ds(tile * p.rows, p.rows), pl.ds(column, p.block)
+        plgpu.async_prefetch(self.bias.at[(*part, rows, keys)])
 
     def adjust(self, now, s, fetched):
         return self.tile(now).adjust(s, fetched)[0]
@@ -1201,11 +1222,8 @@ def _check(q, k, v, name="attention", dims=_WIDTHS, most=0, own_value_dim=False,
 
 
 def _check_trusting(x, config):
-    if config.trusting and (x.dtype.itemsize == 1 or x.scores.dropout):
-        raise ValueError(
-            "attention: an AttentionConfig with trusting is for q of 16 bits without dropout, got"
-            f" {x.dtype} and dropout={x.scores.dropout}"
-        )
+    if config.trusting and x.scores.dropout:
+        raise ValueError(f"attention: trusting excludes dropout={x.scores.dropout}; got {config}")
 
 
 def _check_config(config):

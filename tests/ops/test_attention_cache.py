@@ -127,6 +127,10 @@ NARROW = [
     ((1, 200, 300, 1, 1, 128), {"config": AttentionConfig(3, 64, 4, apart=True, early=True),
                                 "causal": True}),
     ((1, 70, 130, 1, 1, 256), {"value_dim": 64, "softcap": 4.0}),
+    ((1, 200, 450, 1, 1, 128), {"config": AttentionConfig(2, 192, 2, late=False, trusting=True),
+                                "scales": (1, 1, 1)}),
+    ((1, 200, 300, 1, 1, 64), {"config": AttentionConfig(3, 128, 2, apart=True, trusting=True),
+                               "causal": True, "bottom_right": True}),
     ((1, 3, 800, 1, 1, 64), {"scales": (1, 1, 1)}),  # in two parts
     # many queries: a kernel before
     ((2, 270, 150, 8, 1, 96), {"scales": (1, 1, 2), "causal": True, "bottom_right": True}),
@@ -298,6 +302,21 @@ def test_errors(change, error, words):
     arrays = {n: np.zeros((2, 20, 1, 64), np.float16) for n in "qkv"}
     with pytest.raises(error, match=words):
         attention(**change(arrays), interpret=True)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.02, 3.0])
+@pytest.mark.parametrize("dim,how", [(128, {}), (128, {"causal": True}), (256, {}), (64, {})])
+def test_growing_maxima_of_8_bits(rng, spread, dim, how):
+    """Scores that are all the same, that hardly differ, and that grow from block to block by more
+    than probabilities of 8 bits can."""
+    q, k, v = (rng.standard_normal((1, 600, h, dim)) for h in (4, 1, 1))
+    q *= spread
+    k *= np.linspace(3, 0.1, 600)[None, :, None, None]  # blocks come from the last
+    q, k, v = (x.astype(e4m3) for x in (q, k, v))
+    assert type(attention.kernel(q, k, v, **how, interpret=True)).__name__ == "TransposedFirst"
+    got = np.asarray(attention(q, k, v, **how, interpret=True), np.float64)
+    want, _ = expected(q, k, v, [600], [600], **how)
+    assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) < 0.035
 
 
 def test_narrow_errors():

@@ -306,7 +306,7 @@ def test_divided_keys(rng, n, m, options, interpret):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "batch, n, m, heads, dim, value_dim",
-    [(1, 130, 2100, (3, 3), 64, 64), (2, 70, 1300, (6, 2), 96, 40), (3, 10, 900, (2, 1), 128, 128)],
+    [(1, 130, 1300, (6, 6), 64, 64), (2, 70, 1300, (6, 2), 96, 40), (3, 10, 900, (2, 1), 128, 128)],
 )
 @pytest.mark.parametrize("interpret", INTERPRET, ids=str)
 def test_shared_keys(rng, monkeypatch, batch, n, m, heads, dim, value_dim, interpret):

@@ -768,8 +768,8 @@ def test_bytes_for_products_stay_words(run, rng, dtype):
                 plgpu.wgmma(acc, p[:, 32:], b_s.at[:, 32:64].T)
                 plgpu.wgmma_wait(0)
                 one = lax.optimization_barrier((a * (i + 2)).astype(f8))
-                other = lambda: (a * -(i + 2)).astype(f8)
-                return plgpu.ext.warp_where(row % 3 == i, other, one, along=1)
+                at = functools.partial(lambda i: (a * -(i + 2)).astype(f8), i)
+                return plgpu.ext.warp_where(row % 3 == i, at, one, along=1)
 
             p = lax.fori_loop(0, 3, step, a.astype(f8))
             plgpu.wgmma(acc, p, b_s.T)
