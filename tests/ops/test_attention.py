@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_mgpu.ops import AttentionConfig, attention
+from pallas_mgpu.ops import AttentionConfig, _attention_choice, attention
 
 pytestmark = pytest.mark.covering(1, share=True)
 
@@ -36,7 +36,7 @@ def operands(rng, batch, queries, keys, heads, kv_heads, dim, dtype=f16, spread=
 def check(run, qkv, causal=False, scale=None, config=None, programs=2, tolerance=2e-3):
     """Few blocks, so that each does several tiles."""
     _, queries, _, dim = qkv[0].shape
-    config = (config or implementation.choose(queries, dim, causal))._replace(programs=programs)
+    config = (config or _attention_choice.choose(queries, dim, causal))._replace(programs=programs)
     options = dict(causal=causal, scale=scale, return_lse=True, config=config)
     options["interpret"] = None if run.way == "cuda" else True
     o, lse = run.call(attention.kernel(*qkv, **options), *qkv)
@@ -117,7 +117,7 @@ def test_what_is_not_finite_stays_where_it_is(run, rng, what, causal):
     q, k, v = operands(rng, 1, 200, 200, 3, 3, 64)
     v[0, 0, 1, 7] = what
     q[0, 3, 2, 5] = np.nan
-    chosen = implementation.choose(200, 64, causal)._replace(programs=2)
+    chosen = _attention_choice.choose(200, 64, causal)._replace(programs=2)
     for trusting in (False, True):
         config = chosen._replace(trusting=trusting)
         options = dict(causal=causal, config=config, interpret=None if run.way == "cuda" else True)
