@@ -47,8 +47,10 @@ def choose(queries, head_dim, causal, scores=PLAIN, kind=""):
     if kind in ("narrow", "placed", "widened"):
         return _choose_narrow(queries, head_dim, causal, scores, kind)
     if scores.bias and not scores.dropout and head_dim <= 128:
-        block, stages = (128, 3) if head_dim == 64 else (96, 2)
-        return AttentionConfig(min(2, most), block, stages, late=False, hold=True, trusting=True)
+        wide = head_dim > 64
+        return AttentionConfig(
+            min(2, most), 96 if wide else 64, 2, late=False, hold=True, trusting=wide
+        )
     if scores.adjusted or scores.dropout:  # registers for what is computed from scores
         return AttentionConfig(min(2, most), 64, 2)
     if head_dim == 64:

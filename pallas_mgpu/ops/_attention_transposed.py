@@ -18,7 +18,7 @@ from ._common import SeveralKernels, overlap_launches, padded, swizzled
 
 _PARTS = 4  # of a block of the grid
 _LEAST = 2048  # queries to a head of keys for which it pays
-_TRUSTED = 2048, 8192  # keys from which maxima need not be looked for; with a causal mask
+_TRUSTED = 2048, 16384  # keys from which maxima need not be looked for; with a causal mask
 
 
 def pays(x):

@@ -133,7 +133,8 @@ class _Plan:
         self.piece = math.gcd(x.page, self.block) if x.page else self.block  # keys of a copy
         self.copies, self.readers = self.block // self.piece, self.consumers  # of tile numbers
         # one consumer and the producer have 256 registers a lane as it is
-        two = (40, 232) if x.page else (32 if x.scores.bias else 24, 240)  # addresses need more
+        # three threads have 504 together; addresses of pages and of a bias need more
+        two = (40, 232) if x.page or x.scores.bias else (24, 240)
         self.registers = {2: two, 3: (32, 160)}.get(self.consumers)
         self.fit()
 

@@ -2,6 +2,8 @@
 diagonals that end at the last key, packed sequences, dropout. Every case also runs under the
 checker: no unordered accesses."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -385,3 +387,21 @@ def test_errors_of_gradients():
     with pytest.raises(NotImplementedError, match="deterministic"):
         config = ops.AttentionBackwardConfig(5)
         ops.attention_backward(q, q, q, q, q, lse, config=config, deterministic=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_bias_spills_nothing_and_threads_get_their_registers(dim, dtype):
+    """A block that asks for more registers than it began with waits for ever."""
+    q = plgpu.ShapeDtypeStruct((2, 2000, 16, dim), np.float16)
+    bias = plgpu.ShapeDtypeStruct((1, 16, 2000, 2000), dtype)
+    lowered = ops.attention.kernel(q, q, q, bias=bias).lower(q, q, q, bias, target="sm_90a")
+    used, text = lowered.resources(), lowered.as_text("cuda")
+    assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+    (less,), (more,) = (
+        {int(n) for n in re.findall(rf"setmaxnreg_{how}<(\d+)>\(\);", text)}
+        for how in ("dec", "inc")
+    )
+    consumers = used["threads"] // 128 - 1
+    assert (less + consumers * more) * 128 <= used["registers"] * used["threads"]
