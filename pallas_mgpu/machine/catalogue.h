@@ -361,6 +361,31 @@ FN void cvt_from_u8x4(T *d, const u8 *x) {
   for (int k = 0; k < 4; k++) widened(d + k, x[k]);
 }
 FN void cvt_from_s8x4_apart(bf16 *d, const i8 *x) { cvt_from_s8x4(d, x); }
+/* x: of four bytes */
+FN void halves_of(u32 *r, const f16 *x, bool apart) {
+  for (int k = 0; k < 2; k++) {
+    const f16 *first = x + (apart ? k : 2 * k);
+    r[k] = first[0].bits | (u32)first[apart ? 2 : 1].bits << 16;
+  }
+}
+template <bool APART>
+FN void halves_of_e4m3(u32 *r, u32 w) {
+  f16 x[4];
+  for (int k = 0; k < 4; k++) widened(x + k, cvt_f32(e4m3{(u8)(w >> 8 * k)}));
+  halves_of(r, x, APART);
+}
+template <bool APART>
+FN void halves_of_e5m2(u32 *r, u32 w) {
+  f16 x[4];
+  for (int k = 0; k < 4; k++) widened(x + k, cvt_f32(e5m2{(u8)(w >> 8 * k)}));
+  halves_of(r, x, APART);
+}
+template <bool APART>
+FN void halves_of_s8(u32 *r, u32 w) {
+  f16 x[4];
+  for (int k = 0; k < 4; k++) widened(x + k, (i8)(w >> 8 * k));
+  halves_of(r, x, APART);
+}
 template <typename T>
 FN void cvt_from_s4x8(T *d, const u8 *x) {
   for (int k = 0; k < 8; k++) widened(d + k, (f32)((i8)(x[k / 2] << (k % 2 ? 0 : 4)) >> 4));

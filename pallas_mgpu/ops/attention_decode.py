@@ -28,6 +28,8 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _decode_eight_bits
+from ._attention_narrow import union
 from ._attention_scores import PLAIN, Scores, Tile, options, scale_of
 from ._attention_softmax import MASKED, scaled
 from ._common import (
@@ -154,6 +156,9 @@ class _Plan:
         self.columns = pl.cdiv(self.rows, 8) * 8
         self.dim, self.value_dim = (pl.cdiv(n, 64) * 64 for n in (x.dim, x.value_dim))
         self.piece = math.gcd(x.page, _KEYS) if x.page else _KEYS  # keys of a copy
+        self.operand = np.dtype(np.float16) if x.kv_dtype else x.dtype  # of products
+        # are values transposed in registers?
+        self.turned = bool(x.kv_dtype) and _decode_eight_bits.is_turned(self.value_dim)
         # segments that are loaded together, by the registers that a lane has
         result = self.value_dim * self.columns
         wanted = cfg.consumers or (_EIGHT_BIT_CONSUMERS if x.kv_dtype else _CONSUMERS)
@@ -175,7 +180,7 @@ class _Plan:
         slot = _KEYS * width * x.cached.itemsize
         fixed = consumers * self.columns * (self.dim + _KEYS) * 2 + 4096
         fixed += 2 * (consumers - 1) * self.value_dim * self.columns * 4
-        if x.kv_dtype:
+        if x.kv_dtype and not self.turned:
             fixed += consumers * _KEYS * self.value_dim * 2
         stages = self.cfg.stages or min(max((_BYTES - fixed) // slot, 2), 8)
         # each slot has one consumer, which sees all phases of its barrier
@@ -186,13 +191,18 @@ class _Plan:
         x = self.x
         found = {}
         for name, dim in (("k_smem", self.dim), ("v_smem", self.value_dim)):
-            rows = swizzled(math.gcd(dim, 128 // x.cached.itemsize), x.cached)
-            found[name] = plgpu.SMEM((self.stages, _KEYS, dim), x.cached, transforms=rows)
-        if x.kv_dtype:
+            shape = self.stages, _KEYS, dim
+            if x.kv_dtype:
+                found[name] = union(shape, math.gcd(dim, 128), x.cached)
+            else:
+                found[name] = buffer(*shape, dtype=x.cached)
+        if x.kv_dtype and not self.turned:
             shape = self.consumers, _KEYS, self.value_dim
-            found["values16"] = buffer(*shape, dtype=self.x.dtype)
-        found["q_smem"] = buffer(self.consumers, self.columns, self.dim, dtype=self.x.dtype)
-        found["p_smem"] = buffer(self.consumers, self.columns, _KEYS, dtype=self.x.dtype)
+            found["values16"] = buffer(*shape, dtype=self.operand)
+        if x.kv_dtype:
+            found["q_power"] = plgpu.SMEM((self.consumers, self.columns), _F32)
+        found["q_smem"] = buffer(self.consumers, self.columns, self.dim, dtype=self.operand)
+        found["p_smem"] = buffer(self.consumers, self.columns, _KEYS, dtype=self.operand)
         if self.consumers > 1:
             others = self.consumers - 1  # two segments, so that they can go on with the next one
             found["part"] = plgpu.SMEM((2, others, self.value_dim, self.columns), _F32)
@@ -206,6 +216,8 @@ class _Plan:
 class _Block(Shares):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
+        if self.x.kv_dtype:
+            (self.k_smem, self.k_pairs), (self.v_smem, self.v_pairs) = self.k_smem, self.v_smem
         self.keys = Ring(plan.stages, self.k_full, self.k_empty)
         self.values = Ring(plan.stages, self.v_full, self.v_empty)
         if plan.consumers > 1:
@@ -269,6 +281,14 @@ class _Block(Shares):
         x, p = self.x, self.plan
         group = x.group
         q = self.q if x.open else self.q.reshape(x.rows_of(x.dim))
+        if x.kv_dtype:
+            (*at, c), keep = self.elements(b, head, p.dim, x.dim, _decode_eight_bits.column)
+            value = pl.load(q, (*at, c), mask=keep, other=np.zeros((), x.dtype))
+            self.q_smem[me], power = _decode_eight_bits.divided(value)
+            if power is not None:
+                self.q_power[me] = power
+            plgpu.commit_smem()
+            return
         # numbers of single elements where those of rows would share a layout with the result's
         if group > 1 and p.dim == x.dim and p.value_dim == x.value_dim:
             value = q[self.place_of(b, head, lax.broadcasted_iota(jnp.int32, (p.columns,), 0))]
@@ -284,17 +304,19 @@ class _Block(Shares):
         group = x.heads // x.kv_heads
         return b * x.queries + row // group, head, row % group
 
-    def elements(self, b, head, width, dim):
-        """Indices of single elements of rows with so many of them, and which are there."""
+    def elements(self, b, head, width, dim, order=lambda c: c):
+        """Indices of single elements of rows with so many of them, and which are there. order: of
+        columns."""
         row, column = (
             lax.broadcasted_iota(jnp.int32, (self.plan.columns, width), i) for i in (0, 1)
         )
+        column = order(column)
         return (*self.place_of(b, head, row), jnp.minimum(column, dim - 1)), column < dim
 
     def attend_segment(self, acc, me, found, carry):
         """The consumers alternate between blocks; each adds up a part of what others have. carry:
         segments and blocks so far."""
-        segment, it0 = carry
+        (segment, it0), x = carry, self.x
         b, head, first, blocks, length, low, high = found
         n, consumers = self.plan.columns, self.plan.consumers
         before, _ = self.extent(length)
@@ -304,6 +326,9 @@ class _Block(Shares):
         m = plgpu.layout_cast(jnp.full((n,), MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_KEYS, n), _F32), plgpu.Layout.WGMMA)
         k_scale = self.scale_of("k_scale", b, head)
+        if x.kv_dtype and x.dtype != self.plan.operand:
+            power = plgpu.load(self.q_power.at[me], layout=along)
+            k_scale = power if k_scale is None else power * k_scale
         skip = (
             me + consumers - it0 % consumers
         ) % consumers  # step `it` is that of consumer it % consumers
@@ -316,7 +341,7 @@ class _Block(Shares):
 
         m, sums = lax.fori_loop(0, steps, one, (m, sums))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-        if not self.x.kv_dtype:
+        if not x.kv_dtype:
             last = it0 + (steps - 1) * consumers + skip
             pl.when(steps > 0)(lambda: self.values.release(last))
         mine = value, m, jnp.sum(sums, axis=0)
@@ -368,10 +393,9 @@ class _Block(Shares):
 
     def keys_of(self, slot):
         """Keys of a slot, as the tensor cores take them."""
-        k = self.k_smem.at[slot]
         if self.x.kv_dtype:  # in registers
-            k = plgpu.load(k, layout=plgpu.Layout.WGMMA, optimized=False).astype(self.x.dtype)
-        return k
+            return _decode_eight_bits.keys_of(self.k_pairs.at[slot], self.x.kv_dtype)
+        return self.k_smem.at[slot]
 
     def scale_of(self, name, b, head):
         """The scale of the keys or values of a head; None without one."""
@@ -397,7 +421,7 @@ class _Block(Shares):
         s = pl.run_scoped(scores, plgpu.ACC((_KEYS, n)))
         self.keys.release(it)
         if k_scale is not None:
-            s = s * k_scale
+            s = s * (lax.broadcast_in_dim(k_scale, s.shape, [1]) if k_scale.ndim else k_scale)
         if not self.x.kv_dtype:
             pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
         if self.x.scores.adjusted:
@@ -409,24 +433,36 @@ class _Block(Shares):
         alpha = jnp.exp2(m * c - base)
         e = jnp.exp2(s * c - lax.broadcast_in_dim(base, s.shape, [1]))
         sums = sums * lax.broadcast_in_dim(alpha, s.shape, [1]) + e
-        p_smem[...] = e.astype(self.x.dtype)
+        p_smem[...] = e.astype(self.plan.operand)
         self.values.wait(it)
+        v = self.values_of(me, key, length, it)
+        plgpu.commit_smem()
+        acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
+        plgpu.wgmma(acc, v, p_smem)
+        return new, sums
+
+    def values_of(self, me, key, length, it):
+        """Values of a slot, transposed, as the tensor cores take them; 0 beyond the length, where
+        they may be NaN."""
+        slot, kind = self.values.slot(it), self.x.kv_dtype
+        if self.plan.turned:
+            pairs = _decode_eight_bits.pairs_of_values(self.v_pairs.at[slot])
+            self.values.release(it)
+            return _decode_eight_bits.values_of(
+                _decode_eight_bits.without(pairs, length - key), kind
+            )
         v = self.v_smem.at[slot]
-        if self.x.kv_dtype:  # tensor cores transpose 16-bit elements alone
+        if kind:  # tensor cores transpose 16-bit elements alone
             raw, v = v, self.values16.at[me]
-            v[...] = raw[...].astype(self.x.dtype)
+            v[...] = raw[...].astype(self.plan.operand)
             self.values.release(it)
 
-        # what lies beyond the length may be NaN
         @pl.when(key + _KEYS > length)
         def _():
             there = key + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
             v[...] = jnp.where(there, v[...], np.zeros((), v.dtype))
 
-        plgpu.commit_smem()
-        acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
-        plgpu.wgmma(acc, v.T, p_smem)
-        return new, sums
+        return v.T
 
     def seen(self, b, key, length):
         """Which keys of a block which queries see."""
@@ -501,6 +537,7 @@ class _Block(Shares):
         v_scale = self.scale_of("v_scale", b, head)
         factor = factor if v_scale is None else factor * v_scale
         value = (value * lax.broadcast_in_dim(factor, value.shape, [1])).astype(x.dtype)
+        value = _decode_eight_bits.in_order(value) if p.turned else value
         keep = row < p.rows
         o = self.o if x.open else self.o.reshape(x.rows_of(x.value_dim))
         mask = lax.broadcast_in_dim(keep, (p.columns, p.value_dim), [0])

@@ -177,6 +177,22 @@ def test_small_caches(rng, small, dtype, dim, value_dim, of_batch, interpret):
     near(alone.astype(np.float64) / size, want / size, dtype)
 
 
+@pytest.mark.parametrize("kind", [np.int8, float8_e4m3fn, float8_e5m2])
+def test_queries_of_any_size(rng, kind):
+    """Rows of bfloat16 queries far beyond what float16 can represent."""
+    size = np.array([1e-30, 1e-6, 1, 1e30], np.float32)
+    q = rng.standard_normal((2, 1, 4, 128)) * size[:, None]
+    q[1, 0, 2] = 0
+    q, keys = q.astype(bfloat16), rng.standard_normal((2, 130, 4, 128)) * 20
+    k = (np.rint(keys) if kind is np.int8 else keys).astype(kind)
+    v = np.rint(rng.standard_normal(k.shape) * 4).astype(kind)
+    scale = (1e-2 / size).astype(np.float32)
+    got = attention_decode(q, k, v, k_scale=scale, scale=1.0, interpret=INTERPRET[0])
+    wide = k.astype(np.float64) * scale[:, None]
+    want, _ = expected(q, wide, v.astype(np.float64), (130, 130), scale=1.0)
+    near(got.astype(np.float64) / 8, want / 8, bfloat16)
+
+
 def test_pages_of_small_caches(rng):
     lengths = 100, 33
     q, k, v, n = operands(rng, lengths, 1, 4, 2, 64, 110, np.float32)

@@ -165,3 +165,29 @@ template <typename T> FN void cvt_from_s4x8_apart(T* d, const u8* x) {
 template <typename T> FN void cvt_from_u4x8_apart(T* d, const u8* x) {
   cvt_from_4x8<true>(d, x, 0);
 }
+
+//! halves_of_e4m3
+// The bytes of w as f16: 0 and 1 in one word, 2 and 3 in the other; APART: 0 and 2, 1 and 3.
+template <bool APART> FN void halves_of_e4m3(u32* r, u32 w) {
+  const u32 p = APART ? __byte_perm(w, w, 0x3120) : w;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r[0]) : "h"((u16)p));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r[1]) : "h"((u16)(p >> 16)));
+}
+
+//! halves_of_e5m2
+// the same; an f16 begins with an e5m2
+template <bool APART> FN void halves_of_e5m2(u32* r, u32 w) {
+  r[0] = __byte_perm(w, 0, APART ? 0x2404 : 0x1404);
+  r[1] = __byte_perm(w, 0, APART ? 0x3414 : 0x3424);
+}
+
+//! halves_of_s8
+// the same: 1024 + (x + 128)
+template <bool APART> FN void halves_of_s8(u32* r, u32 w) {
+  w ^= 0x80808080u;
+  const u32 p[2] = {__byte_perm(w, 0x64646464u, APART ? 0x4240 : 0x4140),
+                    __byte_perm(w, 0x64646464u, APART ? 0x4341 : 0x4342)};
+  #pragma unroll
+  for (int k = 0; k < 2; k++)
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(p[k]), "r"(0x64806480u));
+}
