@@ -39,7 +39,6 @@ from ._common import (
     check_fields,
     overlap_launches,
     padded,
-    swizzled,
     warp_specialized,
 )
 from ._decode_shares import (
