@@ -58,7 +58,8 @@ _F32 = np.float32
 _KEYS = 64  # of a block
 _MERGE_REGISTERS = 64  # of a lane, for segments that are loaded together
 _EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
-_CONSUMERS, _EIGHT_BIT_CONSUMERS = 2, 4  # where the accumulators are small
+_CONSUMERS = 2  # where the accumulators are small
+_EIGHT_BIT_CONSUMERS = 4, 3  # with 8 columns of results, with more
 # of a block: more or fewer bytes in flight were 1 to 2 % slower
 _BYTES = SMEM_BYTES * 2 // 3
 _CAPACITIES = (0, 512, 2048, 1 << 24)  # of caches of one sequence: edges of the programs
@@ -160,7 +161,8 @@ class _Plan:
         self.turned = bool(x.kv_dtype) and _decode_eight_bits.is_turned(self.value_dim)
         # segments that are loaded together, by the registers that a lane has
         result = self.value_dim * self.columns
-        wanted = cfg.consumers or (_EIGHT_BIT_CONSUMERS if x.kv_dtype else _CONSUMERS)
+        wanted = _EIGHT_BIT_CONSUMERS[self.columns > 8] if x.kv_dtype else _CONSUMERS
+        wanted = cfg.consumers or wanted
         wanted = wanted if result <= 16 * 128 else 1
         plans = ((n, self.slots(n)) for n in range(wanted, 0, -1))
         self.consumers, self.stages = next((n, slots) for n, slots in plans if slots or n == 1)
