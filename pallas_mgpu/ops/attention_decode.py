@@ -10,8 +10,8 @@ segment without the last keys of its sequence goes to global memory, at most one
 first that is done. The share with the last keys adds up the segments, in the order of the blocks;
 it waits for blocks with lower numbers alone, which have started before it.
 
-Where results are small, two consumers alternate between the blocks of a segment, and the first one
-adds up both results at the end.
+Where results are small, several consumers alternate between the blocks of a segment, and the first
+one adds up their results at the end.
 
 Pages of a cache are copied in pieces that lie in one page each. Head dims that are no multiple of
 64 are filled up with zeros in shared memory, by TMA. Keys before the windows of all queries are
@@ -58,8 +58,9 @@ _F32 = np.float32
 _KEYS = 64  # of a block
 _MERGE_REGISTERS = 64  # of a lane, for segments that are loaded together
 _EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
-_CONSUMERS = 2  # where the accumulators are small
-_EIGHT_BIT_CONSUMERS = 4, 3  # with 8 columns of results, with more
+# where the accumulators are small
+_CONSUMERS = 4, 3  # with values of up to 64 columns, of more
+_EIGHT_BIT_CONSUMERS = 4, 3  # with 8 columns of queries, with more
 # of a block: more or fewer bytes in flight were 1 to 2 % slower
 _BYTES = SMEM_BYTES * 2 // 3
 _CAPACITIES = (0, 512, 2048, 1 << 24)  # of caches of one sequence: edges of the programs
@@ -161,7 +162,8 @@ class _Plan:
         self.turned = bool(x.kv_dtype) and _decode_eight_bits.is_turned(self.value_dim)
         # segments that are loaded together, by the registers that a lane has
         result = self.value_dim * self.columns
-        wanted = _EIGHT_BIT_CONSUMERS[self.columns > 8] if x.kv_dtype else _CONSUMERS
+        wanted = _CONSUMERS[self.value_dim > 64]
+        wanted = _EIGHT_BIT_CONSUMERS[self.columns > 8] if x.kv_dtype else wanted
         wanted = cfg.consumers or wanted
         wanted = wanted if result <= 16 * 128 else 1
         plans = ((n, self.slots(n)) for n in range(wanted, 0, -1))
@@ -338,13 +340,10 @@ class _Block(Shares):
         def one(j, state):
             s = j * consumers + skip
             key = (before + high - 1 - s) * _KEYS
-            return self.step(acc, me, b, key, length, k_scale, j > 0, it0 + s, *state)
+            return self.step(acc, me, b, key, length, k_scale, it0 + s, *state)
 
         m, sums = lax.fori_loop(0, steps, one, (m, sums))
         value = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-        if not x.kv_dtype:
-            last = it0 + (steps - 1) * consumers + skip
-            pl.when(steps > 0)(lambda: self.values.release(last))
         mine = value, m, jnp.sum(sums, axis=0)
         ends = high == blocks
         gather = functools.partial(self.gather, me, first)
@@ -404,9 +403,8 @@ class _Block(Shares):
         scales = getattr(self, name, None)
         return None if not dims else scales[head] if dims == 1 else scales[b, head]
 
-    def step(self, acc, me, b, key, length, k_scale, later, it, m, sums):
-        """Scores of a block and their product with the values, which is still in flight then.
-        later: is there one of an earlier block? sums: of each row of the scores."""
+    def step(self, acc, me, b, key, length, k_scale, it, m, sums):
+        """Scores of a block and their product with the values. sums: of each row of the scores."""
         c = self.x.scores.factor(self.x.scale)
         slot, n = self.keys.slot(it), self.plan.columns
         self.keys.wait(it)
@@ -423,8 +421,6 @@ class _Block(Shares):
         self.keys.release(it)
         if k_scale is not None:
             s = s * (lax.broadcast_in_dim(k_scale, s.shape, [1]) if k_scale.ndim else k_scale)
-        if not self.x.kv_dtype:
-            pl.when(later)(lambda: self.values.release(it - self.plan.consumers))
         if self.x.scores.adjusted:
             tile = Tile(self.x, self.refs, 0, 0, key, 0, s.shape, by_keys=True)
             s, _ = tile.adjust(s)
@@ -440,6 +436,9 @@ class _Block(Shares):
         plgpu.commit_smem()
         acc[...] = acc[...] * lax.broadcast_in_dim(alpha, acc.shape, [1])
         plgpu.wgmma(acc, v, p_smem)
+        if not self.x.kv_dtype:  # at once, for the next values to come
+            plgpu.wgmma_wait(0)
+            self.values.release(it)
         return new, sums
 
     def values_of(self, me, key, length, it):

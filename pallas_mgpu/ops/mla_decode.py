@@ -5,11 +5,15 @@ Rows of queries (all queries and heads of a sequence) are taken 64 at a time, a 
 the grid that work on the tiles of one sequence are side by side and read the same rows of the cache
 at about the same time (_decode_shares.py, where tiles are the heads).
 
-A slot of shared memory holds a block of rows once, for both products. Four warpgroups have a role
-each. The *scorer* computes S = Q K^T and its softmax, and leaves the probabilities, and what
-earlier results are multiplied with, in shared memory. Two *adders* have a part of the columns of
-the result each, whose accumulators would not fit in one: O = O alpha + P V. While they multiply,
-the scorer has the next block, so the tensor cores always have a product. The fourth fetches.
+A slot of shared memory holds a block of rows once, for both products. Two warpgroups, the
+*adders*, have half of the columns of the result each, whose accumulators would not fit in one:
+O = O alpha + P V. They compute scores and probabilities by turns: each has every second block,
+S = Q K^T, and leaves its P and the maxima in shared memory for the other one. So the tensor cores
+have products of one adder while the other one computes probabilities. A third warpgroup fetches.
+
+Half of the values of a slot are freed by the adder that adds them up, and fetched again at once.
+The rest of the columns are freed with the scores. An adder begins with the scores of these and of
+its own half, which come first, then adds what the other one left, then completes its scores.
 
 Maxima are stale, as in attention: O is multiplied only if a maximum grew by more than 2^8."""
 
@@ -51,15 +55,14 @@ _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is multiplied
 _MOST = _F32(2.0**15)  # what sums of 8 probabilities may be before a maximum is looked for
 _ROWS = 64  # of a tile
 _ADDERS = 2
-_SCORER = _ADDERS
-_WIDTH = 128  # columns of an accumulator, at most
-_REGISTERS = {"producer": 24, "scorer": 112, "adder": 184}  # of a lane
+_WIDTH = 128  # columns of values that arrive together, at most
+_REGISTERS = (24, 240)  # of a lane of the producer and of an adder
 _PART = 32  # columns of a result that are merged at a time
 
 
 class MlaConfig(NamedTuple):
-    """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots;
-    0: as many as fit."""
+    """How mla_decode is tiled. ``block``: rows of the cache of a slot, 32 or 64; ``stages``: slots,
+    an even number; 0: as many as fit."""
 
     block: int = 64
     stages: int = 0
@@ -92,7 +95,8 @@ class _Problem(NamedTuple):
 
 
 class _Plan:
-    consumers = _ADDERS + 1
+    consumers = _ADDERS
+    registers = _REGISTERS
     axes: dict[str, int] = {}
 
     def __init__(self, x, cfg, sms):
@@ -107,23 +111,18 @@ class _Plan:
         self.clusters = self.places * self.lanes
         self.piece = math.gcd(x.page, self.block) if x.page else self.block
         self.part = x.value_dim // _ADDERS  # columns of an adder
-        self.width = math.gcd(self.part, _WIDTH)  # of an accumulator
-        # Columns of a slot that adders are done with at the same time are filled together: those of
-        # the first accumulators, with all that are no values, then those of the second ones.
-        self.groups = [
-            [(a * self.part + i, self.width) for a in range(_ADDERS)]
-            for i in range(0, self.part, self.width)
-        ]
-        self.groups[0] += [(i, 64) for i in range(x.value_dim, x.dim, 64)]
+        self.rest = x.dim - x.value_dim  # columns that are no values
+        self.width = math.gcd(self.part, _WIDTH)  # of columns that arrive together
+        self.groups = self.part // self.width
         self.c = _F32(x.scale * math.log2(math.e))
         size = x.dtype.itemsize
-        self.turns = 64 // self.block  # slots of probabilities
-        fixed = _ROWS * (x.dim + 64) * size + 2048
+        fixed = _ROWS * (x.dim + self.block) * size + 2048
         slot = self.block * x.dim * size
-        self.stages = min(cfg.stages or 8, (SMEM_BYTES - fixed) // slot)
+        # each slot has one adder that computes its scores, which sees all phases of its barriers
+        self.stages = min(cfg.stages or 8, (SMEM_BYTES - fixed) // slot) // _ADDERS * _ADDERS
 
     def scratch(self):
-        x = self.x
+        x, copies, halves = self.x, self.block // self.piece, _ADDERS * self.stages
 
         def smem(*shape):
             return plgpu.SMEM(shape, x.dtype, transforms=swizzled(math.gcd(shape[-1], 64), x.dtype))
@@ -131,51 +130,61 @@ class _Plan:
         found = {
             "q_smem": smem(_ROWS, x.dim),
             "k_smem": smem(self.stages, self.block, x.dim),
-            "p_smem": smem(self.turns, _ROWS, self.block),
-            "row_smem": plgpu.SMEM((self.turns, 3, _ROWS), _F32),  # alpha; last: maxima and sums
+            "p_smem": smem(_ROWS, self.block),
+            "m_smem": plgpu.SMEM((_ROWS,), _F32),
+            "sum_smem": plgpu.SMEM((2, _ADDERS, _ROWS), _F32),  # of two tiles
+            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=halves * self.groups),
+            "v_empty": plgpu.Barrier(num_barriers=halves),
+            "p_full": plgpu.Barrier(num_barriers=_ADDERS),
+            "sum_full": plgpu.Barrier(num_arrivals=_ADDERS),
         }
-        found |= Ring.barriers(1, 1, 1, prefix="q_")
-        for i, group in enumerate(self.groups):
-            copies = self.block // self.piece * len(group)
-            found |= Ring.barriers(self.stages, copies, _ADDERS, prefix=f"k{i}_")
-        return found | Ring.barriers(self.turns, 1, _ADDERS, prefix="p_")
+        if self.rest:
+            found |= Ring.barriers(self.stages, copies, 1, prefix="rest_")
+        return found | Ring.barriers(1, 1, _ADDERS, prefix="q_")
 
 
 class _Block(Shares):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.queries = Ring(1, self.q_full, self.q_empty)
-        self.weights = Ring(plan.turns, self.p_full, self.p_empty)
-        self.rings = [
-            Ring(plan.stages, getattr(self, f"k{i}_full"), getattr(self, f"k{i}_empty"))
-            for i in range(len(plan.groups))
-        ]
+        self.weights = Ring(_ADDERS, self.p_full, None)
+        if plan.rest:
+            self.rest = Ring(plan.stages, self.rest_full, self.rest_empty)
 
-    def run(self):
-        me = lax.axis_index("wg")
-        roles = (
-            (me < _ADDERS, "adder", "increase", lambda: self.adder(me)),
-            (me == _SCORER, "scorer", "decrease", self.scorer),
-            (me == _SCORER + 1, "producer", "decrease", self.producer),
-        )
-        for here, name, action, work in roles:
+    # ---- columns of slots
 
-            def role(name=name, action=action, work=work):
-                plgpu.set_max_registers(_REGISTERS[name], action=action)
-                work()
+    def half(self, me):
+        """The first column of the values of an adder."""
+        return pl.multiple_of(me * self.plan.part, self.plan.part)
 
-            pl.when(here)(role)
+    def full(self, me, group, slot):
+        """The barrier of columns of the values of an adder that arrive together."""
+        return self.v_full.at[(me * self.plan.groups + group) * self.plan.stages + slot]
+
+    def empty(self, me, slot):
+        """The barrier of the values of an adder."""
+        return self.v_empty.at[me * self.plan.stages + slot]
+
+    def release(self, me, it):
+        plgpu.barrier_arrive(self.empty(me, it % self.plan.stages))
 
     # ---- producer
 
     def producer(self):
         tiles, steps = self.segments(self.fetch, (jnp.int32(0), jnp.int32(0)))
+        stages = self.plan.stages
         self.queries.drain(tiles)
-        for ring in self.rings:
-            ring.drain(steps)
+        if self.plan.rest:
+            self.rest.drain(steps)
+        for s in range(stages):
+
+            @pl.when(steps > s)
+            def _(s=s):
+                for half in range(_ADDERS):
+                    plgpu.barrier_wait(self.empty(half, s), phase=(steps - s - 1) // stages)
 
     def fetch(self, found, carry):
-        (tile, it0), x = carry, self.x
+        (tile, it0), x, p = carry, self.x, self.plan
         b, t, _, _, length, low, high = found
         q = self.q if x.open else self.q.reshape((x.batch, x.rows, x.dim))
         self.queries.acquire(tile)
@@ -183,78 +192,160 @@ class _Block(Shares):
 
         def one(j, it):
             key = (high - 1 - j) * self.block
-            pieces = self.pieces(b, 0, key, length)
-            for ring, group in zip(self.rings, self.plan.groups):
-                ring.acquire(it)
-                slot = ring.slot(it)
+            pieces, slot = self.pieces(b, 0, key, length), it % p.stages
+
+            def copy(columns, barrier):
                 for rows, at in pieces:
                     here = self.k_smem.at[slot] if rows is None else self.k_smem.at[slot, rows]
-                    for columns in (pl.ds(*c) for c in group):
-                        there, here_too = self.k.at[(*at, columns)], here.at[:, columns]
-                        plgpu.copy_gmem_to_smem(there, here_too, ring.full.at[slot])
+                    plgpu.copy_gmem_to_smem(self.k.at[(*at, columns)], here.at[:, columns], barrier)
+
+            if p.rest:
+                self.rest.acquire(it)
+                copy(pl.ds(x.value_dim, p.rest), self.rest.full.at[slot])
+            for half in (it % _ADDERS, 1 - it % _ADDERS):
+
+                @pl.when(it >= p.stages)
+                def _(half=half):
+                    plgpu.barrier_wait(self.empty(half, slot), phase=it // p.stages - 1)
+
+                for group in range(p.groups):
+                    columns = pl.ds(self.half(half) + group * p.width, p.width)
+                    copy(columns, self.full(half, group, slot))
             return it + 1
 
         return tile + 1, lax.fori_loop(0, high - low, one, it0)
 
-    # ---- scorer
+    # ---- adders
 
-    def scorer(self):
-        _, steps = self.segments(self.score_segment, (jnp.int32(0), jnp.int32(0)))
-        self.weights.drain(steps)
+    def consumer(self, me):
+        def add(acc):
+            add_segment = functools.partial(self.add_segment, acc, me)
+            self.segments(add_segment, (jnp.int32(0), jnp.int32(0)))
 
-    def score_segment(self, found, carry):
+        pl.run_scoped(add, plgpu.ACC((_ROWS, self.plan.part)))
+
+    def add_segment(self, acc, me, found, carry):
+        """carry: segments and blocks so far. Block number `it` has the scores of adder it % 2."""
         tile, it0 = carry
         _, t, _, _, length, low, high = found
-        self.queries.wait(tile)
-        m = plgpu.layout_cast(jnp.full((_ROWS,), MASKED), plgpu.Layout.WGMMA.reduce(1))
+        n, along = high - low, plgpu.Layout.WGMMA.reduce(1)
+        acc[...] = jnp.zeros(acc.shape, _F32)
+        m = plgpu.layout_cast(jnp.full((_ROWS,), MASKED), along)
         sums = plgpu.layout_cast(jnp.zeros((_ROWS, 8), _F32), plgpu.Layout.WGMMA)
+        skip = (it0 + me) % _ADDERS  # the first block is that of the other one
+        self.queries.wait(tile)
+        pl.when(n == skip)(lambda: self.queries.release(tile))
 
-        def one(j, state):
-            key = (high - 1 - j) * self.block
-            last = j == high - low - 1
-            return self.score(tile, t, key, length, last, it0 + j, *state)
+        def own(j, first, m, sums):
+            key, last = (high - 1 - j) * self.block, j + _ADDERS >= n
+            return self.own(acc, me, tile, t, key, length, last, first, it0 + j, m, sums)
 
-        lax.fori_loop(0, high - low, one, (m, sums))
-        return tile + 1, it0 + (high - low)
+        def begin(m, sums):
+            return own(jnp.int32(0), True, m, sums)
 
-    def score(self, tile, t, key, length, last, it, m, sums):
-        """Probabilities of a block of keys, for the adders."""
-        n, c, slot, here = self.block, self.plan.c, self.rings[0].slot(it), self.weights.slot(it)
+        def one(i, state):
+            return own(_ADDERS - skip + i * _ADDERS, False, *state)
 
-        def scores(acc):
-            for ring, group in zip(self.rings, self.plan.groups):
-                ring.wait(it)
-                for columns in (pl.ds(*c) for c in group):
-                    k = self.k_smem.at[slot, :, columns]
-                    plgpu.wgmma(acc, self.q_smem.at[:, columns], k.T)
-            return acc[...]
+        def end(m, sums):
+            m, sums = self.add_theirs(acc, me, it0 + n - 1, m, sums)
+            plgpu.wgmma_wait(0)
+            self.release(me, it0 + n - 1)
+            return m, sums
 
-        s = pl.run_scoped(scores, plgpu.ACC((_ROWS, n)))
+        def nothing(m, sums):
+            return m, sums
+
+        m, sums = lax.cond(skip == 0, begin, nothing, m, sums)
+        m, sums = lax.fori_loop(0, (n + skip - 1) // _ADDERS, one, (m, sums))
+        m, sums = lax.cond((skip + n) % _ADDERS == 0, end, nothing, m, sums)
+        sums = self.sum_of(me, tile, jnp.sum(sums, axis=1))
+        value = acc[...]
+        slices = [value[:, i : i + _PART] for i in range(0, self.plan.part, _PART)]
+        self.finish(me, found, slices, m, sums)
+        return tile + 1, it0 + n
+
+    def own(self, acc, me, tile, t, key, length, last, first, it, m, sums):
+        """Scores and probabilities of a block, and their product with half of its values. Adds
+        what the other one left of the block before too, if it is not the first one. last: of this
+        adder in the segment."""
+
+        def scores(s_acc, m=m, sums=sums):
+            if first:
+                self.score(s_acc, me, it, own=True)
+                self.score(s_acc, me, it, own=False)
+                return s_acc[...], m, sums
+            self.score(s_acc, me, it, own=True)
+            m, sums = self.add_theirs(acc, me, it - 1, m, sums)
+            count = self.score(s_acc, me, it, own=False)
+            plgpu.wgmma_wait(count)
+            self.release(me, it - 1)
+            return s_acc[...], m, sums
+
+        s, m, sums = pl.run_scoped(scores, plgpu.ACC((_ROWS, self.block)))
         pl.when(last)(lambda: self.queries.release(tile))
-        hides = key + n > self.first_hidden(t, length)
+        if self.plan.rest:
+            self.rest.release(it)
+        hides = key + self.block > self.first_hidden(t, length)
         s = lax.cond(hides, lambda s: self.mask(s, t, key, length), lambda s: s, s)
         how = lambda e: e.astype(self.x.dtype), _MOST, _LAZY
-        e, new, sums, alpha = trusting(s, m, sums, c, *how)
-        self.weights.acquire(it)
-        self.p_smem[here] = e
-        self.row_smem[here, 0] = alpha
+        e, m, sums, alpha = trusting(s, m, sums, self.plan.c, *how)
+        # the other one wrote to these last, and this one has read that
+        self.p_smem[...] = e
+        self.m_smem[...] = m
+        self.clean(it % self.plan.stages, key, length)
+        self.weights.fill(it)
+        self.multiply(acc, alpha)
+        plgpu.wgmma(acc, plgpu.layout_cast(e, plgpu.Layout.WGMMA), self.values(me, it))
+        plgpu.wgmma_wait(0)
+        self.release(me, it)
+        return m, sums
 
-        @pl.when(last)
-        def _():
-            self.row_smem[here, 1] = new
-            self.row_smem[here, 2] = jnp.sum(sums, axis=1)
+    def score(self, acc, me, it, own):
+        """Adds up the part of the scores of a block that comes from this adder's half of the
+        values and from what is no value, or from the other half. Returns how many products."""
+        p, slot, half = self.plan, it % self.plan.stages, me if own else 1 - me
+        parts = [(pl.ds(self.half(half) + i * p.width, p.width), i) for i in range(p.groups)]
+        if own and p.rest:
+            parts.insert(0, (pl.ds(self.x.value_dim, p.rest), None))
+        for columns, group in parts:
+            full = self.rest.full.at[slot] if group is None else self.full(half, group, slot)
+            plgpu.barrier_wait(full, phase=it // p.stages)
+            k = self.k_smem.at[slot, :, columns]
+            plgpu.wgmma(acc, self.q_smem.at[:, columns], k.T)
+        return len(parts)
 
-        # what lies beyond the length may be NaN
-        @pl.when(key + n > length)
+    def add_theirs(self, acc, me, it, m, sums):
+        """Adds what the other one left of a block; the product is still in flight then."""
+        c = self.plan.c
+        self.weights.wait(it)
+        new = plgpu.load(self.m_smem, layout=plgpu.Layout.WGMMA.reduce(1))
+        alpha = jnp.where(new == m, _F32(1), jnp.exp2(m * c - scaled(new, c)))
+        weights = plgpu.load(self.p_smem, layout=plgpu.Layout.WGMMA)
+        self.multiply(acc, alpha)
+        plgpu.wgmma(acc, weights, self.values(me, it))
+        return new, sums * lax.broadcast_in_dim(alpha, sums.shape, [0])
+
+    def values(self, me, it):
+        return self.k_smem.at[it % self.plan.stages, :, pl.ds(self.half(me), self.plan.part)]
+
+    def clean(self, slot, key, length):
+        """Makes values beyond the length 0, which may be NaN."""
+
+        @pl.when(key + self.block > length)
         def _():
             for w in range(0, self.x.value_dim, 64):
                 v = self.k_smem.at[slot, :, pl.ds(w, 64)]
                 there = key + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
                 v[...] = jnp.where(there, v[...], np.zeros((), self.x.dtype))
+            plgpu.commit_smem()
 
-        plgpu.commit_smem()
-        self.weights.fill(it)
-        return new, sums
+    def sum_of(self, me, tile, sums):
+        """The sums of both adders."""
+        self.sum_smem[tile % 2, me] = sums
+        plgpu.barrier_arrive(self.sum_full)
+        plgpu.barrier_wait(self.sum_full, phase=tile)
+        there = self.sum_smem.at[tile % 2, 1 - me]
+        return sums + plgpu.load(there, layout=plgpu.Layout.WGMMA.reduce(1))
 
     def first_hidden(self, t, length):
         """The first key that some query of a tile does not see."""
@@ -270,51 +361,9 @@ class _Block(Shares):
             keep = keep & (at <= query + (length - self.x.queries))
         return jnp.where(keep, s, MASKED)
 
-    # ---- adders
-
-    def adder(self, me):
-        def add(*accs):
-            self.segments(functools.partial(self.add_segment, accs, me), jnp.int32(0))
-
-        width = self.plan.width
-        pl.run_scoped(add, *[plgpu.ACC((_ROWS, width))] * (self.plan.part // width))
-
     def columns(self, me, i, width):
         """Slice number i of the columns of an adder, of so many."""
-        return pl.ds(pl.multiple_of(me * self.plan.part, self.plan.part) + i * width, width)
-
-    def add_segment(self, accs, me, found, it0):
-        _, _, _, _, _, low, high = found
-        width = self.plan.width
-        for acc in accs:
-            acc[...] = jnp.zeros((_ROWS, width), _F32)
-        along = plgpu.Layout.WGMMA.reduce(1)
-
-        def one(j, _):
-            it = it0 + j
-            slot, here = self.rings[0].slot(it), self.weights.slot(it)
-            self.weights.wait(it)
-            alpha = plgpu.load(self.row_smem.at[here, 0], layout=along)
-            weights = plgpu.load(self.p_smem.at[here], layout=plgpu.Layout.WGMMA)
-            pl.when(j < high - low - 1)(lambda: self.weights.release(it))
-            for acc in accs:
-                self.multiply(acc, alpha)
-            for i, acc in enumerate(accs):
-                v = self.k_smem.at[slot, :, self.columns(me, i, width)]
-                plgpu.wgmma(acc, weights, v)
-            for i, ring in enumerate(self.rings):
-                plgpu.wgmma_wait(len(accs) - 1 - i)
-                ring.release(it)
-
-        lax.fori_loop(0, high - low, one, None)
-        last = it0 + (high - low - 1)
-        here = self.weights.slot(last)
-        m, sums = (plgpu.load(self.row_smem.at[here, i], layout=along) for i in (1, 2))
-        self.weights.release(last)
-        values = [acc[...] for acc in accs]
-        slices = [x[:, i : i + _PART] for x in values for i in range(0, width, _PART)]
-        self.finish(me, found, slices, m, sums)
-        return last + 1
+        return pl.ds(self.half(me) + i * width, width)
 
     def multiply(self, acc, alpha):
         value = plgpu.wgmma_accumulator_load(acc, wait_n=None)
@@ -515,9 +564,10 @@ def mla_decode(
     if not isinstance(config, MlaConfig):
         raise TypeError(f"mla_decode: config must be an MlaConfig, got {config!r}")
     check_fields("mla_decode", config)
-    if config.block not in (32, 64) or config.stages < 0:
+    if config.block not in (32, 64) or config.stages < 0 or config.stages % _ADDERS:
         raise ValueError(
-            f"mla_decode: an MlaConfig has a block of 32 or 64 and stages from 0; got {config}"
+            "mla_decode: an MlaConfig has a block of 32 or 64 and an even number of stages, or 0;"
+            f" got {config}"
         )
     scale = scale_of("mla_decode", scale, dim)
     if scale < 0:

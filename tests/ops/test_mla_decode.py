@@ -56,8 +56,8 @@ def test_lengths(rng, lengths, queries, heads, dim, value_dim, dtype, block, int
 @pytest.mark.parametrize(
     "config, queries, interpret",
     [
-        (MlaConfig(32, 3), 1, INTERPRET[0]),
-        (MlaConfig(64, 1), 3, True),
+        (MlaConfig(32, 4), 1, INTERPRET[0]),
+        (MlaConfig(64, 2), 3, True),
     ],
     ids=str,
 )
