@@ -30,6 +30,9 @@ class Product(NamedTuple):
     tb: bool = False  # [groups, n, k]
     each: int = 0  # rows of a group's own array, of which the first ones count; 0: rows are packed
     scaled: bool = False  # scales of blocks of 8-bit operands
+    weights: np.dtype | None = None  # of the matrices, if they have fewer bits than the rows
+    scale_dtype: np.dtype | None = None  # of their scales
+    scale_groups: int = 0  # scales of a column of such a matrix
 
 
 def open_shapes(x, transposed=False, scales=None):
@@ -38,6 +41,8 @@ def open_shapes(x, transposed=False, scales=None):
     groups = None if isinstance(x.groups, int) else x.groups
     right = (x.m, None) if transposed else (groups, None, None)
     more = [] if scales is None else [scales, (groups, None, None)]
+    if x.scale_groups:  # of weights
+        more = [(groups, None, None)]
     return in_shapes((x.m, None), right, (groups,), *more)
 
 
@@ -47,7 +52,7 @@ class GroupedBlock(WarpSpecialized):
     def __init__(self, plan, rows, refs):
         """rows: of a tile."""
         super().__init__(plan, refs)
-        buffers = [self.a_smem, self.b_smem, *([self.scale_smem] if plan.x.scaled else [])]
+        buffers = [self.a_smem, self.b_smem, *([self.scale_smem] if "scale_smem" in refs else [])]
         self.ring = Ring(plan.stages, self.full, self.empty, *buffers)
 
         @pl.when(lax.axis_index("wg") == 0)

@@ -277,9 +277,9 @@ def build(plan, block, interpret):
     return warp_specialized(
         body,
         plan,
-        plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),
+        plgpu.ShapeDtypeStruct((x.m, x.columns), x.out_dtype),
         interpret=interpret,
-        kernel_name="mixed_matmul",
+        kernel_name="gated_matmul" if x.activation else "mixed_matmul",
         **in_shapes(*shapes),
     )
 

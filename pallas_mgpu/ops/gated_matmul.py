@@ -21,11 +21,13 @@ from pallas_mgpu._caches import cached
 from . import _gated_tensor_memory, _tensor_memory, _warp_mma
 from ._common import SeveralKernels, overlap_launches, store, swizzled, warp_specialized
 from ._matmul_choice import MatmulConfig, candidates, cycles, rates_of
+from ._mixed_sums import BITS
 from ._open_rows import better, in_shapes, rows_of
 from ._padding import needs_padding, padding_of, with_padding
 from ._tensor_memory import TensorMemoryConfig
 from .gated import SLOPES, gated_linear_unit
 from .matmul import Product, _Block, _KernelPlan, _semaphores, matmul
+from .mixed import kernel_of, product_of
 
 _NAME = "gated_matmul"
 
@@ -214,6 +216,20 @@ def _checked(x, w, up, activation, transposed):
     return Product(m, n, k, (x.dtype, x.dtype), x.dtype, False, transposed)
 
 
+def _of_weights(x, w, up, scales, activation, transposed, products):
+    """The product with weights of 8 or 4 bits."""
+    if activation not in SLOPES:
+        raise ValueError(
+            f"{_NAME}: activation must be one of {', '.join(SLOPES)}, got {activation!r}"
+        )
+    if up is not None or not transposed or products or w.shape[0] % 16:
+        raise NotImplementedError(
+            f"{_NAME}: weights of 8 or 4 bits other than one array (2 N, K), with transpose_b=True"
+            " and N a multiple of 8, and their products; use mixed_matmul and gated_linear_unit"
+        )
+    return product_of(_NAME, x, w, scales, None, activation)
+
+
 @plgpu.specialize(in_place=False)
 @better
 def gated_matmul(
@@ -221,6 +237,7 @@ def gated_matmul(
     w,
     up=None,
     *,
+    scale_b=None,
     activation="silu",
     transpose_b=False,
     return_products=False,
@@ -231,10 +248,14 @@ def gated_matmul(
     and others.
 
     x: (M, K); w, up: (K, N) each, or ``w`` alone, whose columns are both, gate first: (K, 2 N);
-    with transpose_b (N, K) or (2 N, K). All float16 or all bfloat16; any M, N, K. activation:
-    "silu", "gelu" (by tanh), "relu" or "sigmoid". return_products: also return both products,
-    (M, 2 N), which :func:`gated_linear_unit_backward` takes. config: a :class:`MatmulConfig` of the
-    product with both weights, with a tile_n of 128 or 256, a split of 1 and 1 slice; on Blackwell a
+    with transpose_b (N, K) or (2 N, K). All float16 or all bfloat16; any M, N, K. On Hopper w may
+    also be int8, int4, float8_e4m3fn or float8_e5m2: (2 N, K) with transpose_b, N a multiple of 8,
+    K of 64, and scale_b (G, 2 N), as the scales of :func:`mixed_matmul`.
+
+    activation: "silu", "gelu" (by tanh), "relu" or "sigmoid". return_products: also return both
+    products, (M, 2 N), which :func:`gated_linear_unit_backward` takes. config: a
+    :class:`MatmulConfig` of the product with both weights, with a tile_n of 128 or 256, a split of
+    1 and 1 slice; a :class:`MixedConfig` for weights of 8 or 4 bits; on Blackwell a
     :class:`TensorMemoryConfig` with such a tile_n, with pair 256. On GPUs without wgmma and
     tcgen05, two kernels do the same, for ``w`` alone.
 
@@ -242,6 +263,11 @@ def gated_matmul(
     ValueError for other dtypes and shapes.
     """
     transposed = bool(transpose_b)
+    if w.dtype.name in BITS:
+        product = _of_weights(x, w, up, scale_b, activation, transposed, return_products)
+        return kernel_of(_NAME, product, x, config, interpret)
+    if scale_b is not None:
+        raise ValueError(f"{_NAME}: scale_b is for weights of 8 or 4 bits, w is {w.dtype}")
     product = _checked(x, w, up, activation, transposed)
     if _warp_mma.runs_here(x.device) and not isinstance(config, TensorMemoryConfig):
         if up is not None or config is not None:

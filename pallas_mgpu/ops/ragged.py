@@ -33,7 +33,7 @@ from pallas_mgpu import _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _ragged_tensor_memory, _tensor_memory, _warp_mma
+from . import _ragged_mixed, _ragged_tensor_memory, _tensor_memory, _warp_mma
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -49,6 +49,7 @@ from ._common import (
     warp_specialized,
 )
 from ._groups import GROUPS, GroupedBlock, Product, in_bands, open_shapes
+from ._mixed_sums import BITS
 from ._open_rows import ANY_ROWS, better, bucket_of, in_shapes, is_static, together
 from ._padding import needs_padding, padding_of, with_padding
 from ._scaled import BLOCK, FP8
@@ -85,6 +86,8 @@ class RaggedConfig(NamedTuple):
 class _Plan:
     """What follows from a product and a configuration, for both kernels."""
 
+    weights = None  # what _ragged_mixed has for matrices of 8 or 4 bits
+
     def __init__(self, x, cfg, step, edge, chunk_bytes, buffers):
         """edge: a slot beside the ring; chunk_bytes: of the rows of a store buffer."""
         self.x, self.cfg, self.consumers, self.step = x, cfg, cfg.consumers, step
@@ -96,8 +99,13 @@ class _Plan:
         self.buffers = max(b for b in range(1, buffers + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += 8 * (self.groups + 1) + 1024
-        slot = (self.wide + cfg.tile) * step * x.dtype.itemsize + cfg.tile * 4 * x.scaled
-        most = min((SMEM_BYTES - used) // slot - edge, 1024 // (step * x.dtype.itemsize))
+        itemsize = x.dtype.itemsize
+        slot = (self.wide + cfg.tile) * step * itemsize + cfg.tile * 4 * x.scaled
+        most = 1024 // (step * itemsize)
+        if self.weights:
+            slot = (self.wide * self.weights.bits // 8 + cfg.tile * itemsize) * step
+            slot, most = slot + self.wide * self.weights.scale_bytes, 16
+        most = min((SMEM_BYTES - used) // slot - edge, most)
         self.stages = min(cfg.stages or most, most)
         # more accumulators than an even share of the registers has room for; with scales, the
         # product of a step has one beside the sums
@@ -112,13 +120,14 @@ class _Plan:
         x, tiled = self.x, swizzled(128 // self.x.dtype.itemsize, self.x.dtype)
         o_tiled = swizzled(min(part[1], 128 // x.out_dtype.itemsize), x.out_dtype)
         buffers = (self.consumers, self.buffers, *part)
+        copies = 2 + (x.scaled or x.scale_groups > 1)  # that fill a slot
         return {
             "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtype, transforms=tiled),
             "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtype, transforms=tiled),
             "o_smem": plgpu.SMEM(buffers, x.out_dtype, transforms=o_tiled),
             "table": plgpu.SMEM((2, self.groups + 1), jnp.int32),
             "table_ready": plgpu.Barrier(),
-            **Ring.barriers(self.stages, 2 + x.scaled, self.consumers, self.axes),
+            **Ring.barriers(self.stages, copies, self.consumers, self.axes),
         }
 
 
@@ -134,7 +143,9 @@ class _DotPlan(_Plan):
     """Of `ragged_dot`. A tile has up to cfg.tile rows and self.wide columns."""
 
     def __init__(self, x, cfg, sms):
-        super().__init__(x, cfg, _STEP // x.dtype.itemsize, 0, 128, cfg.buffers)
+        self.weights = x.weights and _ragged_mixed.Weights(x, cfg.tile)
+        step = self.weights.step if self.weights else _STEP // x.dtype.itemsize
+        super().__init__(x, cfg, step, 0, 128, cfg.buffers)
         self.rows, self.steps = cfg.tile, pl.cdiv(x.k, self.step)
         self.cluster_cols = self.wide * cfg.cluster
         self.tiles_n = pl.cdiv(x.n, self.cluster_cols)
@@ -145,7 +156,7 @@ class _DotPlan(_Plan):
         # takes longer to come than to multiply.
         grain = 8 * pl.cdiv(self.rows, 128)  # the instruction takes multiples of 8
         self.widths = [self.rows // 4, *range(self.rows // 2, self.rows + 1, grain)]
-        if x.scaled:  # sums of their own for each
+        if x.scaled or x.weights:  # sums of their own for each, or conversions
             self.widths = [self.rows // 4 * quarter for quarter in (1, 2, 3, 4)]
         self.grain = math.gcd(*self.widths)
         self.fetched = [self.rows // 4 * quarter for quarter in (1, 2, 3, 4)]
@@ -155,6 +166,8 @@ class _DotPlan(_Plan):
         found = super().scratch((self.rows, self.step), b_tile, (self.chunk, 64))
         if self.x.scaled:
             found["scale_smem"] = plgpu.SMEM((self.stages, self.rows), jnp.float32)
+        if self.weights:
+            found |= self.weights.scratch(self)
         return found | CountedTiles.scratch(self.consumers, axes=self.share)
 
 
@@ -214,6 +227,9 @@ class _DotBlock(GroupedBlock):
             if x.scaled:
                 scales = self.scale_lhs.at[pl.ds(step * side_by_side(x.m) + row, p.rows)]
                 plgpu.copy_gmem_to_smem(scales, scale_slot[0], full)
+            elif scale_slot:
+                scales = self.scale_rhs.at[g, step // p.weights.steps_of_scale, along_n]
+                plgpu.copy_gmem_to_smem(scales, scale_slot[0], full)
 
         self.ring.fetch(0, p.steps, self.ring.at(it), copy)
         return g, it + p.steps
@@ -232,6 +248,8 @@ class _DotBlock(GroupedBlock):
         col += me * 64
         if self.plan.x.scaled:
             value = self.scaled_product(me, g, height, col, it)
+        elif self.plan.weights:
+            value = _ragged_mixed.product(self, me, g, height, col, it)
         else:
             value = self.product(me, height, it)
         self.epilogue(me, value, row, height, col)
@@ -397,7 +415,7 @@ def _dot_kernel(x, cfg, sms, interpret):
     def body(a, b, sizes, *others, **scratch):
         overlap_launches()
         *scales, o = others
-        refs = dict(zip(("scale_lhs", "scale_rhs"), scales))
+        refs = dict(zip(("scale_rhs", "scale_lhs"), reversed(scales)))
         if x.each:
             a, o = a.reshape((x.m, a.shape[-1])), o.reshape((x.m, x.n))
         refs |= dict(a=a, b=b, sizes=sizes, o=o)
@@ -667,7 +685,8 @@ def choose_transposed(n, k, groups, sms=SMS):
 
 def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config, takes=("float16", "bfloat16")):
     dtype = lhs.dtype
-    if dtype.name not in takes or rhs.dtype != dtype:
+    narrow = name == "ragged_dot" and dtype.itemsize == 2 and rhs.dtype.name in BITS
+    if dtype.name not in takes or rhs.dtype != dtype and not narrow:
         raise TypeError(
             f"{name}: lhs and rhs must have the same dtype, one of {', '.join(takes)}; got"
             f" {lhs.dtype} and {rhs.dtype}"
@@ -729,7 +748,7 @@ def _pads(x, operands, interpret):
         return [padding_of(y, interpret, by_rows) for y in operands]
 
 
-def _open(x, operands, interpret, transposed=False, config=None):
+def _open(x, operands, interpret, transposed=False, config=None, scales=()):
     """The product, perhaps with rows and groups that are sizes of the call. Its configuration is
     that of the numbers themselves, one of a few, each with programs of its own; or `config`."""
     lhs, rhs = operands
@@ -737,7 +756,7 @@ def _open(x, operands, interpret, transposed=False, config=None):
         return x
     edges = tuple(sorted({*GROUPS, min(_cached_groups(x), GROUPS[-1])})) if transposed else GROUPS
     one_number = x.groups > edges[-1]  # of groups
-    copied = tuple(needs_padding(y, any_rows=True) for y in operands)
+    copied = tuple(needs_padding(y, any_rows=True) for y in (*operands, *scales))
     kind = x._replace(m=0, groups=x.groups if one_number else 0), lhs.device, interpret, transposed
     kind = *kind, copied, config
     if is_static(kind, (x.m, x.groups)):
@@ -745,6 +764,16 @@ def _open(x, operands, interpret, transposed=False, config=None):
     if not one_number:
         x = x._replace(groups=bucket_of("G", x.groups, edges)[0])
     return x._replace(m=bucket_of("M", x.m, ANY_ROWS)[0])
+
+
+def _narrow(lhs, rhs, scale_lhs, scale_rhs, transposed):
+    """Of a Product of matrices of 8 or 4 bits: weights, dtype and number of scales."""
+    if rhs.dtype == lhs.dtype:
+        return ()
+    if scale_lhs is not None:
+        raise ValueError("ragged_dot: scale_lhs is for 8-bit lhs")
+    count = _ragged_mixed.check(lhs, rhs, scale_rhs, transposed)
+    return rhs.dtype, None if scale_rhs is None else scale_rhs.dtype, count
 
 
 def _check_scales(lhs, rhs, scale_lhs, scale_rhs, transposed):
@@ -792,17 +821,20 @@ def ragged_dot(
     """``lhs[rows of group g] @ rhs[g]`` for each g, with float32 accumulation (Hopper, Blackwell).
 
     lhs: (M, K); rhs: (G, K, N), or (G, N, K) with ``transpose_rhs``; float16 or bfloat16, on Hopper
-    with ``transpose_rhs`` also both float8_e4m3fn or both float8_e5m2; row-major, any extents.
-    group_sizes: (G,) int32, on the device: the first group_sizes[0] rows of ``lhs`` are group 0,
-    the next ones group 1 and so on. Sizes may be 0; negative ones count as 0, and no group reaches
-    beyond M. Rows of no group give zeros.
+    with ``transpose_rhs`` also both float8_e4m3fn or both float8_e5m2, or weights of int8, int4,
+    float8_e4m3fn or float8_e5m2 beside 16-bit rows, K a multiple of 64; row-major, other extents
+    any. group_sizes: (G,) int32, on the device: the first group_sizes[0] rows of ``lhs`` are group
+    0, the next ones group 1 and so on. Sizes may be 0; negative ones count as 0, and no group
+    reaches beyond M. Rows of no group give zeros.
 
     Or, on Hopper, lhs: (G, R, K): each group has an array of its own, of which the first
     group_sizes[g] rows are multiplied; what the result (G, R, N) has beyond them is undefined.
 
     scale_lhs, scale_rhs: of 8-bit floats, float32 arrays of the shapes (M, ceil(K / 128)) or
     (G, R, ceil(K / 128)), and (G, ceil(N / 128), ceil(K / 128)): a number for a row of lhs and 128
-    elements of K, and for 128 columns and 128 of K. None: ones.
+    elements of K, and for 128 columns and 128 of K. None: ones. scale_rhs of weights beside 16-bit
+    rows: (G, S, N) of a float dtype, element (g, s, n) for the elements s * K // S to (s + 1) * K
+    // S of column n, a multiple of 64 if S > 1.
 
     out_dtype: float16, bfloat16 or float32; that of ``lhs`` by default, for 8-bit floats bfloat16.
     config: a :class:`RaggedConfig`, on Blackwell a :class:`TensorMemoryConfig` without pair and
@@ -825,33 +857,39 @@ def ragged_dot(
     each = lhs.shape[1] if lhs.ndim == 3 else 0
     if each and lhs.shape[0] != groups:
         raise ValueError(f"ragged_dot: lhs has arrays of {lhs.shape[0]} groups, rhs of {groups}")
-    scaled = _check_scales(lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
+    narrow = _narrow(lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
+    scaled = not narrow and _check_scales(lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
     if config is None:
         _warp_mma.refuse("ragged_dot", lhs.device, "use ops.matmul for each group")
     sms, m = plgpu.sm_count(lhs.device), math.prod(lhs.shape[:-1])
-    x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs), each, scaled)
+    x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs), each, scaled, *narrow)
     on_blackwell = config is None and _tensor_memory.runs_here(lhs.device)
     if on_blackwell or isinstance(config, _tensor_memory.TensorMemoryConfig):
-        if each or lhs.dtype.name in FP8:
+        if each or narrow or lhs.dtype.name in FP8:
             raise NotImplementedError(
-                "ragged_dot: 8-bit floats and arrays of each group on Blackwell; use ops.matmul for"
-                " each group"
+                "ragged_dot: 8-bit floats and arrays of each group, and weights of 8 or 4 bits, on"
+                " Blackwell; use ops.matmul or ops.mixed_matmul for each group"
             )
         if config is None:
             x, config = _open(x, (lhs, rhs), interpret), _ragged_tensor_memory.choose(n)
         kernel = _ragged_tensor_memory.kernel(x, config, sms, interpret)
         return with_padding(kernel, [*_pads(x, (lhs, rhs), interpret), None])
-    x = x if each else _open(x, (lhs, rhs), interpret, config=config)
+    of_weights = [scale_rhs] if narrow and scale_rhs is not None else []
+    x = x if each else _open(x, (lhs, rhs), interpret, False, config, of_weights)
     if config is None:
         config = choose(m, n, groups, sms)
         if scaled:
             config = config._replace(tile=min(config.tile, BLOCK))
+        if narrow:
+            config = config._replace(tile=_ragged_mixed.rows_of_tile(m / groups), cluster=1)
     if scaled and config.tile > BLOCK:
         raise ValueError(f"ragged_dot: with scales a tile has up to {BLOCK} rows, got {config}")
     scales = []
     if scaled:
         how = scale_lhs.shape[-1], scale_lhs.aligned, interpret
         scales = [scales_by_steps(x.m, *how), None]
+    elif of_weights:
+        scales = _pads(x, of_weights, interpret)
     operands = lhs, rhs
     return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, operands, interpret, scales)
 

@@ -399,6 +399,16 @@ CASES = {
         ),
     ],
     "`ops.gated_matmul` with": on_older(ops.gated_matmul, square, square, up=square),
+    "`ops.gated_matmul` of weights": [
+        *on_older(ops.gated_matmul, square, zeros(64, 64, dtype=np.int8), transpose_b=True),
+        lambda: ops.gated_matmul(square, zeros(64, 64, dtype=np.int8)),
+        lambda: ops.gated_matmul(
+            square, zeros(64, 64, dtype=np.int8), transpose_b=True, return_products=True
+        ),
+        lambda: on(
+            "sm_100a", ops.gated_matmul, square, zeros(64, 64, dtype=np.int8), transpose_b=True
+        ),
+    ],
     "`ops.attention_decode` on": [
         *[
             (lambda t=t: on(t, ops.attention_decode, heads[:, :1], heads, heads))
@@ -515,6 +525,7 @@ CASES = {
             sizes[:1],
             transpose_rhs=True,
         ),
+        lambda: ops.ragged_dot(zeros(8, 64), zeros(1, 64, 64, dtype=np.int8), sizes[:1]),
         lambda: on("sm_100a", ops.ragged_dot, zeros(1, 8, 64), zeros(1, 64, 64), sizes[:1]),
     ],
     "pickling a kernel": [(TypeError, lambda: pickle.dumps(unnamed()))],

@@ -98,9 +98,9 @@ def of_ops():
     groups = np.ones((2, 160), F32)
     yield "mixed, split", ops.mixed_matmul, (x, w, groups), dict(config=X(2, 16, 2, 2, 64, 1))
     yield "mixed, turns", ops.mixed_matmul, (x, w), dict(config=X(1, 16, 1, 2, 64, 1, 2))
-    eight = np.ones((8, 160), F32)
-    late = X(1, 32, 1, 2, 64, 1, 1, 2, 2)
-    yield "mixed, late", ops.mixed_matmul, (x, w, eight), dict(config=late)
+    four = np.ones((4, 160), F32)
+    in_place = X(1, 208, 1, 3, 64, 1)
+    yield "mixed, in place", ops.mixed_matmul, (x, w, four), dict(config=in_place)
     sizes = np.array([40, 0, 150, 60, 17], np.int32)
     lhs, rhs = array(270, 256), array(5, 256, 192)
     yield "ragged", ops.ragged_dot, (lhs, rhs, sizes), dict(config=R(1, 64, 2, 1, 1, 1))
@@ -662,7 +662,7 @@ EQUIVALENT = {
     r"later barrier_wait at .*\(read.at": UNSEEN,
     r"^producer_consumer.0: drop barrier_wait at .*empty.at\[s\]": UNSEEN,
     r"^attention.*: later barrier_wait at .*self.empty.at\[self.slot\(it\)\]": UNSEEN,
-    r"in flight acc_load at (matmul|mixed|timeline|_attention_backward)": WAITED,
+    r"in flight acc_load at (matmul|mixed|_mixed_sums|timeline|_attention_backward)": WAITED,
     r"^ragged, one step: (drop|one more in flight) wgmma_wait": "acc_load waits for it",
     r"^attention.*: earlier barrier_arrive at .*q_empty": WAITED,
     r"^attention, one block: earlier barrier_arrive at .*(k|v)_empty": LAST,
