@@ -57,7 +57,7 @@ def _checked(x, what):
         raise ValueError(
             f"{what} has shape {x.shape}; every extent must be at least 1 and less than 2**31"
         )
-    if not _sizes.is_open(x.shape) and x.size > 2**46:
+    if not _sizes.is_open(x.shape) and x.size > _sizes.ELEMENTS:
         raise ValueError(f"{what} has shape {x.shape}, {x.size} elements; at most 2**46")
     return x
 
@@ -299,19 +299,22 @@ class Definition:
             arg_names = [next(names, None) for _ in range(arguments)]
             if structure is not None:
                 arg_names = leaf_names(structure[2], arg_names)
-            refs = [t.operand(_sizes.type_of(s), d, name) for (s, d), name in zip(specs, arg_names)]
+            limits = _sizes.limits([*(s for s, _ in specs), *batch.out_shapes])
+            typed = [(_sizes.type_of(s, limits), d) for s, d in specs]
+            refs = [t.operand(*x, name) for x, name in zip(typed, arg_names)]
             outs_of = self.out_structure[2]
             out_names = [next(names, "out") for _ in outs_of]
             out_names = [x if arguments + k < named else "out" for k, x in enumerate(out_names)]
             out_names = leaf_names(outs_of, out_names)
             begins_as = {o: i for i, o in self.aliases.items()}
             outs = [
-                t.output(_sizes.type_of(shape), o.dtype, name, alias=begins_as.get(k, -1))
+                t.output(_sizes.type_of(shape, limits), o.dtype, name, alias=begins_as.get(k, -1))
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
             e.grid, e.sizes = grid, known
             if is_open:
-                e.sizes = self._number_sizes(t, [s for s, _ in specs], batch.out_shapes)
+                e.sizes = _sizes.Table(t, limits)
+                self._number_sizes(t, e.sizes, [s for s, _ in specs], batch.out_shapes)
             e.rounds = Rounds(e)
             if self.params.profile_space:
                 t.output(_profile.shape(self, batch.sizes), np.int32, "traces")
@@ -337,14 +340,13 @@ class Definition:
                 t.abort()
         if self.debug:
             print(graph.text())
-        specs = [(_sizes.type_of(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        specs = [(_sizes.type_of(s, limits), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
         if self.params.profile_space:
             specs.append((_profile.shape(self, batch.sizes), np.int32))
         return graph, specs, n_scratch
 
-    def _number_sizes(self, t, operands, outputs):
+    def _number_sizes(self, t, table, operands, outputs):
         """The sizes of a trace: those of arguments and of the grid are in its graph then."""
-        table = _sizes.Table(t)
         for k, shape in enumerate(operands):
             table.bind(k, shape)
         for k, shape in enumerate((*operands, *outputs)):
@@ -352,7 +354,6 @@ class Definition:
                 t.extents(k, table.numbers_of(shape))
         if _sizes.is_open(self.mesh.grid):
             t.grid_sizes(table.numbers_of(self.mesh.grid))
-        return table
 
     def _gmem_scratch(self, t, batch, grid, names):
         """The scratch types, with refs in place of those in GMEM, and the number of these. Each is

@@ -17,6 +17,7 @@ from ._names import accepts, show
 from ._trace import Array, env, tracing
 
 MOST = 2**31 - 2
+ELEMENTS = 2**46  # of an array, at most
 
 
 def _bounds_of_products(a, b):
@@ -304,19 +305,33 @@ def most_of(grid):
     return tuple(min(d.most, MOST) if isinstance(d, Dim) else d for d in grid)
 
 
-def type_of(shape):
+def limits(shapes):
+    """The most that sizes can be that are extents of arrays of these shapes, by their keys: what
+    they promise, or what arrays of `ELEMENTS` have."""
+    found = {}
+    for shape in shapes:
+        of_row = math.prod(d for d in shape if not isinstance(d, Dim))
+        for x in (d for d in shape if isinstance(d, Dim)):
+            most = min(x.most, MOST)
+            fitting = min(most, ELEMENTS // of_row - 1)
+            most = fitting if fitting >= x.least else most  # else no array fits, as its type says
+            found[x._key] = min(most, found.get(x._key, most))
+    return found
+
+
+def type_of(shape, limits):
     """The shape that types have for sizes: one more than the most, as csrc/ir/sizes.h says."""
-    return tuple(min(d.most, MOST) + 1 if isinstance(d, Dim) else d for d in shape)
+    return tuple(limits[d._key] + 1 if isinstance(d, Dim) else d for d in shape)
 
 
 class Table:
     """The sizes of one graph: a number for each expression, in the order of its parts."""
 
-    def __init__(self, trace):
-        self.trace, self.numbers, self.dims = trace, {}, {}
+    def __init__(self, trace, limits):
+        self.trace, self.limits, self.numbers, self.dims = trace, limits, {}, {}
 
     def _add(self, x, how, a, b):
-        most = min(x.most, MOST)
+        most = self.limits.get(x._key, min(x.most, MOST))
         if x.least > most:
             raise ValueError(f"plgpu.dim: {x!r} is at least {x.least}; sizes are below 2**31 - 1")
         number = self.trace.size(how, a, b, max(x.least, -MOST), most, x.multiple, x.name)

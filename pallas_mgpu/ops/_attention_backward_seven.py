@@ -73,7 +73,7 @@ def shapes_of_operands(x, by_keys, *more):
 
 def of_any_batch(x):
     """The problem with any batch and any lengths: the entries are one after the other."""
-    rows, batch = [any_rows(n, h, x.dim) for n, h in zip("NM", (x.heads, x.kv_heads))], entries()
+    rows, batch = [any_rows("N"), any_rows("M")], entries()
     queries, keys = (_sizes.clamp(n // batch, 1, MOST_LENGTH) for n in rows)
     return x._replace(batch=batch, queries=queries, keys=keys, whole=tuple(rows))
 

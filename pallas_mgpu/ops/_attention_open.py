@@ -166,15 +166,14 @@ def open_lengths(x, call):
 def open_batch(x, found):
     """The problem whose batch entries are one after the other. found: the sizes of an entry."""
     n, m, batch, table = found["N"], found["M"], entries(), None
-    of_q, of_k = (x.heads, x.dim), (x.kv_heads, max(x.dim, x.value_dim))
-    whole = any_rows("N", *of_q, least=n.least), any_rows("M", *of_k, least=m.least)
+    whole = any_rows("N", n.least), any_rows("M", m.least)
     queries, keys = (_sizes.clamp(w // batch, d.least, d.most) for w, d in zip(whole, (n, m)))
     if has_pairs(x):
         keys = even_keys(whole[1] // batch, m.most)
     if x.page:
         table = plgpu.dim("T", max=MOST_ROWS // x.page)
         keys = _sizes.clamp(table // batch, 1, MOST_ROWS // x.page) * x.page
-        whole = whole[0], any_rows("P", x.page, *of_k)
+        whole = whole[0], any_rows("P")
     given = x
     x = x._replace(batch=batch, queries=queries, keys=keys, whole=whole, table=table)
     return with_options(x, given)

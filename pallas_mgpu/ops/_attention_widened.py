@@ -134,7 +134,7 @@ def _widen_pages(shape, page, dtype, to, scale_dims, has_lengths, interpret, len
     count = max(1, _TILE // (rows * dim))
     layout = plgpu.Layout.WG_STRIDED((rows, dim), vec_size=_VECTOR)
     scales = [(batch, heads)[-scale_dims:]] * (scale_dims > 0)
-    pages = any_rows("P", page, heads, dim), page, heads, dim
+    pages = any_rows("P"), page, heads, dim
     of_operands = pages, (length,), *[(batch,)] * has_lengths, *scales, (batch,)
 
     def body(x, table, *refs):
@@ -185,7 +185,7 @@ def _widen_any_pages(shape, page, *how):
     alone = functools.partial(_widen_pages, shape, page, *how)
     if batch > min(ENTRIES, page * heads * dim) or is_static(kind, (batch, keys)):
         return alone()
-    any_batch, length = entries(), any_rows("T", page, heads, dim)
+    any_batch, length = entries(), any_rows("T")
     kernel = _widen_pages((any_batch, length // any_batch * page, heads, dim), page, *how, length)
     others = [None] * (has_lengths + (scale_dims > 0))
     table = (batch * keys // page,)

@@ -12,13 +12,12 @@ lane are merged among themselves. ``places``: how many blocks a lane has.
 Where the number of sequences is known when the kernel runs (`OpenBatch`), arrays with dims of each
 sequence are views in which these dims are one: the kernel computes where a sequence begins."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _sizes, lax, pl
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
@@ -26,7 +25,6 @@ from ._common import WarpSpecialized
 from ._open_rows import is_static
 
 _BATCHES = 0, 16, 64, 256, 1024  # sequences: edges of the programs
-_ELEMENTS = 2**46 - 2**40  # of a cache of any number of rows
 
 
 class OpenBatch(NamedTuple):
@@ -50,8 +48,7 @@ def open_batch(kind, q, k, page_table, rows=1):
         return None
     bucket = next(k for k, edge in enumerate(_BATCHES) if batch <= edge)
     least, most = _BATCHES[bucket - 1] + 1, _BATCHES[bucket]
-    size = math.prod(k.shape[1:] if entries else k.shape[2:])
-    cache = plgpu.dim("C", min=1 if entries else least, max=min(_ELEMENTS // size, _sizes.MOST))
+    cache = plgpu.dim("C", min=1 if entries else least)
     table = plgpu.dim("T", min=least) if entries else None
     q = plgpu.dim("N", min=least * rows, max=most * rows, multiple_of=rows)
     return OpenBatch(q, cache, table, most)
@@ -188,10 +185,9 @@ def memory_of(name, shape, parts, interpret):
         for out in outs:  # a kernel warns of results that it leaves as they are
             out[(0,) * out.ndim] = jnp.zeros((), out.dtype)
 
-    most = min(_ELEMENTS // math.prod(shape), _sizes.MOST)
     return plgpu.kernel(
         body,
-        in_shapes=((plgpu.dim("B", max=most), *shape),),
+        in_shapes=((plgpu.dim("B"), *shape),),
         out_type=parts,
         interpret=interpret,
         kernel_name=f"{name}_memory",

@@ -136,7 +136,7 @@ def elements_of(kind, shape, tile):
 
 
 ENTRIES = 1 << 16  # of a batch of any size
-MOST_ROWS, _MOST_ELEMENTS = _sizes.MOST, 1 << 46  # of an array
+MOST_ROWS = _sizes.MOST  # of an array
 
 
 def entries():
@@ -144,10 +144,9 @@ def entries():
     return plgpu.dim("B", max=ENTRIES)
 
 
-def any_rows(name, *of_row, least=1):
-    """The size that stands for the rows of an array, of such a shape each."""
-    most = min(MOST_ROWS, _MOST_ELEMENTS // math.prod(of_row) - 1)
-    return plgpu.dim(name, min=least, max=most)
+def any_rows(name, least=1):
+    """The size that stands for the rows of an array."""
+    return plgpu.dim(name, min=least)
 
 
 def any_number(*of_each):

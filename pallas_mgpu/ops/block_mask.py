@@ -220,7 +220,7 @@ def _of_lengths(mask, q, k, data, by_batch, interpret):
     found = sizes_of(("block_mask", kind), dict(zip("NMB", (*sizes, batch))), _LENGTHS)
     if found is None or batch > ENTRIES:
         return alone()
-    rows, any_batch = [any_rows(n, *x.shape[2:]) for n, x in zip("NM", (q, k))], entries()
+    rows, any_batch = [any_rows("N"), any_rows("M")], entries()
     lengths = [_sizes.clamp(n // any_batch, 1, _LENGTHS[-1]) for n in rows]
     like = *((1, n, *x.shape[2:]) for n, x in zip(rows, (q, k))), (any_batch,)
     found = mask._replace(batch=any_batch if by_batch else 1)

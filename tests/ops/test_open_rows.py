@@ -326,6 +326,18 @@ def test_norms_of_any_number_of_rows(name, n, invariant):
     assert _core.plan_memory()["plans"] - before == _open_rows.STATIC + 1 + odd
 
 
+@pytest.mark.parametrize("function", [ops.softmax, ops.rms_norm])
+def test_rows_above_a_million_elements(function):
+    """More rows of them than memory has are never promised."""
+    for rows in (1, 2, 3, 4, 5):
+        x = np.zeros((rows, (1 << 20) + 8), np.float16)
+        x[:, 3] = 100
+        got = function(x, interpret=True)
+        want = 1 if function is ops.softmax else x.shape[1] ** 0.5
+        np.testing.assert_allclose(got[:, 3].astype(np.float64), want, rtol=2e-3)
+        assert not got[:, 4:].any()
+
+
 def test_long_rows_of_any_number(monkeypatch):
     """Rows that clusters share, with a weight and a bias, without races."""
     monkeypatch.setattr(_open_rows, "STATIC", 0)
@@ -883,6 +895,22 @@ def test_decoding_of_any_batch(latent, paged, way, monkeypatch):
             np.testing.assert_allclose(got[1], np.stack(lse), atol=2e-3)
         kernels.add(function.kernel(q, *given, **how, **more).kernel.kernel)
     assert len(kernels) == 2
+
+
+def test_pages_of_many_elements(monkeypatch):
+    """2**31 of these would be more than arrays have, of the values though not of the keys."""
+    monkeypatch.setattr(_open_rows, "STATIC", 0)
+    rng, lengths = np.random.default_rng(0), np.array([300, 20], np.int32)
+    q = rng.standard_normal((2, 1, 2, 32)).astype(np.float16)
+    k, v = (rng.standard_normal((3, 256, 2, n)).astype(np.float16) for n in (32, 160))
+    table = np.array([[2, 0], [1, -1]], np.int32)
+    for function in (ops.attention_decode, ops.attention):
+        got = function(q, k, v, kv_lengths=lengths, page_table=table, interpret=True)
+        for b, n in enumerate(lengths):
+            keys, values = (np.concatenate(x[table[b]])[:n].astype(np.float64) for x in (k, v))
+            e = np.exp(np.einsum("hd,khd->kh", q[b, 0].astype(np.float64), keys) * 32**-0.5)
+            want = np.einsum("kh,khd->hd", e / e.sum(0), values)
+            np.testing.assert_allclose(got[b, 0].astype(np.float64), want, atol=3e-3)
 
 
 def attended(q, caches):

@@ -274,6 +274,30 @@ def test_accesses_out_of_bounds_are_found_at_the_size_of_the_call(interpret):
         kernel(np.ones((5, 8), F32))
 
 
+@BOTH
+def test_rows_of_which_no_array_has_the_most(interpret):
+    """2**31 rows of these would be more elements than arrays have: a size is at most what fits."""
+
+    def doubled(x, o):
+        o[lax.axis_index("i"), :128] = x[lax.axis_index("i"), -128:] * 2
+
+    kernel = plgpu.kernel(
+        doubled,
+        out_type=plgpu.ShapeDtypeStruct((M, 1 << 17), F32),
+        in_shapes=((M, None),),
+        grid=(M,),
+        grid_names=("i",),
+        interpret=interpret,
+    )
+
+    def calls():
+        for m in (1, 2, 5):
+            x = np.arange(m * (1 << 16), dtype=F32).reshape(m, -1)
+            np.testing.assert_array_equal(kernel(x)[:, :128], x[:, -128:] * 2)
+
+    assert plans(calls) == 1
+
+
 def test_text_form_round_trips():
     lowered = make_product().lower(np.zeros((9, K), bfloat16), np.zeros((K, N), bfloat16))
     for text in (lowered.as_text("traced"), lowered.as_text("graph")):
