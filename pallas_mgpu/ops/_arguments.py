@@ -2,6 +2,8 @@
 
 import numbers
 
+import numpy as np
+
 from .._family import ArrayInfo
 from .._names import show
 
@@ -14,7 +16,8 @@ _NUMBERS_OR_ARRAYS = {"temperature", "top_k", "top_p"}
 
 
 def _refuse(function, name, wanted, x):
-    raise TypeError(f"{function}: {name} must be {wanted}, got {show(x)}")
+    found = f"{x.dtype} of shape {x.shape}" if isinstance(x, ArrayInfo) else show(x)
+    raise TypeError(f"{function}: {name} must be {wanted}, got {found}")
 
 
 def check_arguments(function, bound):
@@ -29,6 +32,9 @@ def check_arguments(function, bound):
                 _refuse(function, name, "an array or None", x)
         elif is_array:
             _refuse(function, name, "no array", x)
+        elif isinstance(p.default, bool):
+            if not isinstance(x, bool | np.bool_):
+                _refuse(function, name, "True or False", x)
         elif isinstance(p.default, float) and not isinstance(x, numbers.Real):
             _refuse(function, name, "a number", x)
         elif type(p.default) is int and name != "axis":

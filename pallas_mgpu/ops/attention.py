@@ -71,7 +71,6 @@ from ._common import (
     warp_specialized,
 )
 from ._open_rows import better, in_shapes, is_static, sizes_of, together
-from ._promises import batch_invariance
 from .block_mask import (
     Mask,
     OfArrays,
@@ -1259,7 +1258,7 @@ def _choose(x):
     alone = {"cu_seqlens_q": x.cu_seqlens_q, "mask": mask}
     alone = [name for name, given in alone.items() if given is not None]
     cache.check(q, k, v, target if of_hopper else repr(config), alone)
-    invariant = batch_invariance("attention", x.batch_invariant, x.deterministic)
+    invariant = x.batch_invariant
     queries, dim = q.shape[1], q.shape[3]
     scale = _attention_scores.scale_of("attention", scale, dim)
     arrays = x.bias, x.cu_seqlens_q, x.cu_seqlens_k, x.seed

@@ -67,7 +67,6 @@ from ._matmul_family import Rows, shared
 from ._matmul_parts import Boxes, parts_of
 from ._open_rows import in_shapes, may_settle, own_program, rows_of, settle, together
 from ._padding import padding_of, with_padding
-from ._promises import batch_invariance
 from ._scaled import (
     BLOCK,
     FP8,
@@ -1422,7 +1421,7 @@ def matmul(
     Returns (M, N) of the caller's kind of array, or with return_product the pair of it and the
     product. TypeError, ValueError for other dtypes and shapes."""
     ta, tb = bool(transpose_a), bool(transpose_b)
-    invariant = batch_invariance("matmul", batch_invariant, deterministic)
+    invariant = batch_invariant
     _check_options(a, config, precision)
     options = {"activation": activation, "out_dtype": out_dtype, "accumulate": accumulate}
     options |= {"transpose_a": ta, "transpose_b": tb, "precision": precision}

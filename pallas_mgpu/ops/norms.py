@@ -41,7 +41,6 @@ from . import _norms_columns, _norms_ring, _norms_spans
 from ._common import FLOATS, SMS, dtype_of, overlap_launches, unaligned
 from ._norms_columns import Exponentials
 from ._open_rows import ANY_ROWS, in_shapes, rows_of, rowwise
-from ._promises import batch_invariance
 from ._warp_mma import room_of_block
 
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
@@ -1119,8 +1118,7 @@ def softmax(
     A row of -inf alone gives NaN. Returns the shape of ``x``, of the caller's kind of array.
     TypeError, ValueError for other dtypes and shapes.
     """
-    invariant = batch_invariance("softmax", batch_invariant, deterministic)
-    return _make("softmax", x, {}, axis, None, out_dtype, config, invariant, interpret)
+    return _make("softmax", x, {}, axis, None, out_dtype, config, batch_invariant, interpret)
 
 
 @plgpu.specialize
@@ -1149,9 +1147,8 @@ def rms_norm(
     Returns the shape of ``x``, of the caller's kind of array. TypeError, ValueError for other
     dtypes and shapes.
     """
-    invariant = batch_invariance("rms_norm", batch_invariant, deterministic)
     vectors = {"weight": weight}
-    return _make("rms_norm", x, vectors, axis, eps, out_dtype, config, invariant, interpret)
+    return _make("rms_norm", x, vectors, axis, eps, out_dtype, config, batch_invariant, interpret)
 
 
 @plgpu.specialize
@@ -1182,6 +1179,5 @@ def layer_norm(
     The variance is the mean of squared differences from the mean. Returns the shape of ``x``, of
     the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
-    invariant = batch_invariance("layer_norm", batch_invariant, deterministic)
     vectors = {"weight": weight, "bias": bias}
-    return _make("layer_norm", x, vectors, axis, eps, out_dtype, config, invariant, interpret)
+    return _make("layer_norm", x, vectors, axis, eps, out_dtype, config, batch_invariant, interpret)

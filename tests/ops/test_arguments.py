@@ -26,6 +26,9 @@ WRONG = [
     ("matmul", "return_product", SOMETHING, "no array"),
     ("attention", "kv_lengths", 3, "an array or None"),
     ("attention", "causal", SOMETHING, "no array"),
+    ("attention", "causal", "False", "True or False"),
+    ("attention", "mask", np.ones((3, 9), bool), "no array"),
+    ("attention_decode", "return_lse", 1, "True or False"),
     ("attention", "dropout", "x", "a number"),
     ("attention_decode", "sinks", 0.5, "an array or None"),
     ("layer_norm_backward", "add", 1, "an array or None"),
@@ -44,7 +47,14 @@ def test_kinds_of_arguments(function, name, value, wanted):
     CALLS[function]()
 
 
+def test_what_came_is_described():
+    with pytest.raises(TypeError, match=r"mask must be no array, got bool of shape \(3, 9\)$"):
+        CALLS["attention"](mask=np.ones((3, 9), bool))
+
+
 def test_numbers_of_numpy_are_numbers():
+    o, by_numpy = (CALLS["attention"](causal=kind(1)) for kind in (bool, np.bool_))
+    assert (o == by_numpy).all()
     want = CALLS["add_rms_norm"](eps=0.5)
     assert all((a == b).all() for a, b in zip(want, CALLS["add_rms_norm"](eps=np.float32(0.5))))
     assert (CALLS["cross_entropy"](ignore_index=np.int64(0))[0] == 0).all()
