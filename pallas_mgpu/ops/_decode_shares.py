@@ -175,6 +175,10 @@ class WithParts:
         found = self.kernel(*operands, out=out, stream=stream)
         return (found[0], found[1]) if self.return_lse else found[0]
 
+    def lower(self, *operands, **options):
+        """The kernel, lowered: its first results are those of a call."""
+        return self.kernel.lower(*operands, **options)
+
 
 @cached
 def memory_of(name, shape, parts, interpret):

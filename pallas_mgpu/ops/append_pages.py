@@ -132,6 +132,10 @@ class _Append:
             raise ValueError("append_pages: k_pages and v_pages are changed in place; omit out=")
         return self.kernel(*operands, out=(k_pages, v_pages), stream=stream)
 
+    def lower(self, k_pages, v_pages, *operands, **options):
+        """The kernel, lowered: the caches are its results, whose contents it changes."""
+        return self.kernel.lower(*operands, **options)
+
 
 def _check(k_pages, v_pages, k, v):
     for what, pages, x in (("k", k_pages, k), ("v", v_pages, v)):

@@ -24,7 +24,7 @@ from pallas_mgpu import _core, _sizes, lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import FLOATS, dtype_of, overlap_launches
+from ._common import FLOATS, SeveralKernels, dtype_of, overlap_launches
 from ._open_rows import divides, elements_of, in_shapes, rowwise, views, with_open_rows
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -514,7 +514,7 @@ def _largest(programs, interpret):
     )
 
 
-class _WithLargest:
+class _WithLargest(SeveralKernels):
     """Both kernels."""
 
     takes_views = True  # _strides.py

@@ -147,6 +147,33 @@ def test_sizes_of_the_call_and_several_results(tmp_path, rng):
     assert repr(kernel) == "<pallas_mgpu kernel body, exported for sm_90a: (float32[?,64])>"
 
 
+def test_decoding_and_a_cache(tmp_path, rng):
+    """The results of a call come first; a cache is a result, which is changed."""
+    q = rng.standard_normal((2, 1, 8, 64)).astype(f16)
+    pages = rng.standard_normal((2, 6, 16, 2, 64)).astype(f16)
+    table, lengths = np.array([[4, 0, 2], [5, 1, 3]], np.int32), np.array([33, 7], np.int32)
+    new = rng.standard_normal((2, 2, 5, 2, 64)).astype(f16)
+    for size in ("this one", "any"):
+        if size == "any":
+            for rows in (1, 2, 3, 4):  # from the fourth size on programs are shared
+                some = rng.standard_normal((2, 2, rows, 2, 64)).astype(f16)
+                ops.append_pages(*pages.copy(), *some, table, lengths, interpret=True)
+        kernel = ops.append_pages.kernel(*pages, *new, table, lengths)
+        kernel.lower(*pages, *new, table, lengths, target="sm_90a").export(tmp_path / size)
+        want, got = pages.copy(), pages.copy()
+        ops.append_pages(*want, *new, table, lengths, interpret=True)
+        plgpu.load_exported(tmp_path / size)(*new, table, lengths, out=tuple(got))
+        np.testing.assert_array_equal(got, want)
+    options = {"kv_lengths": lengths + 5, "page_table": table, "return_lse": True}
+    kernel = ops.attention_decode.kernel(q, *want, **options)
+    low = kernel.lower(q, *want, lengths + 5, table, target="sm_90a")
+    low.export(tmp_path / "decode")
+    o, log, *_ = plgpu.load_exported(tmp_path / "decode")(q, *want, lengths + 5, table)
+    expected = ops.attention_decode(q, *want, **options, interpret=True)
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(log, expected[1])
+
+
 def test_calls_that_do_not_fit(tmp_path):
     lowered(ops.softmax, spec(4, 256)).export(tmp_path, name="s")
     kernel = plgpu.load_exported(tmp_path / "s.json")
