@@ -1368,8 +1368,9 @@ def attention(
     :func:`block_mask` returns for them, computed at each call by default.
 
     cos, sin: rotary embedding of q and k as by :func:`rotary`; [length, head_dim / 2], float16,
-    bfloat16 or float32. Query i and key i have row i; with bottom_right, without cu_seqlens, query
-    i has row ``i + keys - queries``. On Hopper queries are rotated as they are loaded, and keys by
+    bfloat16 or float32. Query i and key i have row i, also where sequences are packed (i is then
+    that of the packed arrays); with bottom_right, without cu_seqlens, query i has row
+    ``i + keys - queries``. On Hopper queries are rotated as they are loaded, and keys by
     a kernel before; with mask, head_dims above 128 or no multiple of 16, and elsewhere, both are.
 
     8 bits (Hopper; head_dims that are multiples of 16): q, k and v may all be float8_e4m3fn, with a

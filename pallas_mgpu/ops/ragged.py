@@ -788,7 +788,11 @@ def _check_scales(lhs, rhs, scale_lhs, scale_rhs, transposed):
             "ragged_dot: 8-bit floats need the matrices as (G, N, K) and transpose_rhs=True"
         )
     if (scale_lhs is None) != (scale_rhs is None):
-        raise ValueError("ragged_dot: scale_lhs and scale_rhs go together")
+        got = "scale_rhs" if scale_lhs is None else "scale_lhs"
+        raise ValueError(
+            "ragged_dot: scale_lhs and scale_rhs must both be given or neither, got"
+            f" {got} alone; pass an array of ones for the other"
+        )
     if scale_lhs is None:
         return False
     blocks = pl.cdiv(lhs.shape[-1], BLOCK)
@@ -832,7 +836,7 @@ def ragged_dot(
 
     scale_lhs, scale_rhs: of 8-bit floats, float32 arrays of the shapes (M, ceil(K / 128)) or
     (G, R, ceil(K / 128)), and (G, ceil(N / 128), ceil(K / 128)): a number for a row of lhs and 128
-    elements of K, and for 128 columns and 128 of K. None: ones. scale_rhs of weights beside 16-bit
+    elements of K, and for 128 columns and 128 of K. Neither: ones. scale_rhs of weights beside 16-bit
     rows: (G, S, N) of a float dtype, element (g, s, n) for the elements s * K // S to (s + 1) * K
     // S of column n, a multiple of 64 if S > 1.
 

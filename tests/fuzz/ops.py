@@ -44,15 +44,19 @@ WORK = 6e6  # multiplications of a call
 class Call:
     """What a seed makes: a function (of `makers`), its arrays and options, and what must come out.
 
-    close: (relative, absolute) error that is right, of each result if it is a list; None: none."""
+    close: (relative, absolute) error that is right, of each result if it is a list; None: none.
+    rms: the root mean square of the error of the first result, as a part of its own, instead. seen:
+    None, or what is compared of a result. step: calls of one seed differ in `length` alone."""
 
     configs = ops
 
-    def __init__(self, seed, makers=None):
+    def __init__(self, seed, makers=None, step=0):
         makers = makers or MAKERS
-        self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
+        self.rng, self.numbers = random.Random(seed), np.random.default_rng((seed, step))
+        self.sizes = random.Random(seed * 1000 + step)
         self.seed, self.cores, self.options, self.close = seed, self.pick(1, 2, 3, 6, 132), {}, None
         self.names = ()  # of the last arrays, as arguments
+        self.rms = self.seen = None
         self.name = self.pick(*makers)
         while True:
             try:
@@ -60,6 +64,7 @@ class Call:
                 break
             except Again:
                 self.options, self.names, self.close = {}, (), None
+                self.rms = self.seen = None
         self.arrays = [self.anywhere(x) for x in self.arrays]
 
     def __repr__(self):
@@ -80,6 +85,12 @@ class Call:
     def extent(self, most=10**9):
         n = self.pick(*EXTENTS) if self.chance(0.8) else self.rng.randint(1, 400)
         return min(n, most)
+
+    def length(self, most):
+        """An extent that changes from step to step."""
+        near = self.sizes.random() < 0.6
+        n = self.sizes.choice(EXTENTS) if near else self.sizes.randint(1, int(max(1, most)))
+        return max(1, min(n, int(most)))
 
     def anywhere(self, x):
         """The array, sometimes at an address that TMA cannot take."""
