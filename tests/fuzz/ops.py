@@ -7,11 +7,13 @@ numbers are compared with float64 within the rounding of the result.
 
     python tests/fuzz/ops.py --count 200 --way interpret,host,nvrtc
 
-runs the calls of many seeds; a seed makes one call. `--training` draws from the functions of
-fuzz/ops_training.py; the way `races` is the interpreter with the race detector."""
+runs the calls of many seeds; a seed makes one call, or with `--inference` several, which differ in
+sizes alone. `--training` and `--inference` draw from the functions of fuzz/ops_training.py and
+fuzz/ops_inference.py; the way `races` is the interpreter with the race detector."""
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -26,7 +28,7 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from fuzz import ops_training
+from fuzz import ops_inference, ops_training
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import ops
@@ -51,10 +53,11 @@ class Call:
     configs = ops
 
     def __init__(self, seed, makers=None, step=0):
-        makers = makers or MAKERS
+        self.makers = makers = makers or MAKERS
         self.rng, self.numbers = random.Random(seed), np.random.default_rng((seed, step))
         self.sizes = random.Random(seed * 1000 + step)
-        self.seed, self.cores, self.options, self.close = seed, self.pick(1, 2, 3, 6, 132), {}, None
+        self.seed, self.step, self.cores = seed, step, self.pick(1, 2, 3, 6, 132)
+        self.options, self.close = {}, None
         self.names = ()  # of the last arrays, as arguments
         self.rms = self.seen = None
         self.name = self.pick(*makers)
@@ -70,7 +73,8 @@ class Call:
     def __repr__(self):
         arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.arrays)
         options = "".join(f", {k}={v!r}" for k, v in self.options.items())
-        return f"seed {self.seed}: {self.name}({arrays}{options}) on {self.cores} cores"
+        name = f"seed {self.seed}, step {self.step}: {self.name}"
+        return f"{name}({arrays}{options}) on {self.cores} cores"
 
     def chance(self, p):
         return self.rng.random() < p
@@ -464,11 +468,17 @@ def on_cores(n):
 
 def compare(way, call, got):
     results = got if isinstance(got, tuple) else (got,)
+    results = tuple(map(call.seen, results)) if call.seen else results
     wanted = call.want if isinstance(call.want, tuple) else (call.want,)
     for k, (g, w) in enumerate(zip(results, wanted, strict=True)):
         if (g.dtype, g.shape) != (w.dtype, w.shape):
             raise Wrong(f"{way}: {g.dtype}{g.shape} instead of {w.dtype}{w.shape}")
         a, b = g.astype(np.float64), w.astype(np.float64)
+        if call.rms and k == 0:
+            error, size = (np.sqrt((x * x).mean()) for x in (a - b, b))
+            if not error <= call.rms * size + 1e-3:
+                raise Wrong(f"{way}: the error is {error}, of {size} (root mean squares)")
+            continue
         same = (a == b) | np.isnan(a) & np.isnan(b)
         if call.close:
             rtol, atol = call.close[k] if isinstance(call.close, list) else call.close
@@ -546,7 +556,7 @@ def check(call, ways=("interpret", "host"), interpret=True):
             compare("races", call, f(*positional, **options, interpret=CHECKED))
         target = f.kernel(*positional, **options, interpret=True)
         several = isinstance(target, SeveralKernels) and not hasattr(target, "slicing")
-        if "host" in ways and (several or call.name in ops_training.MAKERS):
+        if "host" in ways and (several or call.makers is not MAKERS):
             compare("host", call, f(*positional, **options, interpret="emulate"))
         elif "host" in ways:
             for seed in (call.seed, call.seed + 1):
@@ -571,11 +581,14 @@ def main():
     parser.add_argument("--way", default="interpret,host")
     parser.add_argument("--only", help="one function")
     parser.add_argument("--training", action="store_true", help="of fuzz/ops_training.py")
+    parser.add_argument("--inference", action="store_true", help="of fuzz/ops_inference.py")
     o = parser.parse_args()
     makers = ops_training.MAKERS if o.training else MAKERS
+    makers = ops_inference.MAKERS if o.inference else makers
     ways, counts, failed, unfit, start = tuple(o.way.split(",")), {}, 0, 0, time.time()
-    for seed in range(o.start, o.start + o.count):
-        call = Call(seed, makers)
+    seeds = range(o.start, o.start + o.count)
+    for seed, step in itertools.product(seeds, range(5 if o.inference else 1)):
+        call = Call(seed, makers, step)
         if o.only and call.name != o.only:
             continue
         counts[call.name] = counts.get(call.name, 0) + 1

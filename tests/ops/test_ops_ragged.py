@@ -177,7 +177,7 @@ _SCALES = {"scale_lhs": np.ones((40, 2), F32), "scale_rhs": np.ones((2, 2, 2), F
     "change, exception, match",
     [
         ({"transpose_rhs": False, "rhs": _RHS.swapaxes(1, 2).copy()}, NotImplementedError, "G, N"),
-        ({"scale_lhs": None}, ValueError, "go together"),
+        ({"scale_lhs": None}, ValueError, "must both be given"),
         ({"scale_lhs": np.ones((40, 3), F32)}, ValueError, r"scale_lhs .* \(40, 2\), got \(40, 3"),
         ({"scale_rhs": np.ones((2, 2, 2), F16)}, TypeError, "scale_rhs must be float32"),
         ({"rhs": _RHS.astype(F16)}, TypeError, "must have the same dtype"),
