@@ -146,7 +146,7 @@ def _run(argv):
     if argv[:1] == ["explain"]:
         return _explain.run(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
-    commands = ("demo", "info", "cache", "gaps", "layouts")
+    commands = ("demo", "info", "cache", "gaps", "layouts", "explain")
     parser.add_argument("command", nargs="?", default="demo", choices=commands)
     parser.add_argument(
         "action", nargs="?", choices=("size", "clear"), help="of cache; size by default"
@@ -157,6 +157,8 @@ def _run(argv):
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to time on a GPU")
     args = parser.parse_args(argv)
+    if args.command == "explain":
+        parser.error("explain comes first, as in: explain file.py:kernel float32[1024]")
     if args.action and args.command != "cache":
         parser.error(f"{args.command} takes no action, got {args.action!r}")
     if args.command == "cache":

@@ -271,6 +271,9 @@ class Autotuned:
 
     def tune(self, *args, **kwargs):
         """The configuration for such arguments; found first where it is not known."""
+        if "config" in kwargs:
+            name = self.__qualname__
+            raise TypeError(f"autotune: {name} chooses config itself; {name}.__wrapped__ takes one")
         if self.key is None:
             key = [_shape_of(x) for x in tree.leaves([list(args), kwargs])] + sorted(kwargs)
         else:

@@ -49,7 +49,9 @@ def _find(path, name, names):
     """What `file.py:name` names. names: all that the file defines."""
     first, *rest = name.split(".")
     if first not in names:
-        raise ValueError(f"{path} has no {first}")
+        own = [n for n, x in names.items() if hasattr(x, "lower") and not isinstance(x, str)]
+        own += [n for n, x in names.items() if getattr(x, "__module__", None) == "explained"]
+        raise ValueError(f"{path} has no {first}; it has {', '.join(dict.fromkeys(own)) or 'none'}")
     found = names[first]
     for part in rest:
         if not hasattr(found, part):

@@ -286,6 +286,7 @@ class Definition:
         count = arguments + len(self.out_structure[2]) + len(positional)
         named = len(_trace.parameter_names(self.body))
         names = iter(_trace.parameter_names(self.body, count))
+        limits = _sizes.limits([*(s for s, _ in specs), *batch.out_shapes])
         t.enter()
         e = _trace.Env(mesh, len(batch.sizes), self.devices)
         if self.devices:
@@ -299,7 +300,6 @@ class Definition:
             arg_names = [next(names, None) for _ in range(arguments)]
             if structure is not None:
                 arg_names = leaf_names(structure[2], arg_names)
-            limits = _sizes.limits([*(s for s, _ in specs), *batch.out_shapes])
             typed = [(_sizes.type_of(s, limits), d) for s, d in specs]
             refs = [t.operand(*x, name) for x, name in zip(typed, arg_names)]
             outs_of = self.out_structure[2]
@@ -332,6 +332,7 @@ class Definition:
         except Exception as e:
             _trace.add_place(e)
             self._name_none(e, structure)
+            _sizes.explain(e, limits)
             raise
         finally:
             _trace.pop()

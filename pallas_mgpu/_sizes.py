@@ -11,6 +11,7 @@ that promises and factors give."""
 import math
 import numbers
 import operator
+import re
 
 from . import _core
 from ._names import accepts, show
@@ -306,8 +307,8 @@ def most_of(grid):
 
 
 def limits(shapes):
-    """The most that sizes can be that are extents of arrays of these shapes, by their keys: what
-    they promise, or what arrays of `ELEMENTS` have."""
+    """The sizes that are extents of arrays of these shapes, by their keys, and the most that they
+    can be: what they promise, or what arrays of `ELEMENTS` have."""
     found = {}
     for shape in shapes:
         of_row = math.prod(d for d in shape if not isinstance(d, Dim))
@@ -315,13 +316,28 @@ def limits(shapes):
             most = min(x.most, MOST)
             fitting = min(most, ELEMENTS // of_row - 1)
             most = fitting if fitting >= x.least else most  # else no array fits, as its type says
-            found[x._key] = min(most, found.get(x._key, most))
+            found[x._key] = x, min(most, found.get(x._key, (x, most))[1])
     return found
+
+
+def explain(e, limits):
+    """Append to an error what the numbers in its text are that types have in place of sizes."""
+    text = e.args[0] if len(e.args) == 1 else None
+    if not isinstance(text, str):
+        return
+    notes = {}
+    for n in map(int, re.findall(r"\b\d{1,19}\b", text.split("\n  at ")[0])):
+        for x, most in limits.values():
+            times, rest = divmod(n, most + 1)
+            if not rest and (times == 1 or times and most >= 1 << 16):
+                notes[n] = f"{n} stands for {x!r}" + (times > 1) * f" * {times}"
+    if notes:
+        e.args = (f"{text}\n  {', '.join(notes.values())}, known when the kernel is called only",)
 
 
 def type_of(shape, limits):
     """The shape that types have for sizes: one more than the most, as csrc/ir/sizes.h says."""
-    return tuple(limits[d._key] + 1 if isinstance(d, Dim) else d for d in shape)
+    return tuple(limits[d._key][1] + 1 if isinstance(d, Dim) else d for d in shape)
 
 
 class Table:
@@ -331,7 +347,7 @@ class Table:
         self.trace, self.limits, self.numbers, self.dims = trace, limits, {}, {}
 
     def _add(self, x, how, a, b):
-        most = self.limits.get(x._key, min(x.most, MOST))
+        most = self.limits.get(x._key, (x, min(x.most, MOST)))[1]
         if x.least > most:
             raise ValueError(f"plgpu.dim: {x!r} is at least {x.least}; sizes are below 2**31 - 1")
         number = self.trace.size(how, a, b, max(x.least, -MOST), most, x.multiple, x.name)

@@ -2,6 +2,7 @@
 keys by the angles of the position and divides by the scales of 8-bit caches, in float32."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -130,7 +131,13 @@ class _Append:
     def __call__(self, k_pages, v_pages, *operands, out=None, stream=None):
         if out is not None:
             raise ValueError("append_pages: k_pages and v_pages are changed in place; omit out=")
-        return self.kernel(*operands, out=(k_pages, v_pages), stream=stream)
+        try:
+            return self.kernel(*operands, out=(k_pages, v_pages), stream=stream)
+        except (TypeError, ValueError) as e:  # the caches, as arguments have them
+            names = {"out[0]": "k_pages", "out[1]": "v_pages"}
+            text = re.sub(r"out\[[01]\]", lambda found: names[found[0]], str(e))
+            e.args = (text.replace("kernel append_pages:", "append_pages:", 1),)
+            raise
 
     def lower(self, k_pages, v_pages, *operands, **options):
         """The kernel, lowered: the caches are its results, whose contents it changes."""

@@ -547,3 +547,6 @@ def test_append_errors(rng):
     call(TypeError, "where keys are rotated", *arrays[:2], *ints, table, lengths, **two)
     out = (pages, other)
     call(ValueError, "omit out", pages, other, new, new, table, lengths, out=out)
+    call(ValueError, "^append_pages: k_pages and v_pages share", pages, pages, *arrays[2:])
+    swapped = np.zeros((3, 2, 16, 64), np.float16).swapaxes(1, 2)
+    call(ValueError, "^v_pages .* is not contiguous", pages, swapped, *arrays[2:])

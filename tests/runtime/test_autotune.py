@@ -176,3 +176,6 @@ def test_errors():
     none = plgpu.autotune([1, 2], prune=lambda c, x: False)(lambda x, config: x)
     with pytest.raises(ValueError, match="prune leaves no configuration"):
         none(1)
+    with pytest.raises(TypeError, match="chooses config itself; .*__wrapped__ takes one"):
+        none(1, config=2)
+    assert none.__wrapped__(1, config=2) == 1

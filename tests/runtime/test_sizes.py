@@ -298,6 +298,26 @@ def test_rows_of_which_no_array_has_the_most(interpret):
     assert plans(calls) == 1
 
 
+def test_errors_name_sizes():
+    """Types have the most of a size and one in its place, which no user wrote."""
+
+    def whole(x, o):
+        o[...] = x[...]
+
+    def filled(x, o):
+        o[...] = jnp.float32(0)
+
+    for body, dim, note in (
+        (whole, M, "2147483647 stands for M, known"),
+        (filled, M, "2147483647 stands for M, known"),
+        (filled, plgpu.dim("M", max=1000), "1001 stands for M, known"),
+    ):
+        out = plgpu.ShapeDtypeStruct((dim,), F32)
+        kernel = plgpu.kernel(body, out_type=out, in_shapes=((dim,),), interpret=True)
+        with pytest.raises(ValueError, match=note):
+            kernel(np.ones(5, F32))
+
+
 def test_text_form_round_trips():
     lowered = make_product().lower(np.zeros((9, K), bfloat16), np.zeros((K, N), bfloat16))
     for text in (lowered.as_text("traced"), lowered.as_text("graph")):
