@@ -292,9 +292,11 @@ class _Block(Shares):
                 self.q_power[me] = power
             plgpu.commit_smem()
             return
-        # numbers of single elements where those of rows would share a layout with the result's
-        if group > 1 and p.dim == x.dim and p.value_dim == x.value_dim:
-            value = q[self.place_of(b, head, lax.broadcasted_iota(jnp.int32, (p.columns,), 0))]
+        # rows in the result's layout, which stmatrix stores; single elements where they are wider
+        if group > 1 and x.dim == x.value_dim == p.dim:
+            along = plgpu.Layout.WGMMA.reduce(0)
+            row = plgpu.broadcasted_iota(jnp.int32, (p.columns,), 0, layout=along)
+            value = q[self.place_of(b, head, row)]
         else:
             (at, keep), zero = self.elements(b, head, p.dim, x.dim), np.zeros((), x.dtype)
             value = pl.load(q, at, mask=keep, other=zero)
