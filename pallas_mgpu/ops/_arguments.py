@@ -33,7 +33,7 @@ def check_arguments(function, bound):
         elif is_array:
             _refuse(function, name, "no array", x)
         elif isinstance(p.default, bool):
-            if not isinstance(x, bool | np.bool_):
+            if not isinstance(x, bool | np.bool_ | numbers.Integral) or x not in (0, 1):
                 _refuse(function, name, "True or False", x)
         elif isinstance(p.default, float) and not isinstance(x, numbers.Real):
             _refuse(function, name, "a number", x)

@@ -46,6 +46,8 @@ class Mask(NamedTuple):
         i, j = i + first[0], j + first[1]
         inside = [jnp.minimum(x, n - 1) for x, n in zip((i, j), sizes)]
         found = self.function(b, h, *inside, *([data] if self.data else []))
+        if isinstance(found, bool):
+            found = jnp.full(shape, found)
         got = getattr(found, "dtype", found)
         if got != np.bool_:
             raise TypeError(f"mask must return booleans, got {got}")

@@ -428,6 +428,15 @@ CASES = {
             *[np.broadcast_to(x[:1], (70000, *x.shape[1:])) for x in (latent, latent[0])]
         ),
     ],
+    "`ops.attention` with pages": [
+        lambda: ops.attention(heads, *[zeros(4, 8, 2, 64)] * 2, page_table=table),
+        lambda: ops.attention(heads, *[zeros(4, 20, 2, 64)] * 2, page_table=table),
+    ],
+    "`ops.softmax` along": [
+        lambda: ops.softmax(zeros(3, 4, 8), axis=(0, 2)),
+        lambda: ops.rms_norm(zeros(4, 8), axis=0),
+        lambda: ops.layer_norm(zeros(3, 4, 8), axis=(0, 1)),
+    ],
     "`ops.mla_decode` on": [
         *[(lambda t=t: on(t, ops.mla_decode, latent, latent[0])) for t in ("sm_80", "sm_100a")],
         lambda: ops.mla_decode(latent[..., :80].copy(), latent[0, ..., :80].copy(), value_dim=64),

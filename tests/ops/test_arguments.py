@@ -28,7 +28,7 @@ WRONG = [
     ("attention", "causal", SOMETHING, "no array"),
     ("attention", "causal", "False", "True or False"),
     ("attention", "mask", np.ones((3, 9), bool), "no array"),
-    ("attention_decode", "return_lse", 1, "True or False"),
+    ("attention_decode", "return_lse", 2, "True or False"),
     ("attention", "dropout", "x", "a number"),
     ("attention_decode", "sinks", 0.5, "an array or None"),
     ("layer_norm_backward", "add", 1, "an array or None"),

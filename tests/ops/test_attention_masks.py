@@ -190,6 +190,13 @@ def test_masks_and_bias(rng):
     np.testing.assert_allclose(got, want, atol=4e-3)
 
 
+def test_masks_that_are_one_bool(rng):
+    q = rng.standard_normal((1, 70, 2, 64)).astype(np.float16)
+    o = attention(q, q, q, mask=lambda b, h, i, j: True, interpret=True)
+    np.testing.assert_array_equal(o, attention(q, q, q, interpret=True))
+    assert not attention(q, q, q, mask=lambda b, h, i, j: False, interpret=True).any()
+
+
 def test_errors():
     q, data = np.zeros((1, 130, 2, 64), np.float16), np.zeros(130, np.int32)
     blocks = np.zeros((1, 1, 2, 3), np.int32)

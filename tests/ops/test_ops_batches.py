@@ -233,6 +233,6 @@ def test_options_are_bools():
     for f, args in calls:
         for what in ("batch_invariant", "deterministic"):
             with pytest.raises(
-                TypeError, match=f"{f.__name__}: {what} must be True or False, got 1"
+                TypeError, match=f"{f.__name__}: {what} must be True or False, got 2"
             ):
-                f(*args, **{what: 1})
+                f(*args, **{what: 2})
