@@ -306,7 +306,7 @@ CUresult {name}_unload({name}_kernel *k);
             axes = [[], [], []]
             n = len(info["grid_sizes"])
             for k, (points, e) in enumerate(zip(info["grid_sizes"], info["grid_extents"])):
-                axis = 0 if info["shares_grid"] else min(n - 1 - k, 2)
+                axis = 0 if info["folds_grid"] else min(n - 1 - k, 2)
                 axes[axis].append(self.size(e) if e else str(points))
             terms = [" * ".join([*a, str(c)]) for a, c in zip(axes, info["cluster"])]
             out = [f"  const int64_t blocks[3] = {{{', '.join(terms)}}};"]

@@ -50,7 +50,8 @@ typedef struct pm_launch_grid {
   int64_t axis[PM_MAX_RANK];  /* in the user's order */
   uint32_t size[PM_MAX_RANK]; /* number of the size that an axis is, 0: static */
   bool open;                  /* some axis is */
-  bool shares;                /* one row of clusters */
+  bool folded;                /* one row of clusters, all along x */
+  bool shares;                /* of which any number will do */
 } pm_launch_grid;
 /* Blocks along x, y and z; sizes: their values. */
 pm_code pm_launch_blocks(const pm_launch_grid *g, const char *name, const int64_t *sizes,

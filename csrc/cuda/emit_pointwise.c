@@ -335,9 +335,11 @@ const char *pm_grid_index(pm_gen *e, uint32_t d) {
   static const char letter[] = "xyz";
   const pm_graph *g = e->g;
   const uint32_t from_last = g->n_grid - 1 - d, axis = from_last < 2 ? from_last : 2;
-  if (e->program->shares_grid) { /* its clusters lie along x */
+  if (e->program->launch.folded) { /* its clusters lie along x */
     const char *below = grid_points(e, d + 1, g->n_grid, e->program->cluster[0]);
-    return pm_str(e, "blockIdx.x / %s %% %s", below, grid_points(e, d, d + 1, 1));
+    const bool first = !d && !e->program->shares_grid;
+    const char *at = strcmp(below, "1") ? pm_str(e, "blockIdx.x / %s", below) : "blockIdx.x";
+    return first ? at : pm_str(e, "%s %% %s", at, grid_points(e, d, d + 1, 1));
   }
   const uint32_t cluster = e->program->cluster[axis];
   const char *block = pm_str(e, "blockIdx.%c", letter[axis]);

@@ -167,12 +167,17 @@ static void print_used(catalogue *c, const char *text, size_t size) {
 /* ---- launch ------------------------------------------------------------------------------ */
 
 /* CUDA counts at most so many blocks along x, y and z. */
+static const int64_t most_blocks[3] = {INT32_MAX, 65535, 65535};
+
+static uint32_t along(const pm_launch_grid *g, uint32_t axis) {
+  return g->folded ? 0 : (uint32_t)pm_min(g->n - 1 - axis, 2);
+}
+
 pm_code pm_launch_blocks(const pm_launch_grid *g, const char *name, const int64_t *sizes,
                          uint32_t *blocks, pm_err *err) {
-  static const int64_t most[3] = {INT32_MAX, 65535, 65535};
   int64_t n[3] = {1, 1, 1};
   for (uint32_t k = 0; k < g->n; k++) {
-    int64_t *axis = &n[g->shares ? 0 : pm_min(g->n - 1 - k, 2)];
+    int64_t *axis = &n[along(g, k)];
     const int64_t points = g->size[k] ? sizes[g->size[k]] : g->axis[k];
     *axis = pm_min(*axis * points, INT32_MAX + 1LL);
   }
@@ -184,18 +189,31 @@ pm_code pm_launch_blocks(const pm_launch_grid *g, const char *name, const int64_
   for (int d = 0; d < 3; d++) {
     n[d] *= g->cluster[d];
     blocks[d] = (uint32_t)n[d];
-    if (n[d] <= most[d]) continue;
+    if (n[d] <= most_blocks[d]) continue;
     return pm_fail(err, PM_E_VALUE,
                    "kernel %s: its grid has %lld blocks along CUDA's %c, which is %s; at most %lld "
                    "are possible there. Only the last axis may be larger: put it last, or fold "
                    "axes into it",
                    name, (long long)n[d], "xyz"[d],
-                   d == 0   ? "its last axis"
+                   d == 0   ? g->folded ? "all its axes" : "its last axis"
                    : d == 1 ? "its last axis but one"
                             : "the product of its other axes",
-                   (long long)most[d]);
+                   (long long)most_blocks[d]);
   }
   return PM_OK;
+}
+
+/* Must all axes lie along x, because CUDA's y and z are short? Where sizes of the call may be too
+ * large for these, only if they are those of the first axis: then blocks divide by constants. */
+static bool must_fold(const pm_graph *g) {
+  const pm_launch_grid l = {.n = g->n_grid};
+  int64_t n[3] = {1, 1, 1};
+  for (uint32_t k = 0; k < g->n_grid; k++) {
+    const uint32_t size = g->grid_sizes[k];
+    if (size && k) return false;
+    n[along(&l, k)] *= size ? g->sizes.at[size].most : g->grid[k];
+  }
+  return n[1] > most_blocks[1] || n[2] > most_blocks[2];
 }
 
 static pm_code set_grid(pm_gen *e) {
@@ -205,6 +223,7 @@ static pm_code set_grid(pm_gen *e) {
   int64_t one[PM_MAX_SIZES];
   p->shares_grid = pm_shares_grid(g);
   *l = (pm_launch_grid){.n = g->n_grid, .shares = p->shares_grid};
+  l->folded = p->shares_grid || must_fold(g);
   for (uint32_t k = 0; k < g->n_grid; k++) {
     l->axis[k] = g->grid[k];
     l->size[k] = g->grid_sizes[k];

@@ -319,11 +319,12 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
   return Py_BuildValue(
-      "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N,s:I,"
-      "s:N,s:N,s:N,s:O})",
+      "(N{s:s,s:N,s:N,s:O,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N,"
+      "s:I,s:N,s:N,s:N,s:O})",
       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry", p->entry, "grid",
       u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3), "shares_grid",
-      p->shares_grid ? Py_True : Py_False, "meets_blocks", p->meets_blocks ? Py_True : Py_False,
+      p->shares_grid ? Py_True : Py_False, "folds_grid", p->launch.folded ? Py_True : Py_False,
+      "meets_blocks", p->meets_blocks ? Py_True : Py_False,
       "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "devices",
       p->n_devices, "mesh", i64_tuple(j.g->mesh, j.g->n_mesh), "peers", peers_info(p), "target",
       p->target->text, "pdl", p->pdl ? Py_True : Py_False, "args", list_of(p, p->n_args, arg_info),

@@ -261,7 +261,9 @@ class Names:
             return ", ".join(words)
         size = list(info["cluster"])
         point = [i // n for i, n in zip(index, size)]
-        if grid:
+        if grid and info["folds_grid"]:
+            words.append(f"grid point {_tuple(unravel(point[0], grid))}")
+        elif grid:
             rest = unravel(point[2], grid[:-2]) if len(grid) > 2 else []
             words.append(f"grid point {_tuple([*rest, *point[: min(len(grid), 2)][::-1]])}")
         if cluster:

@@ -243,7 +243,7 @@ def for_sizes(info, values):
     grid = put(info["grid_sizes"], info["grid_extents"])
     blocks = [1, 1, 1]
     for k, n in enumerate(reversed(grid)):
-        blocks[0 if info["shares_grid"] else min(k, 2)] *= n
+        blocks[0 if info["folds_grid"] else min(k, 2)] *= n
     return {
         **info,
         "values": values,

@@ -50,6 +50,23 @@ def open_rows():
     )
 
 
+def along_x():
+    """Of any number of rows, for which CUDA's y has too few blocks."""
+
+    def body(x, o):
+        i, j = lax.axis_index("i"), lax.axis_index("j")
+        o[i, j] = x[i, j] * 2
+
+    rows = plgpu.dim("rows")
+    return plgpu.kernel(
+        body,
+        out_type=spec(rows, 3, dtype=f32),
+        in_shapes=((rows, 3),),
+        grid=(rows, 3),
+        grid_names=("i", "j"),
+    )
+
+
 def clustered():
     def body(x, o, smem, ready):
         i, c = lax.axis_index("i"), lax.axis_index("c")
@@ -105,6 +122,7 @@ CASES = {
     "product": (lambda: lowered(ops.matmul, spec(192, 128), spec(128, 256)), []),
     "softmax": (lambda: lowered(ops.softmax, spec(40, 1000)), []),
     "open_rows": (lambda: open_rows().lower(spec(64, 64, dtype=f32), target="sm_90a"), [64]),
+    "along_x": (lambda: along_x().lower(spec(64, 3, dtype=f32), target="sm_90a"), [64]),
     "clustered": (lambda: clustered().lower(spec(128, 32, dtype=f32), target="sm_90a"), []),
     "cancelling": (lambda: cancelling().lower(spec(30, 128, dtype=f32), target="sm_100a"), []),
     "counting": (lambda: counting().lower(spec(500, 128, dtype=f32), target="sm_90a"), []),

@@ -298,6 +298,74 @@ def test_rows_of_which_no_array_has_the_most(interpret):
     assert plans(calls) == 1
 
 
+def place(o):
+    """Each block its row and column."""
+    i, j = lax.axis_index("i"), lax.axis_index("j")
+    o[i, j] = i * 100 + j
+
+
+def placed(rows, columns):
+    return np.arange(rows, dtype=np.int32)[:, None] * 100 + np.arange(columns, dtype=np.int32)
+
+
+@BOTH
+def test_axes_that_may_be_longer_than_those_of_cuda(interpret):
+    """Blocks along the first axis are more than 65,535 of CUDA's y: all lie along x."""
+
+    def body(x, o):
+        place(o)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((M, 3), np.int32),
+        in_shapes=((M,),),
+        grid=(M, 3),
+        grid_names=("i", "j"),
+        interpret=interpret,
+    )
+    assert "blockIdx.x / 3" in kernel.lower(np.zeros(2, F32)).as_text("cuda")
+    for m in (1, 7, 130):
+        np.testing.assert_array_equal(kernel(np.zeros(m, F32)), placed(m, 3))
+
+
+def test_errors_name_points_of_a_grid_that_lies_along_x():
+    def body(x, o):
+        i, j = lax.axis_index("i"), lax.axis_index("j")
+        o[i, j + (i == 4)] = x[i]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((M, 3), F32),
+        in_shapes=((M,),),
+        grid=(M, 3),
+        grid_names=("i", "j"),
+        interpret="emulate",
+    )
+    with pytest.raises((IndexError, RuntimeError), match=r"grid point \(4, 2\)"):
+        kernel(np.zeros(6, F32))
+
+
+@pytest.mark.gpu
+def test_long_grids_on_a_gpu():
+    for grid, cluster in (((70000, 3), ()), ((2, 70000, 5), ()), ((70000, 2), (2,))):
+        axes = [f"g{k}" for k in range(len(grid))]
+
+        def body(o, axes=axes, cluster=cluster):
+            at = tuple(lax.axis_index(a) for a in axes)
+            inside = lax.axis_index("c") if cluster else 0
+            number = at[0]
+            for k in range(1, len(at)):
+                number = number * o.shape[k] + at[k]
+            o[(*at, inside)] = number * 2 + inside
+
+        shape = (*grid, *(cluster or (1,)))
+        names = {"cluster": cluster, "cluster_names": ("c",)} if cluster else {}
+        out = plgpu.ShapeDtypeStruct(shape, np.int32)
+        kernel = plgpu.kernel(body, out_type=out, grid=grid, grid_names=tuple(axes), **names)
+        want = np.arange(np.prod(grid), dtype=np.int32).reshape(*grid, 1) * 2
+        np.testing.assert_array_equal(kernel(), want + np.arange(shape[-1]))
+
+
 def test_errors_name_sizes():
     """Types have the most of a size and one in its place, which no user wrote."""
 
