@@ -86,8 +86,10 @@ class _Row:
         n, width, low = self.x.n, self.width, self.x.dtype.type(-np.inf)
         parts = (pl.cdiv(n, width) - self.me + (self.threads - 1)) // self.threads
 
+        index = jnp.arange(width)  # here, and not for each part
+
         def columns(i):
-            return (i * self.threads + self.me) * width + jnp.arange(width)
+            return (i * self.threads + self.me) * width + index
 
         def load(i):
             i = jnp.clip(i, 0, jnp.maximum(parts - 1, 0))

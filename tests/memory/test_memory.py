@@ -980,11 +980,15 @@ def test_names_in_copies(run, rng):
 
 @pytest.mark.parametrize("grid", [(70000, 1), (300, 300, 1, 1)])
 def test_grids_that_cuda_has_not(grid):
-    """Only the last axis may have more than 65535 blocks."""
+    """Only the last axis may have more than 65535 blocks: others lie along it, too."""
     kernel = plgpu.kernel(
         lambda o: None, out_type=plgpu.ShapeDtypeStruct((1,), np.float32), grid=grid
     )
-    with pytest.raises(ValueError, match="at most 65535"):
+    assert kernel.lower().resources()["grid"] == (math.prod(grid), 1, 1)
+    kernel = plgpu.kernel(
+        lambda o: None, out_type=plgpu.ShapeDtypeStruct((1,), np.float32), grid=(70000, *grid)
+    )
+    with pytest.raises(ValueError, match="all its axes; at most 2147483647"):
         kernel.lower().as_text("cuda")
     kernel = plgpu.kernel(
         lambda o: None, out_type=plgpu.ShapeDtypeStruct((1,), np.float32), grid=grid[::-1]
