@@ -151,7 +151,7 @@ def any_rows(name, least=1):
 
 def any_number(*of_each):
     """Edges of numbers of parts of such a shape in an array: one program."""
-    return 0, min(ANY_ROWS[1], _MOST_ELEMENTS // math.prod(of_each) - 1)
+    return 0, min(ANY_ROWS[1], _sizes.ELEMENTS // math.prod(of_each) - 1)
 
 
 def divides(step, rows):
