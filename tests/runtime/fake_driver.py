@@ -138,7 +138,7 @@ def case_sizes_of_a_call():
         x = d if m == 700 else plgpu.device_put(np.zeros((m, N), np.float32))
         k(x, out=out)
         grid, dims, rows = seen[-1]
-        assert grid == [2, -(-m // 16), 1] and rows == m, (m, grid, rows)
+        assert grid == [2 * -(-m // 16), 1, 1] and rows == m, (m, grid, rows)
         assert dims == [[N, m]] * 2, (m, dims)
     assert _core.plan_memory()["plans"] == before + 1
     assert k(d).shape == (700, N)
