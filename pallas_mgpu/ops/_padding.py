@@ -110,7 +110,7 @@ def needs_padding(x, any_rows=False):
 def padding_of(x, interpret, by_rows=False):
     """The kernel that copies the operand, or None where TMA can address it. by_rows: perhaps for
     any number of rows."""
-    if not needs_padding(x):
+    if not needs_padding(x, any_rows=by_rows):
         return None
     how, shape = (x.dtype, x.aligned, interpret), x.shape
     if by_rows and x.ndim > 2:
