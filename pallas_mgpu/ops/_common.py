@@ -144,9 +144,10 @@ def compile_for(kernel, operands):
     operands: descriptions, without sizes of the call. Returns those of the results."""
     if isinstance(kernel, SeveralKernels):
         return kernel.compile(*operands)
-    kernel.lower(*operands).resources()
-    outs = getattr(kernel, "kernel", kernel).definition.outs
-    return tuple(outs) if len(outs) > 1 else outs[0]
+    lowered = kernel.lower(*operands)
+    lowered.resources()
+    outs = tuple(plgpu.ShapeDtypeStruct(*of) for of in lowered.outputs)
+    return outs if len(outs) > 1 else outs[0]
 
 
 class WarpSpecialized:
