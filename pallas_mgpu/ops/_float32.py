@@ -62,8 +62,9 @@ def _splitting(shape, axis, low, aligned, interpret):
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct(out, jnp.bfloat16),
-        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width), *several),
-        grid_names=("row", "col", *["matrix"] * len(several)),
+        # any number along the last axis
+        grid=(pl.cdiv(cols, width), pl.cdiv(rows, height), *several),
+        grid_names=("col", "row", *["matrix"] * len(several)),
         interpret=interpret,
         kernel_name="matmul_split",
         **in_shapes(shape),

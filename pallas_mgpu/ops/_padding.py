@@ -55,8 +55,8 @@ def padding(shape, dtype, aligned, interpret, to=0):
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((*shape[:-1], padded), dtype),
-        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
-        grid_names=("row", "col"),
+        grid=(pl.cdiv(cols, width), pl.cdiv(rows, height)),  # any number in the last one
+        grid_names=("col", "row"),
         interpret=interpret,
         kernel_name="matmul_padding",
         **in_shapes(shape),
@@ -80,8 +80,8 @@ def cropping(shape, cols, dtype, interpret):
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((*shape[:-1], cols), dtype),
-        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
-        grid_names=("row", "col"),
+        grid=(pl.cdiv(cols, width), pl.cdiv(rows, height)),  # any number in the last one
+        grid_names=("col", "row"),
         interpret=interpret,
         kernel_name="matmul_cropping",
         **in_shapes(shape),

@@ -91,8 +91,8 @@ def _sum_kernel(x, slices, interpret, shapes=()):
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype),
-        grid=(pl.cdiv(x.m, height), pl.cdiv(x.n, width)),
-        grid_names=("row", "col"),
+        grid=(pl.cdiv(x.n, width), pl.cdiv(x.m, height)),  # any number in the last one
+        grid_names=("col", "row"),
         interpret=interpret,
         kernel_name="matmul_sum",
         **options,

@@ -128,8 +128,8 @@ def _kernel(x, backward, interpret):
     return plgpu.kernel(
         body,
         out_type=outs,
-        grid=(pl.cdiv(x.rows, height), pl.cdiv(x.n, width)),
-        grid_names=("row", "column"),
+        grid=(pl.cdiv(x.n, width), pl.cdiv(x.rows, height)),  # any number in the last one
+        grid_names=("column", "row"),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
         kernel_name="gated_linear_unit_backward" if backward else "gated_linear_unit",

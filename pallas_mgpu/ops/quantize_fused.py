@@ -154,8 +154,8 @@ def _gated(x, packed, activation, interpret):
     return plgpu.kernel(
         body,
         out_type=_outs(x),
-        grid=(x.rows, parts),
-        grid_names=("row", "part"),
+        grid=(parts, x.rows),  # any number in the last one
+        grid_names=("part", "row"),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
         kernel_name="gated_linear_unit_quantize",
