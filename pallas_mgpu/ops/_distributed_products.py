@@ -48,9 +48,10 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 from ._common import SMEM_BYTES, StaticTiles
+from ._matmul_checks import check
 from ._matmul_choice import MatmulConfig, candidates, clusters_at_once, cycles
 from .distributed import Own, each
-from .matmul import _Block, _check_config, _KernelPlan
+from .matmul import _Block, _KernelPlan
 
 _PIECE, _PIECES = (16, 256), 2  # rows and columns that a courier moves at a time, and its slots
 _LEAVING = 1  # pieces on the way from there, while the other slots are filled
@@ -182,7 +183,7 @@ def checked(config, what, m, tmem):
         return
     if tmem:
         raise NotImplementedError(f"{what}: config= on Blackwell; leave it out")
-    _check_config(config, m, False, False)
+    check(config, m, False, False)
     whole = isinstance(config, MatmulConfig) and config.slices == config.shares == 1
     if not whole or config.swapped or config.consumer_rows > 64:
         raise ValueError(

@@ -12,7 +12,7 @@ from by_steps import by_steps
 import pallas_mgpu as plgpu
 from pallas_mgpu import nn
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
+from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, _matmul_checks, matmul
 from pallas_mgpu.ops._common import SMS
 from pallas_mgpu.ops._few_rows import candidates as few_rows_candidates
 from pallas_mgpu.ops._matmul_choice import (
@@ -26,7 +26,6 @@ from pallas_mgpu.ops._matmul_choice import (
     wide_candidates,
 )
 from pallas_mgpu.ops._scaled import UNSCALED
-from pallas_mgpu.ops.matmul import _check_config, _check_k_major_config
 
 pytestmark = pytest.mark.covering(1, share=True)
 
@@ -401,9 +400,9 @@ def test_wide_candidates():
             assert not set(found) & set(candidates(m, n, k, in_bytes=in_bytes, tb=tb, swaps=m))
             for cfg in found:
                 if in_bytes == 2:
-                    _check_config(cfg, m, False, tb)
+                    _matmul_checks.check(cfg, m, False, tb)
                 else:
-                    _check_k_major_config(cfg, UNSCALED, in_bytes)
+                    _matmul_checks.check_k_major(cfg, UNSCALED, in_bytes)
                 assert cycles(m, n, k, cfg, 132, in_bytes) > 0
 
 
