@@ -1,8 +1,9 @@
-"""Product of up to 8 rows with a matrix: what `matmul` does where memory is the limit and the
+"""Product of up to 16 rows with a matrix: what `matmul` does where memory is the limit and the
 tensor cores would idle.
 
 A block is one warpgroup, and several blocks share an SM, each with a ring of its own. B streams
-through shared memory once. Lanes hold 8 neighbours of B and add up products in float32; at the end
+through shared memory once. Lanes hold 8 neighbours of B and add up products in float32, the dtype
+that the operands may have, too; at the end
 the sums of the lanes are added, then those of the blocks of a cluster, which divide K, in their
 order."""
 
@@ -16,10 +17,13 @@ from pallas_mgpu._caches import cached
 
 from ._common import applied, overlap_launches
 
+_MOST = {False: 16, True: 8}  # rows, by whether B is transposed
+_SUMS = 64  # of a warp with B transposed, at most: lanes have no registers for more
+
 
 class FewRowsConfig(NamedTuple):
-    """The configuration of a product of up to 8 rows, which is bound by memory and uses no tensor
-    cores.
+    """The configuration of a product of up to 16 rows (with ``transpose_b`` 8, with ``transpose_a``
+    one), which is bound by memory and uses no tensor cores.
 
     ``tile_n``: columns of a block: 64, 128 or 256, with ``transpose_b`` a multiple of 4. ``split``:
     blocks of a cluster that divide K. ``stages``: slots of the ring. ``step``: elements of K per
@@ -177,7 +181,7 @@ class _Block:
 
 @cached
 def kernel(x, cfg, interpret):
-    """x: a Product of matmul.py, of up to 8 rows."""
+    """x: a Product of matmul.py, of few rows."""
     p = _Plan(x, cfg)
 
     def body(a, b, *refs, **scratch):
@@ -201,10 +205,10 @@ def kernel(x, cfg, interpret):
 
 
 def candidates(m, k, transpose_b):
-    """Configurations for up to 8 rows."""
+    """Configurations for few rows."""
     widths, step = ((8, 16, 32), 256) if transpose_b else ((64, 128, 256), 64)
     if transpose_b:
-        widths = [w for w in widths if w * m <= 64]  # more sums than registers
+        widths = [w for w in widths if w * m <= _SUMS]
     splits = [s for s in (1, 2, 4, 8) if s <= pl.cdiv(k, step)]
     return [
         FewRowsConfig(width, split, stages, step)
@@ -229,10 +233,26 @@ def choose(n, k, transpose_b, sms):
     return FewRowsConfig(width, split, stages, step)
 
 
+def suit_float32(m, transpose_a, transpose_b):
+    """Are so many rows of float32 multiplied here? Parts in 16 bits, for the tensor cores, would
+    take several times the memory's time."""
+    return m == 1 or m <= _MOST[transpose_b] and not transpose_a
+
+
+def choose_float32(m, n, k, transpose_b, sms):
+    """The same for so many rows of float32, of slots with as many bytes."""
+    config = choose(n, k, transpose_b, sms)
+    if not transpose_b:
+        return config._replace(step=config.step // 2)
+    width = min(config.tile_n, _SUMS // m // 4 * 4)
+    return config._replace(tile_n=width, stages=max(config.stages // 2, 2))
+
+
 def check_config(config, m, ta, tb):
-    if m > 8 or (ta and m > 1):
+    most = _MOST[tb]
+    if m > most or (ta and m > 1):
         raise ValueError(
-            "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
+            f"matmul: a FewRowsConfig is for up to {most} rows, with transpose_a for 1;"
             f" got {m}{', transposed' if ta else ''}"
         )
     tile, step = config.tile_n, config.step

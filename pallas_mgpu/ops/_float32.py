@@ -28,13 +28,23 @@ def shape_of(shape, axis):
     return *lead, rows, pl.cdiv(cols, 8) * 8
 
 
+def _height(cols):
+    """Rows that a block splits, if there are as many."""
+    return max(_WIDTH // min(cols, _WIDTH), 1)
+
+
+def _any_rows(cols):
+    """Edges of the numbers of rows that share a kernel."""
+    return 0, _height(cols) - 1, ANY_ROWS[1]
+
+
 @cached
 def _splitting(shape, axis, low, aligned, interpret):
     """Kernel: the parts of a matrix along an axis, or of each of several. Where blocks do not come
     out even the last ones begin earlier, and write once more what others write, too."""
     (*several, rows, cols), out = shape, shape_of(shape, axis)
     width = min(cols, _WIDTH)
-    height = 1 if isinstance(rows, plgpu.Dim) else min(rows, max(_WIDTH // width, 1))
+    height = min(_sizes.least(rows), _height(cols))
     filled = cols if axis == 0 else cols * PARTS
 
     def body(x, o):
@@ -88,7 +98,7 @@ def splitting_of(number, operand, axis, interpret):
         several = rows_of(kind, shape[0], any_number(*shape_of(shape, axis)[1:]))[0]
         return _splitting((several, *shape[1:]), *how)
     kind, rows = ("matmul_split", number, shape[-1], *of), math.prod(shape[:-1])
-    kernel = _splitting((rows_of(kind, rows, ANY_ROWS)[0], shape[-1]), *how)
+    kernel = _splitting((rows_of(kind, rows, _any_rows(shape[-1]))[0], shape[-1]), *how)
     if len(shape) == 2:
         return kernel
     whole = shape_of(shape, axis)
@@ -106,7 +116,7 @@ def product(x, a, b, make, interpret):
         infos.append(plgpu.ArrayInfo(shape_of(shape, axis), bf16, operand.device))
         if axis == 1 and operand is a and shape is a.shape:
             kind = "matmul_split", shape[1], operand.aligned, operand.device, interpret
-            shape = rows_of(kind, shape[0], ANY_ROWS)[0], shape[1]
+            shape = rows_of(kind, shape[0], _any_rows(shape[1]))[0], shape[1]
         kernels.append(_splitting(shape, axis, low, operand.aligned, interpret))
     inner = make(x._replace(k=x.k * PARTS, dtypes=(bf16, bf16)), *infos)
     return with_padding(inner, [*kernels, *(None,) * (x.bias_dtype is not None)])

@@ -73,7 +73,7 @@ from ._matmul_choice import (
 )
 from ._matmul_family import Rows, shared
 from ._matmul_parts import Boxes, parts_of
-from ._open_rows import in_shapes, may_settle, own_program, rows_of, settle, together
+from ._open_rows import in_shapes, is_static, may_settle, own_program, rows_of, settle, together
 from ._padding import padding_of, with_padding
 from ._scaled import (
     BLOCK,
@@ -879,17 +879,22 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
         config = shared(rows, m, _BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.own(m)
         if in_order:
             config = config._replace(serpentine=not invariant)
+    if isinstance(config, FewRowsConfig):
+        return _of_few_rows(x, a, b, config, interpret)
     _matmul_checks.check(config, m, x.ta, x.tb)
-    few_rows = isinstance(config, FewRowsConfig)
-    if few_rows:
-        product = _few_rows.kernel(x, config, interpret)
-    else:
-        product = _kernel(x, config, sms, interpret)
-    # a of few rows is read as one row
+    product = _kernel(x, config, sms, interpret)
     open_k = isinstance(x.k, plgpu.Dim)
     open_a = open_k or isinstance(x.m, plgpu.Dim)
-    pad_a = None if few_rows and x.ta else padding_of(a, interpret, open_a)
-    return with_padding(product, [pad_a, padding_of(b, interpret, open_k), None])
+    pads = [padding_of(a, interpret, open_a), padding_of(b, interpret, open_k), None]
+    return with_padding(product, pads)
+
+
+def _of_few_rows(x, a, b, config, interpret):
+    """The kernel on the lanes for a Product of floats."""
+    _matmul_checks.check(config, x.m, x.ta, x.tb)
+    product = _few_rows.kernel(x, config, interpret)
+    pad_a = None if x.ta else padding_of(a, interpret)  # transposed, it is read as one row
+    return with_padding(product, [pad_a, padding_of(b, interpret), None])
 
 
 def _check_options(a, config, precision):
@@ -1098,6 +1103,10 @@ def _of_float32(x, operands, config, invariant, precision, accumulate, interpret
         _check_on_hopper(a, config, "tf32", "precision='bf16x3'")
         sms = plgpu.sm_count(a.device)
         return _k_major(x, operands, config, invariant, sms, interpret)
+    if config is None and not invariant:
+        config = _of_few_float32(x, a, interpret)
+    if isinstance(config, FewRowsConfig):
+        return _of_few_rows(x, a, b, config, interpret)
 
     def make(x, a, b):
         operands, sms = (a, b, bias, None, None), plgpu.sm_count(a.device)
@@ -1109,6 +1118,16 @@ def _of_float32(x, operands, config, invariant, precision, accumulate, interpret
         return _of_16_bits(x, a, b, config, invariant, sms, interpret)
 
     return _float32.product(x, a, b, make, interpret)
+
+
+def _of_few_float32(x, a, interpret):
+    """The configuration for few rows of float32; None: they are multiplied in parts."""
+    on_hopper = not (_tensor_memory.runs_here(a.device) or _warp_mma.runs_here(a.device))
+    if not on_hopper or not _few_rows.suit_float32(x.m, x.ta, x.tb):
+        return None
+    if x.m > _EDGES[0] and not is_static(_kind(x, a, False, interpret), x.m):
+        return None
+    return _few_rows.choose_float32(x.m, x.n, x.k, x.tb, plgpu.sm_count(a.device))
 
 
 def _of_narrow_types(x, operands, config, invariant, accumulate, interpret):
@@ -1218,6 +1237,7 @@ def _of_one_batch(a, b, plan, given, invariant, options):
     x, of_call = _batches.with_open_sizes(x, has, kind, not moved[0])
     open_ = isinstance(x.batch.size, plgpu.Dim)
     few_rows = in_bytes == 2 and isinstance(rows.own(m), FewRowsConfig)
+    few_rows |= split and not invariant and _few_rows.suit_float32(m, ta, x.tb)
     if not open_ and (count == 1 or few_rows):
         return None
     if isinstance(x.m, plgpu.Dim):
@@ -1253,6 +1273,8 @@ def _choose_for_batch(a, b, batch, given, invariant, options):
     x = _checked(a, b, given.get("bias"), None, None, ta, tb, scaled)
     sms, in_bytes = max(plgpu.sm_count(a.device) // batch, 1), a.dtype.itemsize
     tf32 = options["precision"] == "tf32"
+    if in_bytes == 4 and not (tf32 or invariant) and _few_rows.suit_float32(x.m, ta, tb):
+        return _few_rows.choose_float32(x.m, x.n, x.k, tb, sms)
     if in_bytes == 2 or in_bytes == 4 and not tf32:
         k = x.k * (1 if in_bytes == 2 else _float32.PARTS)
         return (choose_invariant if invariant else choose)(
@@ -1292,14 +1314,15 @@ def matmul(
     activation: a function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype:
     float16, bfloat16 or float32; that of ``a`` by default, for 8-bit operands bfloat16. int8
     without scales, bias and activation gives exact int32 sums (modulo 2**32), or floats. config: a
-    :class:`MatmulConfig`, for up to 8 rows of 16-bit floats a :class:`FewRowsConfig`, on Blackwell
-    a :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
+    :class:`MatmulConfig`, for few rows of floats a :class:`FewRowsConfig`, on Blackwell a
+    :class:`TensorMemoryConfig`, on sm_80, sm_86, sm_89 and sm_120a a :class:`MmaConfig`; chosen
     from the shape by default. out: a preallocated result.
 
     precision: of float32 operands. "bf16x3": they are each split into two bfloat16 parts by
     separate kernels and multiplied as three products; the relative error of a term is about 2**-16,
-    infinities give NaN. "tf32" (Hopper): the tensor cores read 10 bits of each mantissa, cut off;
-    the relative error of a term is below 2**-9.
+    infinities give NaN. On Hopper, up to 16 rows (with ``transpose_b`` 8, with ``transpose_a``
+    one) are multiplied in float32 instead, without ``batch_invariant``. "tf32" (Hopper): the tensor
+    cores read 10 bits of each mantissa, cut off; the relative error of a term is below 2**-9.
 
     Operands may have batch dimensions before these two, which broadcast as in NumPy: (..., M, K)
     and (..., K, N) give (..., M, N), in one launch (and those that pad, transpose or split

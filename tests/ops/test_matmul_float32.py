@@ -53,6 +53,32 @@ def test_against_float64(run, rng, case, ta, tb):
     assert (np.abs(got - want) <= bound + 1e-6).all()
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("m, ta", [(1, False), (1, True), (3, False), (8, False), (16, False)])
+@pytest.mark.parametrize("n, k, tb", [(37, 330, False), (133, 512, True), (260, 1000, True)])
+def test_few_rows_lose_nothing(run, rng, m, n, k, ta, tb):
+    m = min(m, 8) if tb else m
+    plgpu.clear_caches()
+    a = rng.standard_normal((k, m) if ta else (m, k)).astype(f32)
+    b = rng.standard_normal((n, k) if tb else (k, n)).astype(f32)
+    left, right = (a.T if ta else a).astype(np.float64), (b.T if tb else b).astype(np.float64)
+    how = {"transpose_a": ta, "transpose_b": tb, "interpret": None if run.way == "cuda" else True}
+    got = by_steps(run.call, ops.matmul.kernel(a, b, **how), [a, b])
+    want = left @ right
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert got.dtype == f32 and error < 6e-7
+    invariant = ops.matmul(a, b, **how | {"interpret": True}, batch_invariant=True)
+    error = np.linalg.norm(invariant - want) / np.linalg.norm(want)
+    assert 1e-6 < error < 2e-5  # by parts, as more rows are
+
+
+def test_infinities_of_few_rows(rng):
+    a, b = (rng.standard_normal(s).astype(f32) for s in ((2, 40), (40, 24)))
+    a[0, 3] = np.inf
+    got = ops.matmul(a, b, interpret=True)
+    np.testing.assert_array_equal(got[0], np.sign(b[3]) * np.inf)
+
+
 TF32 = {  # m, n, k, configuration
     "chosen": (70, 90, 330, None),
     "one row": (1, 33, 200, None),

@@ -563,7 +563,7 @@ def test_out_and_spellings(rng):
         (dict(out_dtype="int32"), TypeError, "out_dtype must be float16, bfloat16 or float32"),
         (dict(out_dtype="f17"), TypeError, "^matmul: out_dtype must be .*, got 'f17'"),
         (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
-        (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
+        (dict(config=F(), transpose_a=True), ValueError, "up to 16 rows, with transpose_a for 1"),
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
         (dict(config=C(slices=0)), ValueError, "slices and shares from 1"),
