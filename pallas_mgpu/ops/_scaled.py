@@ -20,7 +20,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches, store, swizzled, unaligned
+from ._common import buffer, overlap_launches, store, unaligned
 from ._open_rows import any_number, in_shapes, rows_of
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -265,7 +265,7 @@ class BlockScales:
 
 # ---- K contiguous -------------------------------------------------------------------------------
 
-_TILE = 128
+_TILE = {1: 128, 4: 64}  # rows and columns of a tile, by the bytes of an element
 _LANES_TILE = 64  # without TMA
 
 
@@ -276,7 +276,7 @@ def transposing(shape, dtype, aligned, interpret, by_lanes=False):
     if by_lanes:
         return _transposing_by_lanes(shape, dtype, aligned, interpret)
     *several, rows, cols = shape
-    padded = pl.cdiv(rows, 16) * 16
+    padded, tile = pl.cdiv(rows, 16) * 16, _TILE[dtype.itemsize]
     by_tma = aligned and (cols % 16 == 0 or rows == 1 and not several)
 
     def body(x, o, *, x_smem, o_smem, full):
@@ -285,19 +285,19 @@ def transposing(shape, dtype, aligned, interpret, by_lanes=False):
             x, o = (ref.at[lax.axis_index("matrix")] for ref in (x, o))
         else:
             x = x.reshape(shape)
-        row, col = lax.axis_index("row") * _TILE, lax.axis_index("col") * _TILE
-        source = x.at[pl.ds(row, _TILE), pl.ds(col if aligned else unaligned(col), _TILE)]
+        row, col = lax.axis_index("row") * tile, lax.axis_index("col") * tile
+        source = x.at[pl.ds(row, tile), pl.ds(col if aligned else unaligned(col), tile)]
         plgpu.copy_gmem_to_smem(source, x_smem, full, engine=None if by_tma else "plain")
         plgpu.barrier_wait(full)
-        store(o_smem, x_smem[...].T, o.at[pl.ds(col, _TILE), pl.ds(row, _TILE)])
+        store(o_smem, x_smem[...].T, o.at[pl.ds(col, tile), pl.ds(row, tile)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    smem = plgpu.SMEM((_TILE, _TILE), dtype, transforms=swizzled(_TILE, dtype))
+    smem = buffer(tile, tile, dtype=dtype)
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((*several, cols, padded), dtype),
         scratch_types={"x_smem": smem, "o_smem": smem, "full": plgpu.Barrier()},
-        grid=(pl.cdiv(rows, _TILE), pl.cdiv(cols, _TILE), *several),
+        grid=(pl.cdiv(rows, tile), pl.cdiv(cols, tile), *several),
         grid_names=("row", "col", *["matrix"] * len(several)),
         interpret=interpret,
         kernel_name="matmul_transposing",
