@@ -32,17 +32,16 @@ from gemm_suite import parse, suite
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import MatmulConfig, matmul
-from pallas_mgpu.ops._common import compile_for
+from pallas_mgpu.ops._common import SMS, compile_for
 from pallas_mgpu.ops._matmul_choice import (
     Rates,
     candidates,
-    choose,
-    choose_k_major,
     cycles,
     misaligned_rows,
     rates_of,
     wide_candidates,
 )
+from pallas_mgpu.ops._matmul_family import Rows
 
 # of the error, relative in the norm; sums of 8-bit products have 14 bits, as torch's here
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4, "float8_e4m3fn": 6e-3}
@@ -173,9 +172,8 @@ FOUND = None  # results.Results
 
 
 def chosen(gemm):
-    if gemm.dtype.startswith("float8"):
-        return choose_k_major(gemm.m, gemm.n, gemm.k)
-    return choose(gemm.m, gemm.n, gemm.k, transpose_b=gemm.nt)
+    in_bytes = 1 if gemm.dtype.startswith("float8") else 2
+    return Rows(gemm.n, gemm.k, SMS, False, gemm.nt, in_bytes=in_bytes).of_one(gemm.m)
 
 
 def time_one(gemm, configs, rounds):

@@ -16,11 +16,13 @@ import numpy as np
 from pallas_mgpu._caches import cached
 
 from ._matmul_choice import (
+    MatmulConfig,
     candidates,
     choose,
     choose_invariant,
     choose_k_major,
     cycles,
+    in_fours,
     misaligned_rows,
     rates_of,
     sums_in_order,
@@ -60,6 +62,13 @@ class Rows:
         if in_bytes != 2:
             return choose_k_major(m, n, k, sms, self.blocks, in_bytes, self.grain, is_open)
         return choose(m, n, k, sms, self.ta, self.tb, is_open)
+
+    def of_one(self, m):
+        """The configuration of a program for m rows alone."""
+        cfg = self.own(m)
+        if self.invariant or self.in_bytes > 2 or not isinstance(cfg, MatmulConfig):
+            return cfg
+        return in_fours(cfg, m, self.n, self.k, self.sms, self.in_bytes)
 
     def _of_batches(self, m):
         """Those that do not divide K among blocks of the whole GPU."""

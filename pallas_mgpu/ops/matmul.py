@@ -876,7 +876,7 @@ def _of_16_bits(x, a, b, config, invariant, sms, interpret):
     if config is None:
         in_order = invariant or x.accumulate or x.keep
         rows = Rows(x.n, k, sms, x.ta, x.tb, in_order)
-        config = shared(rows, m, _BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.own(m)
+        config = shared(rows, m, _BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.of_one(m)
         if in_order:
             config = config._replace(serpentine=not invariant)
     if isinstance(config, FewRowsConfig):
@@ -1033,7 +1033,7 @@ def _choose_k_major(x, a, invariant, sms, interpret):
     if not x.ta:
         kind = _kind(x, a, invariant, interpret)
         x = x._replace(m=rows_of(kind, m, _K_MAJOR_EDGES, _WEIGHT)[0])
-    return x, shared(rows, m, _K_MAJOR_BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.own(m)
+    return x, shared(rows, m, _K_MAJOR_BUCKETS) if isinstance(x.m, plgpu.Dim) else rows.of_one(m)
 
 
 def _in_tensor_memory(x, operands, config, sms, interpret):
@@ -1432,7 +1432,7 @@ def _own_program(a, b, **options):
         return None
 
     def make():
-        product = _of_16_bits(x, a, b, own, False, sms, interpret)
+        product = _of_16_bits(x, a, b, rows.of_one(x.m), False, sms, interpret)
         if a.device is not None:
             compile_for(product, [a, b] if options["bias"] is None else [a, b, options["bias"]])
         settle(kind, x.m)
