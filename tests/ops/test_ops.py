@@ -153,6 +153,14 @@ CASES = {  # shape, ta, tb, configuration, options
         C(1, 64, 0, 2, 1, 8, 2, 2),
         {"bias": True, "out_dtype": "float32"},
     ),
+    "rows that four fetch": ((70, 600, 200), False, True, C(2, 72, 0, 4, swapped=True), {}),
+    "rows that four fetch, of three": (
+        (130, 520, 330),
+        False,
+        False,
+        C(3, 136, 3, 4, 2, 1, swapped=True),
+        {"bias": True},
+    ),
     "slices": ((77, 131, 330), False, True, SLICED, {"bias": True, "activation": "relu"}),
     "slices, K in two": (
         (40, 72, 520),
