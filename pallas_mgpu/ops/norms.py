@@ -67,7 +67,7 @@ class NormConfig(NamedTuple):
     """How softmax, rms_norm and layer_norm are tiled.
 
     ``height``: rows of a tile (columns, along an axis other than the last). ``cluster``: blocks
-    that share a row, with one row a tile, or columns; 16 only where the GPU has such clusters. ``part``:
+    that share a row, with one row a tile, or columns; 16 where the GPU has such clusters. ``part``:
     elements of a row in registers at a time; 0: all of the block's. ``staged``: through SMEM by
     TMA. ``ring``: elements of a chunk if chunks of rows pass through a ring in SMEM (the fields
     above then have no effect); 0: no ring. ``consumers``: pairs of warpgroups in a block that
