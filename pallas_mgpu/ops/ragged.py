@@ -836,9 +836,9 @@ def ragged_dot(
 
     scale_lhs, scale_rhs: of 8-bit floats, float32 arrays of the shapes (M, ceil(K / 128)) or
     (G, R, ceil(K / 128)), and (G, ceil(N / 128), ceil(K / 128)): a number for a row of lhs and 128
-    elements of K, and for 128 columns and 128 of K. Neither: ones. scale_rhs of weights beside 16-bit
-    rows: (G, S, N) of a float dtype, element (g, s, n) for the elements s * K // S to (s + 1) * K
-    // S of column n, a multiple of 64 if S > 1.
+    elements of K, and for 128 columns and 128 of K. Neither: ones. scale_rhs of weights beside
+    16-bit rows: (G, S, N) of a float dtype, element (g, s, n) for the elements s * K // S to
+    (s + 1) * K // S of column n, a multiple of 64 if S > 1.
 
     out_dtype: float16, bfloat16 or float32; that of ``lhs`` by default, for 8-bit floats bfloat16.
     config: a :class:`RaggedConfig`, on Blackwell a :class:`TensorMemoryConfig` without pair and
