@@ -8,6 +8,7 @@ because such reads cost more than a copy, and from the fifth combination of stri
 meets, for views of a buffer that grows would compile each time."""
 
 import contextlib
+import sys
 
 from . import _core
 from ._types import ShapeDtypeStruct
@@ -156,8 +157,7 @@ def _contiguous(x, stream, what):
         with contextlib.nullcontext() if stream is None else _torch_stream(stream, x.device):
             return x.contiguous()
     if library == "cupy":
-        import cupy
-
+        cupy = sys.modules["cupy"]
         handle = None if stream is None else _core.stream_handle(stream)
         with contextlib.nullcontext() if stream is None else cupy.cuda.ExternalStream(handle):
             return cupy.ascontiguousarray(x)
@@ -169,8 +169,7 @@ def _refused(what):
 
 
 def _torch_stream(stream, device):
-    import torch
-
+    torch = sys.modules["torch"]
     return torch.cuda.stream(torch.cuda.ExternalStream(_core.stream_handle(stream), device))
 
 

@@ -2,8 +2,9 @@
  *
  * An array in row-major order can be seen with any shape of as many elements, so a call (call.c)
  * only has to replace the extents that were read, and those that its results get. Other arrays are
- * seen so where their strides allow it (ValueError). Arrays that have no memory, or whose operations
- * autograd records, go to another kernel, which `alone` returns: that of the caller's shapes.
+ * seen so where their strides allow it (ValueError). Arrays that have no memory, or whose
+ * operations autograd records, go to another kernel, which `alone` returns: that of the caller's
+ * shapes.
  *
  * A kernel that serves many sizes reads them from the extents of its operands, and several sizes
  * may be one extent of these views. The kernel learns each of them from an operand of its own, of

@@ -1441,5 +1441,6 @@ def _own_program(a, b, **options):
     return make
 
 
+_TRANSPOSES = {"transpose_a": ("a",), "transpose_b": ("b",)}
 matmul.maker.better = _own_program  # type: ignore[attr-defined]  # not public
-matmul.maker.transposes = {"transpose_a": ("a",), "transpose_b": ("b",)}  # type: ignore[attr-defined]
+matmul.maker.transposes = _TRANSPOSES  # type: ignore[attr-defined]
