@@ -1,4 +1,5 @@
-"""Operands of functions of arrays that are not contiguous in row-major order.
+"""Operands of functions of arrays that are not contiguous in row-major order, or do not begin at a
+multiple of 16 bytes.
 
 Kernels read such arrays of a GPU by their strides, which are a part of their programs. `Views` says
 what a call's operands are to a kernel, and `Programs.for_views` which function serves the call: the
@@ -149,23 +150,25 @@ class _OfCopies:
 
 
 def _contiguous(x, stream, what):
-    """A copy in row-major order, by the library of the array, on the stream of the call."""
+    """A copy in row-major order that begins at a multiple of 16 bytes, by the library of the array,
+    on the stream of the call."""
     if isinstance(x, ShapeDtypeStruct):
         return _copied(x)
     library = type(x).__module__.partition(".")[0]
     if hasattr(x, "contiguous"):  # torch's tensors and parameters
         with contextlib.nullcontext() if stream is None else _torch_stream(stream, x.device):
-            return x.contiguous()
+            return x.clone(memory_format=sys.modules["torch"].contiguous_format)
     if library == "cupy":
         cupy = sys.modules["cupy"]
         handle = None if stream is None else _core.stream_handle(stream)
         with contextlib.nullcontext() if stream is None else cupy.cuda.ExternalStream(handle):
-            return cupy.ascontiguousarray(x)
+            return cupy.array(x, copy=True, order="C")
     raise _refused(what)
 
 
 def _refused(what):
-    return ValueError(f"{what} is not contiguous in row-major order: pass a contiguous copy")
+    why = "is not contiguous in row-major order, or does not begin at a multiple of 16 bytes"
+    return ValueError(f"{what} {why}: pass a contiguous copy")
 
 
 def _torch_stream(stream, device):
@@ -184,7 +187,7 @@ class Programs:
         """The function that takes the place of target, which serves contiguous arrays like the
         operands."""
         operands, (exchanged, copied) = views.operands, views.numbers()
-        apart = [i for i, x in enumerate(operands) if x.element_strides]
+        apart = [i for i, x in enumerate(operands) if x.element_strides or not x.aligned]
         several = False
         if apart and not self._reads(target, operands):
             copied = sorted((*copied, *apart))
@@ -195,7 +198,7 @@ class Programs:
             if written := [i for i in copied if i in getattr(target, "writes", ())]:
                 raise ValueError(
                     f"{self.name}: argument {written[0]}, which is written to, is not contiguous in"
-                    " row-major order"
+                    " row-major order, or does not begin at a multiple of 16 bytes"
                 )
             first = apart if several else None
             target = _OfCopies(target, copied, self.name, first)
@@ -222,7 +225,12 @@ class Programs:
                 for x, shape, s in zip(operands, shapes, strides)
             ]
             given += [operands[0].replace(shape=(n,), element_strides=None) for n in sizes]
-            kernel.lower(*given)
+            lowered = kernel.lower(*given)
         except (ValueError, NotImplementedError):  # there are no such strides, or no such copies
             return False
+        if not all(x.aligned for x in operands):
+            params = lowered.graph.cuda()[1]["params"]
+            for x, (_, _, align, *_) in zip(operands, params):
+                if not x.aligned and align > x.dtype.itemsize:
+                    return False
         return self._may_have(kernel, strides)

@@ -763,8 +763,6 @@ def product_of(name, x, weights, scales, out_dtype, activation=""):
         raise ValueError(f"{name}: empty operands, {x.shape} and {weights.shape}")
     if k % 64:
         raise ValueError(f"{name}: K must be a multiple of 64, got {k}; pad both with zeros")
-    if not weights.aligned:
-        raise ValueError(f"{name}: weights must begin at a multiple of 16 bytes")
     groups = 1
     if scales is not None:
         if scales.dtype.name not in ("float16", "bfloat16", "float32"):

@@ -167,6 +167,22 @@ def test_copies_are_aligned(rng):
     assert target.target is want
 
 
+def test_misaligned_arrays(rng):
+    """They are copied where the kernel relies on 16 bytes, and read where it does not."""
+    plgpu.clear_caches()
+
+    def chosen(f, *shapes):
+        return f.maker([(shape, dtype, None, False, None) for shape, dtype in shapes], {}, {})[0]
+
+    assert isinstance(chosen(ops.quantize, ((64, 512), BF16)), _strides._OfCopies)
+    int8 = (256, 128), np.dtype(np.int8)
+    assert isinstance(chosen(ops.mixed_matmul, ((64, 128), BF16), int8), _strides._OfCopies)
+    assert isinstance(chosen(ops.softmax, ((64, 512), BF16)), _core.Kernel)
+    angles = (50, 32), F32
+    rotary = chosen(ops.rotary, ((2, 50, 4, 64), BF16), angles, angles)
+    assert isinstance(rotary, _core.Kernel)
+
+
 def test_arrays_that_are_written_to(rng):
     pages, new = normal(rng, 4, 16, 2, 64), normal(rng, 1, 3, 2, 64)
     table, lengths = np.arange(4, dtype=np.int32)[None], np.zeros(1, np.int32)
@@ -200,6 +216,15 @@ def wider(x, n=16):
     whole = torch.full((*x.shape[:-1], x.shape[-1] + 2 * n), 99.0, device="cuda").to(x.dtype)
     whole[..., n:-n] = x
     return whole[..., n:-n]
+
+
+def misaligned(x):
+    """The same numbers, contiguous from the second element of a tensor on."""
+    import torch
+
+    whole = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")
+    whole[1:] = x.flatten()
+    return whole[1:].view(x.shape)
 
 
 def swapped(x, i=-1, j=-2):
@@ -277,6 +302,7 @@ def test_functions_take_views_of_torch(name):
         "at odd multiples": lambda x: wider(x, 3),
         "swapped": swapped,
         "outer dims swapped": lambda x: swapped(x, 0, min(1, x.ndim - 2)),
+        "misaligned": misaligned,
         "every other": lambda x: torch.stack([x, x], 1).flatten(0, 1)[::2],
     }
     for form in forms.values():
