@@ -154,7 +154,7 @@ class _Launch:
     def __init__(self, program, facts, sizes, values, registers):
         graph = program.graph
         self.program, self.facts, self.sizes = program, facts, sizes
-        self.values = _values(graph, values, sizes)
+        self.values = values
         open_axes = graph.grid_sizes or [0] * len(graph.grid)
         self.grid = [sizes[k] if k else n for k, n in zip(open_axes, graph.grid)]
         self.clusters, self.cluster = math.prod(self.grid), math.prod(graph.cluster)
@@ -279,9 +279,10 @@ def _of_graph(graph, registers, facts, sizes, values, cold):
     def products(dtype, op):
         return (facts.tensor if op == "wgmma" else facts.mma) * 8 / bits_of(dtype)
 
-    program = compile_kernel(graph, products, facts.wgmma_least)
     sizes = _sizes(graph, sizes or {})
-    launch = _Launch(program, facts, sizes, values or {}, registers)
+    values = _values(graph, values or {}, sizes)
+    program = compile_kernel(graph, products, facts.wgmma_least, values)
+    launch = _Launch(program, facts, sizes, values, registers)
     arguments = [v for v, _ in graph.body.args]
     held = {v: _array_bytes(graph, sizes, k) for k, v in enumerate(arguments)}
     kept = (facts.cold_bytes - sum(held.values())) / (facts.cold_bytes - facts.warm_bytes)

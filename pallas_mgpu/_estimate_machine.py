@@ -16,7 +16,7 @@ import math
 
 from . import _core
 from ._estimate_loops import EVENTS, MOST
-from ._estimate_program import UNKNOWN
+from ._estimate_values import UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,11 @@ import dataclasses
 import math
 import re
 
+import numpy as np
+
+from . import _estimate_values as elements
 from ._estimate_loops import Loop
+from ._estimate_values import UNKNOWN
 from ._types import _DTYPES
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -186,29 +190,6 @@ def _read_op(line, at, graph, open_blocks, open_ops):
 # ---- scalars -------------------------------------------------------------------------------------
 
 
-class Unknown:
-    """A scalar that follows from the elements of arrays. Everything computed from it is unknown."""
-
-    def _same(self, *_):
-        return self
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = _same
-    __rfloordiv__ = __mod__ = __rmod__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = _same
-    __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = _same
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __truediv__ = __rtruediv__ = _same
-    __invert__ = __abs__ = _same
-    __hash__ = object.__hash__
-
-    def __bool__(self):
-        return False
-
-    def __index__(self):  # of a slot: any will do
-        return 0
-
-
-UNKNOWN = Unknown()
-
-
 def _div(a, b):
     if a is UNKNOWN or b is UNKNOWN or not b:
         return UNKNOWN
@@ -321,14 +302,15 @@ class _View:
 
 
 class _Compiler:
-    def __init__(self, graph, products, least):
-        self.graph, self.products, self.least = graph, products, least
+    def __init__(self, graph, products, least, given):
+        self.graph, self.products, self.least, self.given = graph, products, least, given
         self.lines, self.depth = [], 0
         self.expr, self.views, self.defined = {}, {}, {}
         self.work = [0.0, 0.0, 0.0, 0.0]  # instructions, special ones, latency, scalars
         self.assumed, self.maps = [], 0
         self.overlaps = self.dynamic = self.shares_grid = False
         self.whiles = 0
+        self.elements, self.held = {}, set()  # of arrays; roots in SMEM that have such arrays
 
     # -- text
 
@@ -429,6 +411,65 @@ class _Compiler:
             self.work[k] += cost
         for v, t in zip(op.outs, op.types):
             self.expr[v] = "UNKNOWN" if t.is_scalar else "0"
+        if len(op.outs) == 1 and op.name in elements.FOLLOWED:
+            self.follow(op, op.outs[0], op.types[0])
+
+    # -- elements of small arrays
+
+    def is_followed(self, t):
+        return t.dtype.lstrip("u").startswith(("int", "bool")) and t.size <= elements.MOST
+
+    def element(self, v):
+        """An expression for the elements of an array, or for a scalar."""
+        return self.value(v) if self.graph.types[v].is_scalar else self.elements.get(v, "UNKNOWN")
+
+    def follow(self, op, out, t):
+        """Compute the elements of a result if those of an operand are known. What follows from
+        constants and scalars alone is an expression, which is computed where a scalar needs it."""
+        if not self.is_followed(t):
+            return
+        operands = [self.element(v) for v in op.ins]
+        if "UNKNOWN" in operands:
+            return
+        text = f"made({', '.join([repr(op.name), repr(t.shape), repr(op.attrs), *operands])})"
+        if t.is_scalar or len(text) > 1000 or any(x[0] == "a" for x in operands):
+            self.put(f"a{out} = {text}")
+            text = f"a{out}"
+        if t.is_scalar:
+            self.expr[out] = text
+        else:
+            self.elements[out] = text
+
+    def part(self, v):
+        """Arguments that name the elements of a view; None where they are not known."""
+        view = self.view(v)
+        if not view.known:
+            return None
+        return f"[{', '.join(view.starts)}], {view.sizes}, {view.left}"
+
+    def follow_load(self, op, source, mask=None, other=None):
+        root, at, out = self.root_of(source), self.part(source), op.outs[0]
+        there = root in (self.given if self.in_gmem(source) else self.held)
+        if not there or at is None or not self.is_followed(op.types[0]):
+            return
+        if not self.in_gmem(source):
+            text = f"kept(place.scalars, {root}, {at})"
+        elif mask is None:
+            text = f"part(place.values.get({root}), {at})"
+        else:
+            chosen = ", ".join(map(self.element, (mask, other)))
+            text = f"part(place.values.get({root}), {at}, {chosen})"
+        self.put(f"a{out} = {text}")
+        self.elements[out] = f"a{out}"
+
+    def follow_store(self, target, value, mask=None):
+        root, at = self.root_of(target), self.part(target)
+        text = self.element(value)
+        if self.in_gmem(target) or at is None or text == "UNKNOWN" and root not in self.held:
+            return
+        self.held.add(root)
+        mask = "True" if mask is None else self.element(mask)
+        self.put(f"keep(place.scalars, {root}, {at}, {text}, {mask})")
 
     # -- values
 
@@ -436,6 +477,8 @@ class _Compiler:
         text = op.attrs["value"]
         if not op.types[0].is_scalar:
             self.expr[op.outs[0]] = "0"
+            if self.is_followed(op.types[0]) and re.fullmatch(r"-?\d+", text):
+                self.elements[op.outs[0]] = f"full({op.types[0].shape}, {text})"
         elif re.fullmatch(r"-?\d+", text):
             self.expr[op.outs[0]] = f"({text})" if text[0] == "-" else text
         elif re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", text):
@@ -568,9 +611,10 @@ class _Compiler:
         else:
             self.put(f"t = sm.shared(t, {self.graph.types[source].nbytes:g}, 30)")
             self.expr[out] = "0"
+        self.follow_load(op, source)
 
     def do_masked_load(self, op):
-        op = dataclasses.replace(op, ins=op.ins[:1])
+        _, mask, other, *indices = op.ins
         t = op.types[0]
         self.flush()
         self.put("t = yield t")
@@ -581,6 +625,8 @@ class _Compiler:
         else:
             self.put(f"t = sm.shared(t, {t.nbytes:g}, 30)")
             self.expr[op.outs[0]] = "UNKNOWN" if t.is_scalar else "0"
+        if self.in_gmem(op.ins[0]) and not indices:
+            self.follow_load(op, op.ins[0], mask, other)
 
     def do_store(self, op):
         target, value = op.ins[:2]
@@ -595,6 +641,7 @@ class _Compiler:
             self.put(f"t = sm.store(t, {self.root_of(target)}, {self.moved(target)})")
         else:
             self.put(f"t = sm.shared(t, {self.graph.types[target].nbytes:g}, 0)")
+            self.follow_store(target, value)
 
     def do_masked_store(self, op):
         self.await_loads(op)
@@ -605,6 +652,8 @@ class _Compiler:
             self.put(f"t = sm.store(t, {self.root_of(op.ins[0])}, {t.nbytes or 4:g})")
         else:
             self.put(f"t = sm.shared(t, {t.nbytes:g}, 0)")
+            if len(op.ins) == 3:
+                self.follow_store(*op.ins)
 
     def do_atomic(self, op):
         self.await_loads(op)
@@ -927,9 +976,10 @@ class Program:
     shares_grid: bool  # and there are only as many as run at once
 
 
-def compile_kernel(graph, products, least):
-    """``products(dtype, op)``: multiply-adds of a cycle. least: cycles of a wgmma instruction."""
-    c = _Compiler(graph, products, least)
+def compile_kernel(graph, products, least, given=()):
+    """``products(dtype, op)``: multiply-adds of a cycle. least: cycles of a wgmma instruction.
+    given: the numbers of values that are arguments whose elements are known."""
+    c = _Compiler(graph, products, least, frozenset(given))
     for v, _ in graph.body.args:
         c.view(v)
     c.put("def body(sm, place, grid, thread, sizes, t):")
@@ -943,6 +993,8 @@ def compile_kernel(graph, products, least):
         "UNKNOWN": UNKNOWN, "_div": _div, "_rem": _rem, "_min": _min, "_max": _max,
         "_select": _select, "_not": _not, "_convert": _convert, "trips": _trips, "clip": _clip,
         "end_of_loop": c.end_of_loop, "may_hold": _may_hold, "Loop": Loop,
+        "made": elements.made, "part": elements.part, "keep": elements.keep, "kept": elements.kept,
+        "full": np.full,
     }  # fmt: skip
     exec(compile(source, f"<estimate of {graph.name}>", "exec"), scope)  # noqa: S102
     return Program(graph, scope["body"], source, c.assumed, c.overlaps, c.dynamic, c.shares_grid)

@@ -148,6 +148,55 @@ def test_loops_over_what_arrays_hold():
         plgpu.estimate(lowered)
 
 
+def test_loops_over_what_follows_from_arrays():
+    """Sums of a vector, masked, in shared memory; an array's elements picked by a mask."""
+
+    @plgpu.kernel(
+        out_type=SPEC((128,), jnp.float32), scratch_types=[plgpu.SMEM((2, 33), jnp.int32)]
+    )
+    def k(counts, x, o, table):
+        table[1, 0] = 0
+        there = lax.broadcasted_iota(jnp.int32, (32,), 0) < 20
+        sizes = pl.load(counts, pl.ds(0, 32), mask=there, other=0)
+        table[1, pl.ds(1, 32)] = jnp.cumsum(jnp.clip(sizes, 0, 10) // 2)
+        full = jnp.sum((sizes == 9).astype(jnp.int32))
+
+        def step(i, acc):
+            return acc + x[i]
+
+        n = table[1, 32] * 8 + full
+        o[...] = lax.fori_loop(0, n, step, jnp.zeros(128, jnp.float32))
+
+    lowered = k.lower(SPEC((32,), jnp.int32), SPEC((5000, 128), jnp.float32))
+    row = 128 * 4
+    for counts in (np.arange(32), np.full(32, 9), np.full(32, 99), np.zeros(32)):
+        e = plgpu.estimate(lowered, values={0: counts.astype(np.int32)})
+        seen = counts[:20]
+        rows = (np.clip(seen, 0, 10) // 2).sum() * 8 + (seen == 9).sum()
+        assert e.read == pytest.approx(rows * row, abs=200)
+    with pytest.raises(ValueError, match="depends on elements"):
+        plgpu.estimate(lowered)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups(transposed):
+    m, n, k, groups = 4000, 1024, 512, 8
+    op = ops.transposed_ragged_dot if transposed else ops.ragged_dot
+    operands = [SPEC((m, k), jnp.bfloat16), SPEC((groups, k, n), jnp.bfloat16)]
+    if transposed:
+        operands[1] = SPEC((m, n), jnp.bfloat16)
+    operands.append(SPEC((groups,), jnp.int32))
+    lowered = op.kernel(*operands).lower(*operands)
+
+    def of(sizes):
+        return plgpu.estimate(lowered, values={2: np.array(sizes, np.int32)})
+
+    even, uneven, few = of([500] * 8), of([3000, 0, 0, 1000, 0, 0, 0, 0]), of([30] * 8)
+    for e in (even, uneven):
+        assert e.flops == pytest.approx(2 * m * n * k, rel=0.25)  # by a few SMs
+    assert few.flops < 0.2 * even.flops and few.seconds < even.seconds
+
+
 def many_steps(kind, n):
     """A kernel that does something n times."""
     x = SPEC((128, 64), jnp.float16)
