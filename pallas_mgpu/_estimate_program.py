@@ -955,8 +955,8 @@ def _trips(sm, key, lo, hi, rest, place, block, outer):
     if lo is UNKNOWN or hi is UNKNOWN:
         raise ValueError(
             f"plgpu.estimate: the number of iterations of the loop at {place} depends on elements"
-            " of arrays. Kernels that load such elements one by one can be estimated with values="
-            "{number of the argument: array}; measure others with plgpu.testing.do_bench"
+            " of arrays. Pass those, values={number of the argument: array}; where that does not"
+            " help, measure with plgpu.testing.do_bench"
         )
     return Loop(sm, key, lo, hi, rest, place, block, outer)
 

@@ -60,25 +60,39 @@ def _find(path, name, names):
     return found
 
 
+def _made(x, operands, what):
+    """What has `lower`, or is lowered: x, or what it returns."""
+    if hasattr(x, "lower") or isinstance(x, _core.Lowered) or not callable(x):
+        return x
+    try:
+        if hasattr(x, "kernel") and operands:  # a function of ops
+            return x.kernel(*operands)
+        inspect.signature(x).bind()
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"{what}: name a kernel, a function of pallas_mgpu.ops with its operands, or a function"
+            f" without arguments that returns a kernel: {e}"
+        ) from e
+    return x()
+
+
 def _lowered(x, operands, what):
-    if not hasattr(x, "lower") and not isinstance(x, _core.Lowered) and callable(x):
-        try:
-            inspect.signature(x).bind()
-        except TypeError as e:
-            raise ValueError(f"{what}: a function that makes a kernel has no arguments: {e}") from e
-        x = x()
-    if isinstance(x, _core.Lowered):
+    """A list of lowered kernels: of one, or of those that a choice of `ops` consists of."""
+    made = _made(x, operands, what)
+    if isinstance(made, _core.Lowered):
         if operands:
             raise ValueError(f"{what} is lowered already, and takes no operands")
-        return x
-    if not hasattr(x, "lower"):
+        return [made]
+    if not hasattr(made, "lower"):
         raise ValueError(
             f"{what} is neither a kernel, nor what its lower() returns, nor a function that makes"
-            f" one of these: {x!r}"
+            f" one of these: {made!r}"
         )
     try:
-        return x.lower(*operands)
-    except TypeError as e:
+        if hasattr(made, "lower_each"):
+            return made.lower_each(*operands)
+        return [made.lower(*operands)]
+    except (TypeError, ValueError) as e:
         hint = "" if operands else "; name its operands, as in: float32[1024,512] float32[512]"
         raise ValueError(f"{what}: {e}{hint}") from e
 
@@ -89,7 +103,10 @@ def run(argv):
         prog="python -m pallas_mgpu explain",
         description="predicted time of a kernel, no GPU needed",
     )
-    parser.add_argument("kernel", help="file.py:name of a kernel or of a function that makes one")
+    parser.add_argument(
+        "kernel",
+        help="file.py:name of a kernel, of a function of ops, or of one that makes a kernel",
+    )
     parser.add_argument("operands", nargs="*", help="as float32[1024,512]")
     parser.add_argument("--gpu", default="H200", choices=tuple(GPUS))
     parser.add_argument(
@@ -111,7 +128,10 @@ def run(argv):
         known = Known(shapes, [x.shape for x in operands]).symbols
         sizes = {dim.name: n for dim, n in known.items()} | dict(_size(x) for x in args.size)
         lowered = _lowered(found, operands, args.kernel)
-        print(estimate(lowered, gpu=args.gpu, sizes=sizes, cold=args.cold))
+        each = [estimate(x, gpu=args.gpu, sizes=sizes, cold=args.cold) for x in lowered]
+        print(*each, sep="\n\n")
+        if len(each) > 1:
+            print(f"\n{len(each)} kernels: about {sum(e.seconds for e in each) * 1e6:.3g} us")
     except (ValueError, NotImplementedError) as e:
         # where the operands do not fit, the caller is not a line of the file but this command
         print("error: " + re.sub(r"\n *at <frozen runpy>:\d+", "", str(e)))

@@ -105,49 +105,66 @@ class SeveralKernels:
 
     def lower(self, *args, **options):
         raise NotImplementedError(
-            "lower: the choice for these operands consists of several kernels; pass a config= that"
-            " needs a single one, such as MatmulConfig(slices=1) or AttentionConfig()"
+            "lower: the choice for these operands consists of several kernels: lower_each(...)"
+            " lowers all of them; or pass a config= that needs a single one, such as"
+            " MatmulConfig(slices=1) or AttentionConfig()"
         )
+
+    def lower_each(self, *operands):
+        """The lowered kernels, in the order of the launches. operands: arrays, or what has a shape
+        and a dtype. NotImplementedError where the kernels depend on the elements of the arrays."""
+        found = []
+        _dry(self, found.append)(*operands)
+        return found
 
     def compile(self, *operands):
         """Runs a call with descriptions of the operands, in which kernels are compiled only.
         Returns those of the results. NotImplementedError where other functions are called."""
-        return _dry(self)(*operands)
+        return _dry(self, _compile)(*operands)
 
 
 class PartOfSeveral:
     """What a `SeveralKernels` calls with other arguments than operands, and calls kernels."""
 
 
-def _dry(value):
-    """A copy that only compiles the kernels it has."""
+def _dry(value, visit):
+    """A copy that calls visit(lowered) for each kernel in place of the kernel."""
     dry = copy.copy(value)
-    vars(dry).update((name, _compiling(x)) for name, x in vars(value).items())
+    vars(dry).update((name, _visiting(x, visit)) for name, x in vars(value).items())
     return dry
 
 
-def _compiling(value):
-    """In the place of a kernel, or of a function of several, what compiles it."""
+def _visiting(value, visit):
+    """In the place of a kernel, or of a function of several."""
     if isinstance(value, PartOfSeveral):
-        return _dry(value)
+        return _dry(value, visit)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(map(_compiling, value))
+        return type(value)(_visiting(x, visit) for x in value)
     if isinstance(value, (functools.partial, _core.Family, _core.Reshaped)):
-        raise NotImplementedError("compile: the kernels depend on the arrays of the call")
+        raise NotImplementedError("lower_each: the kernels depend on the arrays of the call")
     if isinstance(value, SeveralKernels) or hasattr(value, "definition"):
-        return lambda *operands, out=None, stream=None: compile_for(value, operands)
+        return lambda *operands, out=None, stream=None: _visit(value, operands, visit)
     return value
+
+
+def _visit(kernel, operands, visit):
+    """Returns descriptions of the results."""
+    if isinstance(kernel, SeveralKernels):
+        return _dry(kernel, visit)(*operands)
+    lowered = kernel.lower(*operands)
+    visit(lowered)
+    outs = tuple(plgpu.ShapeDtypeStruct(*of) for of in lowered.outputs)
+    return outs if len(outs) > 1 else outs[0]
+
+
+def _compile(lowered):
+    lowered.resources()
 
 
 def compile_for(kernel, operands):
     """Compiles what a call with such operands runs, for the cache on disk, which calls read.
     operands: descriptions, without sizes of the call. Returns those of the results."""
-    if isinstance(kernel, SeveralKernels):
-        return kernel.compile(*operands)
-    lowered = kernel.lower(*operands)
-    lowered.resources()
-    outs = tuple(plgpu.ShapeDtypeStruct(*of) for of in lowered.outputs)
-    return outs if len(outs) > 1 else outs[0]
+    return _visit(kernel, operands, _compile)
 
 
 class WarpSpecialized:

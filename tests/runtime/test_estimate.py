@@ -457,7 +457,7 @@ def test_spills_are_told():
 
 KERNELS = """
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax
+from pallas_mgpu import lax, ops
 from pallas_mgpu import numpy as jnp
 
 @plgpu.kernel(out_type=plgpu.ShapeDtypeStruct((1000,), jnp.float32))
@@ -493,6 +493,17 @@ def test_explain(file, capsys):
         assert out.startswith("add_one on H200: about ") and "launch" in out
 
 
+def test_explain_functions_of_ops(file, capsys):
+    """One kernel, and a choice of two: the sum is told, too."""
+    assert main(["explain", f"{file}:ops.softmax", "float16[1000,1000]"]) == 0
+    assert capsys.readouterr().out.startswith("softmax on H200: about ")
+    rows = ["float16[1000,512]"] * 2
+    assert main(["explain", f"{file}:ops.rms_norm_backward", *rows, "float16[512]"]) == 0
+    first, second, total = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("rms_norm_backward on H200") and second.startswith("last_sums on H200")
+    assert total.startswith("2 kernels: about ")
+
+
 def test_explain_runs_the_file_as_a_script(file, capsys, monkeypatch):
     """Imports find what is beside it; its own errors have a traceback."""
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -523,7 +534,9 @@ def test_explain_takes_sizes_from_operands(file, capsys):
         (["{}:lowered", "--size", "M"], "a size is written as"),
         (["/nowhere/x.py:k"], "there is no file /nowhere/x.py"),
         (["{}:lowered", "float32[1000]"], "takes no operands"),
-        (["{}:plgpu.dim"], "a function that makes a kernel has no arguments"),
+        (["{}:plgpu.dim"], "a function without arguments that returns a kernel"),
+        (["{}:ops.softmax"], "a function of pallas_mgpu.ops with its operands"),
+        (["{}:ops.matmul", "float16[64,64]"], "missing a required argument: 'b'"),
     ],
 )
 def test_explain_says_what_is_wrong(file, capsys, rest, message):
