@@ -102,9 +102,13 @@ def _seconds(x):
     return float(x)
 
 
-def _answer(tuned, command, configs, on_gpu, leaves, structure):
+def _call(on_gpu, leaves, structure):
+    """(args, kwargs) that were sent."""
     leaves = [_core.device_put(x) if put else x for x, put in zip(leaves, on_gpu)]
-    args, kwargs = tree.unflatten(structure, leaves)
+    return tree.unflatten(structure, leaves)
+
+
+def _answer(tuned, command, configs, args, kwargs):
     if command == "time":
         call = functools.partial(tuned.function, *args, **kwargs)
         return [_seconds(tuned.timer(functools.partial(call, config=c))) for c in configs]
@@ -134,9 +138,12 @@ def serve(fd, parent, *where):
             _send(connection, f"{type(e).__name__}: {e}")
             return
         _send(connection, None)  # from here on the time of a candidate counts
+        call = None
         while True:
             try:
-                _send(connection, ("ok", _answer(tuned, *_receive(connection)), False))
+                command, configs, sent = _receive(connection)
+                call = _call(*sent) if sent else call
+                _send(connection, ("ok", _answer(tuned, command, configs, *call), False))
             except (EOFError, BrokenPipeError):
                 raise
             except Exception as e:  # noqa: BLE001 - the parent decides
@@ -152,16 +159,21 @@ class _Child:
 
     def __init__(self, tuned):
         self.tuned, self.process = tuned, None
+        self.timed = None  # the call whose arrays the process has from an earlier round
 
     def ask(self, command, configs, call, timeout):
         """("ok", answer), ("failed", why) or ("hung", why). RuntimeError without a process."""
-        leaves, structure = tree.flatten(call)
-        on_gpu = [isinstance(x, _core.DeviceArray) for x in leaves]
-        leaves = [x.numpy() if put else x for x, put in zip(leaves, on_gpu)]
         if self.process is None:
             self._start()
+        sent = None
+        if command != "time" or self.timed is not call:
+            leaves, structure = tree.flatten(call)
+            on_gpu = [isinstance(x, _core.DeviceArray) for x in leaves]
+            leaves = [x.numpy() if put else x for x, put in zip(leaves, on_gpu)]
+            sent = on_gpu, leaves, structure
+            self.timed = call if command == "time" else None
         try:
-            _send(self.connection, (command, configs, on_gpu, leaves, structure))
+            _send(self.connection, (command, configs, sent))
             if not self.connection.poll(timeout):
                 self.stop()
                 return "hung", f"no answer in {timeout} s"
@@ -202,7 +214,7 @@ class _Child:
         if self.process is None:
             return None
         self.process.kill()
-        code, self.process = self.process.wait(), None
+        code, self.process, self.timed = self.process.wait(), None, None
         self.connection.close()
         return code
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _autotune
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -48,6 +49,21 @@ def test_finds_the_fastest_and_remembers(tuned):
     tuned.EVENTS.clear()
     tuned.add_one.best.clear()  # as a new process
     assert tuned.add_one.tune(x) == "fast" and not tuned.EVENTS
+
+
+def test_arrays_are_sent_once_for_all_rounds(tuned, monkeypatch):
+    """Candidates may write them, so each one that is checked gets them anew."""
+    sent, send = [], _autotune._send
+
+    def record(connection, x):
+        sent.append(x[:1] + (x[2] is not None,))
+        send(connection, x)
+
+    monkeypatch.setattr(_autotune, "_send", record)
+    monkeypatch.setattr(tuned.add_one, "configs", ["slow", "near", "fast"])
+    assert tuned.add_one.tune(np.arange(7.0)) == "fast"
+    assert sent.count(("run", True)) == 3 and sent.count(("time", True)) == 1
+    assert sent.count(("time", False)) >= 4 and ("run", False) not in sent
 
 
 def test_other_shapes_are_tuned_anew_and_interrupted_tuning_resumes(tuned, monkeypatch):
