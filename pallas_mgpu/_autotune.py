@@ -36,6 +36,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 from . import _core, tree
@@ -47,8 +48,12 @@ _START = 300.0  # seconds that a child may take to import what it needs
 _REFUSED = (TypeError, ValueError, NotImplementedError)  # after others the GPU may be unusable
 
 
+_LONG = 200e-6  # seconds of the host that a call of a kernel that exists does not take
+
+
 def host_timer(f, seconds=0.02):
-    """Seconds per call by the clock of the host, with the GPU idle before and after."""
+    """Seconds per call by the clock of the host, with the GPU idle before and after. Warns if most
+    of them are the host's own work."""
     f()
     _core.synchronize()
     count, took = 1, 0.0
@@ -56,9 +61,17 @@ def host_timer(f, seconds=0.02):
         start = time.perf_counter()
         for _ in range(count):
             f()
+        submitted = time.perf_counter() - start
         _core.synchronize()
         took = time.perf_counter() - start
         if took > seconds or count >= 1 << 16:
+            if submitted > max(0.9 * took, _LONG * count) and _core.system_info()["device"] >= 0:
+                warnings.warn(
+                    f"autotune: {submitted / took:.0%} of the {took / count * 1e6:.0f} us of a call"
+                    " are work of the host, which hides what the GPU takes. Make the kernel once"
+                    " for each configuration (functools.cache), not in each call",
+                    stacklevel=2,
+                )
             return took / count
         count *= 4
 
@@ -458,7 +471,8 @@ def autotune(
     arguments. ``prune(config, *args)``: is it worth a try? ``check(result, *args)``: None or True
     if the result is right, else False or what is wrong; it runs in a child process.
     ``listener(event)``: gets a dict for every candidate that ran and for the choice. ``timer(f)``:
-    seconds of a call ``f()``, in a child. ``timeout``: seconds after which a candidate hangs;
+    seconds of a call ``f()``, in a child; by default by the clock of the host, so the function
+    should make a kernel once, not in each call. ``timeout``: seconds after which a candidate hangs;
     imports do not count. ``workers``: processes that compile. ``rounds``: how often candidates are
     timed at most.
 

@@ -176,6 +176,13 @@ def test_what_children_cannot_load(tuned, monkeypatch, tmp_path):
     assert not tuned.EVENTS  # nothing is remembered of candidates
 
 
+def test_work_of_the_host_is_told(monkeypatch):
+    info = {**plgpu._core.system_info(), "device": 0}
+    monkeypatch.setattr(plgpu._core, "system_info", lambda: info)
+    with pytest.warns(UserWarning, match="work of the host"):
+        assert _autotune.host_timer(lambda: time.sleep(3e-3), 1e-3) >= 3e-3
+
+
 def test_errors():
     with pytest.raises(ValueError, match="configs must be different ones"):
         plgpu.autotune([1, 1])
