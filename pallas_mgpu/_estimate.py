@@ -181,9 +181,13 @@ class _Launch:
 
     def of_one_sm(self, at):
         """Numbers of the clusters that an SM gets; at: which SM, 0 the first, just below 1 the
-        last."""
+        last. Later ones come in no regular order, so an SM gets some of all kinds."""
         step = max(self.resident // self.at_once, 1)
-        return range(int(at * step), self.clusters, step)
+        count = len(range(int(at * step), self.clusters, step))
+        last = self.clusters - (count - 1) * step  # of the last round, which may be incomplete
+        turns = [int(at * step) + int(k * 0.618 * step) for k in range(count)]
+        return [k * step + turn % (step if k < count - 1 else last)
+                for k, turn in enumerate(turns)]  # fmt: skip
 
     def run(self, numbers, cold):
         """(cycles, the machine) of an SM with these clusters."""
@@ -294,8 +298,10 @@ def _of_graph(graph, registers, facts, sizes, values, cold):
     if program.dynamic:  # a counter evens out what SMs do
         runs = [_simulate(launch, part, at) for at in _SAMPLES]
         return _result(launch, part, runs, sum(r.cycles for r in runs) / len(runs))
-    first = _simulate(launch, part, 0)  # none has more to do
-    return _result(launch, part, [first, last], first.cycles)
+    runs = [_simulate(launch, part, at) for at in (0, _LAST)]
+    if abs(runs[1].cycles / runs[0].cycles - 1) > 0.02:  # shares differ
+        runs += [_simulate(launch, part, at) for at in _SAMPLES]
+    return _result(launch, part, runs, max(r.cycles for r in runs))
 
 
 def _result(launch, cold, runs, cycles):

@@ -51,10 +51,42 @@ class Type:
 
     @property
     def registers(self):
-        """Elements of a lane of 128, of an array."""
-        if self.space or self.layout == "splat" or not self.shape:
+        """Elements of a lane of 128, of an array; those beyond the array, too."""
+        layout = self.layout or ""
+        if self.space or layout == "splat" or not self.shape:
             return 0.0
-        return self.size * (4 if "reduce" in (self.layout or "") else 1) / 128
+        if layout.startswith("tiled"):
+            tile, dims = _tile(layout)
+            tiles = math.prod(math.ceil(n / t) for n, t in zip(self.shape, tile))
+            return float(tiles * math.prod(n for _, n, _ in dims))
+        if layout.startswith("strided"):
+            return math.ceil(self.size / (128 * self.neighbours)) * self.neighbours
+        shared = {"wgmma.reduce(0)": 32}.get(layout, 4) if "reduce" in layout else 1  # copies
+        return self.size * shared / 128
+
+    @property
+    def neighbours(self):
+        """Elements that lie side by side in a lane, which one instruction may load or store."""
+        layout, most = self.layout or "", max(1, 128 // bits_of(self.dtype))
+        if layout.startswith("strided"):
+            return min(most, int(layout[8:-1]))
+        if layout.startswith("tiled"):
+            tile, dims = _tile(layout)
+            last = [n for d, n, step in dims if d == len(tile) - 1 and step == 1]
+            return min(most, max(last, default=1))
+        return most
+
+
+def _tile(layout):
+    """Of `tiled(tile; warps; lanes; registers)`, perhaps with `.reduce(dim)`: the extents of the
+    tile, and (dim, extent, step) of a lane's registers, of the dims that there are."""
+    inside, gone = re.fullmatch(r"tiled\(([^)]*)\)(?:\.reduce\((\d+)\))?", layout).groups()
+    tile, _, _, registers = inside.split(";")
+    gone = -1 if gone is None else int(gone)
+    extents = [int(n) for d, n in enumerate(tile.split(",")) if d != gone]
+    parts = [[int(y) for y in x.split(":")] for x in registers.split(",") if x and x[0] != "*"]
+    dims = [(d - (0 <= gone < d), n, *(step or [0])) for d, n, *step in parts if d != gone]
+    return extents, dims
 
 
 def bits_of(dtype):
@@ -93,6 +125,7 @@ class Graph:
     threads: int
     smem: int
     target: str
+    approximate: bool  # functions of one instruction
     sizes: list[tuple]  # (name, how, a, b, least, most, multiple), from number 1 on
     grid_sizes: list[int]
     body: Block
@@ -111,6 +144,7 @@ def _ints(head, word):
 
 def _type(text):
     space, dtype, dims, layout = _TYPE.match(text).groups()
+    layout = layout and layout.rstrip(",")  # between arguments
     return Type(space, dtype, tuple(map(int, dims.split(","))) if dims else (), layout)
 
 
@@ -144,8 +178,8 @@ def read(text):
     number = lambda word: int((re.search(rf" {word} (\d+)", head) or [0, 0])[1])  # noqa: E731
     graph = Graph(
         name, _ints(head, "grid"), _ints(head, "cluster"), number("threads") or 1, number("smem"),
-        (re.search(r" target (\w+)", head) or [0, "sm_90a"])[1], sizes, _ints(head, "grid_sizes"),
-        Block(), set(), {}, {},
+        (re.search(r" target (\w+)", head) or [0, "sm_90a"])[1], " approx_math" in head, sizes,
+        _ints(head, "grid_sizes"), Block(), set(), {}, {},
     )  # fmt: skip
     open_blocks, open_ops = [graph.body], []
     for line in lines[1:]:
@@ -240,12 +274,17 @@ _FORMS = {
 
 # instructions of a lane for an element of 32 bits: (all, those of the special function unit)
 _COSTS = {
-    "exp2": (2, 1), "exp": (3, 1), "log2": (2, 1), "log": (3, 1), "rcp_approx": (2, 1),
-    "rsqrt": (2, 1), "sqrt": (3, 1), "tanh": (1, 1), "div": (4, 1), "pow": (6, 2), "rem": (12, 1),
-    "sin": (12, 1), "cos": (12, 1), "gather": (6, 0), "scatter": (8, 0), "scan": (8, 0),
+    "exp2": (4, 1), "exp": (7, 1), "log2": (26, 0), "log": (25, 0), "rcp_approx": (2, 1),
+    "rsqrt": (4, 1), "sqrt": (8, 1), "tanh": (15, 2), "div": (7, 1), "pow": (84, 1), "rem": (12, 1),
+    "sin": (30, 0), "cos": (30, 0), "gather": (6, 0), "scatter": (8, 0), "scan": (8, 0),
     "layout_cast": (2, 0), "transpose": (2, 0), "inline_cuda": (4, 0), "iota": (0, 0),
     "unpack": (2, 0), "pack": (2, 0), "acc_store": (1, 0), "reduce": (1, 0), "tmem_reduced": (1, 0),
 }  # fmt: skip
+_APPROXIMATE = {  # of a kernel with approx_math
+    "exp2": (2, 1), "exp": (3, 1), "log2": (2, 1), "log": (3, 1), "rsqrt": (2, 1), "tanh": (1, 1),
+    "sin": (1, 1), "cos": (1, 1),
+}  # fmt: skip
+_CHAIN = 4.0  # cycles from one instruction to the next that needs its result
 _MEETING = 110.0  # cycles in which the warps of a thread exchange what they have
 _FREE = {"slice", "concat", "broadcast", "reshape", "opt_barrier", "bitcast", "const"}
 _LONG = set(
@@ -259,10 +298,22 @@ def _is_splat(v, graph, defined):
     return op is not None and op.name == "layout_cast" and graph.types[op.ins[0]].layout == "splat"
 
 
+def _is_one_for_many(v, graph, defined):
+    return not graph.types[v].shape or getattr(defined.get(v), "name", "") == "broadcast"
+
+
+def _instructions(op, graph):
+    """Of a lane for an element of 32 bits: all, and those of the special function unit."""
+    found = _APPROXIMATE.get(op.name) if graph.approximate else None
+    return found or _COSTS.get(op.name, (1, 0))
+
+
 def _cost(op, graph, defined):
     """(instructions of a lane, those of special functions, cycles of latency) of an array op."""
     types = [graph.types[x] for x in (*op.ins, *op.outs)]
     n = max((t.registers for t in types), default=0.0)
+    if not n and all(t.is_scalar for t in types):
+        return 0.0, 0.0, _CHAIN * _instructions(op, graph)[0]
     if not n or op.name in _FREE:
         return 0.0, 0.0, 0.0
     if op.name in ("layout_cast", "acc_store"):
@@ -270,7 +321,9 @@ def _cost(op, graph, defined):
             return 0.0, 0.0, 0.0  # the first product begins anew
     if op.name in _LONG:
         return 20 * n, n, 0.0
-    every, special = _COSTS.get(op.name, (1, 0))
+    every, special = _instructions(op, graph)
+    if op.name == "div" and _is_one_for_many(op.ins[1], graph, defined):
+        every, special = 3, 0  # by a reciprocal
     if op.name in ("add", "sub"):  # one instruction with the product
         arms = [defined.get(x) for x in op.ins]
         if any(a is not None and a.name == "mul" and graph.types[a.outs[0]].shape for a in arms):
@@ -299,6 +352,9 @@ class _View:
     left: list[int]  # dimensions of the root that the view has, in its order
     sizes: list[int]  # of each dimension of the root
     known: bool = True
+
+
+_ELEMENTS = {"made": elements.made, "full": np.full, "share": elements.share}
 
 
 class _Compiler:
@@ -447,6 +503,16 @@ class _Compiler:
             return None
         return f"[{', '.join(view.starts)}], {view.sizes}, {view.left}"
 
+    def share_of(self, mask):
+        """An expression for the part of a mask that is true, as far as it is known."""
+        text = self.element(mask)
+        if text == "UNKNOWN":
+            return "1"
+        try:  # of constants alone
+            return f"{elements.share(eval(text, dict(_ELEMENTS))):.4g}"  # noqa: S307
+        except NameError:
+            return f"share({text})"
+
     def follow_load(self, op, source, mask=None, other=None):
         root, at, out = self.root_of(source), self.part(source), op.outs[0]
         there = root in (self.given if self.in_gmem(source) else self.held)
@@ -572,6 +638,13 @@ class _Compiler:
 
     # -- memory
 
+    def access(self, t):
+        """Loads or stores of the lanes: adds their instructions, and returns the bytes that shared
+        memory moves meanwhile, as each one of a warp takes a cycle of it."""
+        count = t.registers / t.neighbours
+        self.work[0] += count
+        return max(t.nbytes, 512 * count)
+
     def root_of(self, v):
         return self.view(v).root
 
@@ -603,27 +676,29 @@ class _Compiler:
                 self.put(f"t += 30; v{out} = place.scalars.get({self.key(source)}, UNKNOWN)")
             self.expr[out] = f"v{out}"
             return
+        moved = self.access(op.types[0])
         self.flush()
         self.put("t = yield t")
         if self.in_gmem(source):
             self.put(f"t, v{out} = sm.load(t, met, {self.root_of(source)}, {self.moved(source)})")
             self.expr[out] = f"v{out}"
         else:
-            self.put(f"t = sm.shared(t, {self.graph.types[source].nbytes:g}, 30)")
+            self.put(f"t = sm.shared(t, {moved:g}, 30)")
             self.expr[out] = "0"
         self.follow_load(op, source)
 
     def do_masked_load(self, op):
         _, mask, other, *indices = op.ins
         t = op.types[0]
+        moved = self.access(t)
         self.flush()
         self.put("t = yield t")
         if self.in_gmem(op.ins[0]):
-            nbytes = t.size * bits_of(t.dtype) / 8
-            self.put(f"t, v{op.outs[0]} = sm.load(t, met, {self.root_of(op.ins[0])}, {nbytes:g})")
+            nbytes = f"{t.size * bits_of(t.dtype) / 8:g} * {self.share_of(mask)}"
+            self.put(f"t, v{op.outs[0]} = sm.load(t, met, {self.root_of(op.ins[0])}, {nbytes})")
             self.expr[op.outs[0]] = "UNKNOWN" if t.is_scalar else f"v{op.outs[0]}"
         else:
-            self.put(f"t = sm.shared(t, {t.nbytes:g}, 30)")
+            self.put(f"t = sm.shared(t, {moved:g}, 30)")
             self.expr[op.outs[0]] = "UNKNOWN" if t.is_scalar else "0"
         if self.in_gmem(op.ins[0]) and not indices:
             self.follow_load(op, op.ins[0], mask, other)
@@ -636,22 +711,26 @@ class _Compiler:
         if t.is_scalar and not self.in_gmem(target):
             self.put(f"place.scalars[{self.key(target)}] = {self.value(value)}; t += 4")
             return
+        moved = self.access(t)
+        self.flush()
         self.put("t = yield t")
         if self.in_gmem(target):
             self.put(f"t = sm.store(t, {self.root_of(target)}, {self.moved(target)})")
         else:
-            self.put(f"t = sm.shared(t, {self.graph.types[target].nbytes:g}, 0)")
+            self.put(f"t = sm.shared(t, {moved:g}, 0)")
             self.follow_store(target, value)
 
     def do_masked_store(self, op):
         self.await_loads(op)
-        self.flush()
         t = self.graph.types[op.ins[1]]
+        moved = self.access(t)
+        self.flush()
         self.put("t = yield t")
         if self.in_gmem(op.ins[0]):
-            self.put(f"t = sm.store(t, {self.root_of(op.ins[0])}, {t.nbytes or 4:g})")
+            nbytes = f"{t.nbytes or 4:g} * {self.share_of(op.ins[2])}"
+            self.put(f"t = sm.store(t, {self.root_of(op.ins[0])}, {nbytes})")
         else:
-            self.put(f"t = sm.shared(t, {t.nbytes:g}, 0)")
+            self.put(f"t = sm.shared(t, {moved:g}, 0)")
             if len(op.ins) == 3:
                 self.follow_store(*op.ins)
 
@@ -993,8 +1072,7 @@ def compile_kernel(graph, products, least, given=()):
         "UNKNOWN": UNKNOWN, "_div": _div, "_rem": _rem, "_min": _min, "_max": _max,
         "_select": _select, "_not": _not, "_convert": _convert, "trips": _trips, "clip": _clip,
         "end_of_loop": c.end_of_loop, "may_hold": _may_hold, "Loop": Loop,
-        "made": elements.made, "part": elements.part, "keep": elements.keep, "kept": elements.kept,
-        "full": np.full,
+        "part": elements.part, "keep": elements.keep, "kept": elements.kept, **_ELEMENTS,
     }  # fmt: skip
     exec(compile(source, f"<estimate of {graph.name}>", "exec"), scope)  # noqa: S102
     return Program(graph, scope["body"], source, c.assumed, c.overlaps, c.dynamic, c.shares_grid)

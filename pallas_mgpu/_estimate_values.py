@@ -93,6 +93,11 @@ def made(name, shape, attrs, *operands):
     return found if shape else found.item()
 
 
+def share(mask):
+    """The part of a mask that is true; all of it where nobody knows."""
+    return 1.0 if mask is UNKNOWN else float(np.mean(mask))
+
+
 def _numbers(starts, sizes, array_shape):
     """Of each dimension, the elements; None where a start is unknown."""
     if any(s is UNKNOWN for s in starts):

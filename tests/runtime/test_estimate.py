@@ -57,9 +57,9 @@ def test_what_is_read_again_comes_from_the_cache():
 
 
 def test_small_operands_stay_in_the_cache_unless_it_is_cold():
-    lowered = copying(256)
+    lowered = copying(200)
     warm, cold = plgpu.estimate(lowered), plgpu.estimate(lowered, cold=True)
-    assert warm.memory == 0 and cold.memory == 2 * 256 * 4096 * 4
+    assert warm.memory == 0 and cold.memory == 2 * 200 * 4096 * 4
     assert warm.seconds < cold.seconds
 
 
