@@ -296,7 +296,7 @@ def cond(pred, true_fun, false_fun, *operands):
     )
 
 
-def warp_where(mask, on_true, on_false, *, along=None):
+def warp_where(mask, on_true, on_false, *, along=None, select=True):
     """``jnp.where(mask, on_true(), on_false)``, in which a warp computes ``on_true`` only if it
     holds a true element of ``mask`` (Hopper).
 
@@ -304,9 +304,10 @@ def warp_where(mask, on_true, on_false, *, along=None):
     arrays. on_true: a function that returns the same structure. It may compute element by element,
     and reduce along dims that a warp has all of, as the columns of a product's result, but must not
     access memory (ValueError when the kernel is lowered). along: the last dim of mask, along which
-    any true element counts for all; values may then have any last dim, or none. Use it for work
-    that is seldom needed, such as rescaling an accumulator. TypeError for other masks, or if the
-    structures differ.
+    any true element counts for all; values may then have any last dim, or none. select: with
+    False, a warp that computes ``on_true`` takes all of it, without a selection; where the mask is
+    false, it must be equal to ``on_false``. Use it for work that is seldom needed, such as
+    rescaling an accumulator. TypeError for other masks, or if the structures differ.
     """
     mask = as_bools(mask, "warp_where: mask", "bool array")
     if not mask.shape:
@@ -322,6 +323,8 @@ def warp_where(mask, on_true, on_false, *, along=None):
         new = tree.map(lambda x: as_array(x, "warp_where: on_true"), on_true())
         if tree.structure(new) != tree.structure(on_false):
             raise TypeError("warp_where: on_true() and on_false differ in structure")
+        if not select:
+            return new
         if along is None:
             return tree.map(lambda x, y: _core.where(mask, x, y), new, on_false)
         rows = _core.reduce("any", mask, (len(mask.shape) - 1,), False)

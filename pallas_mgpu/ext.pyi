@@ -49,7 +49,12 @@ def format_tcgen05_scales(
     scales: npt.ArrayLike, *, m64_collective: bool = False
 ) -> npt.NDArray[np.generic]: ...
 def warp_where(
-    mask: Array, on_true: Callable[[], _C], on_false: _C, *, along: int | None = None
+    mask: Array,
+    on_true: Callable[[], _C],
+    on_false: _C,
+    *,
+    along: int | None = None,
+    select: bool = True,
 ) -> _C: ...
 def named_barrier_sync(
     barrier: Operand, num_threads: int | None = None, *, num_warps: int | None = None

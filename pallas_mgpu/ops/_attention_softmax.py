@@ -22,11 +22,12 @@ def scaled(m, c):
     return jnp.where(m == MASKED, _F32(0), m * c)
 
 
-def trusting(s, m, sums, c, convert, most, lazy, raised=0):
+def trusting(s, m, sums, c, convert, most, lazy, raised=0, select=True):
     """Scores [rows, columns], maxima of the rows so far (MASKED: none yet), sums [rows, 8] so far
     and the factor of the scores: (convert(probabilities), maxima, sums, what earlier results are
     multiplied with). most: what sums of an eighth of the columns may be; lazy: log2 of what a
-    maximum may grow by; raised: log2 of what probabilities are multiplied with."""
+    maximum may grow by; raised: log2 of what probabilities are multiplied with. select: that of
+    `warp_where`; without, rows that are fine are computed with the maximum that they have."""
     rows, columns = s.shape
 
     def along(x, width):
@@ -45,10 +46,13 @@ def trusting(s, m, sums, c, convert, most, lazy, raised=0):
 
     def again():
         new = jnp.maximum(m, jnp.max(s, axis=1))
-        new = jnp.where((new - m) * other > lazy, new, m)
+        wrong = None if select else jnp.any(~fine, axis=1)
+        grown = (new - m) * other > lazy
+        new = jnp.where(grown if select else wrong & grown, new, m)
         found, partial, base = weights(new, other)
         alpha = jnp.exp2(m * other - base)
+        alpha = alpha if select else jnp.where(wrong, alpha, 1)
         return found, new, sums * along(alpha, 8) + partial, alpha
 
     same = found, m, sums + partial, jnp.ones_like(m)
-    return plgpu.ext.warp_where(~fine, again, same, along=1)
+    return plgpu.ext.warp_where(~fine, again, same, along=1, select=select)

@@ -204,6 +204,47 @@ def test_lazy_where_along_rows(run, rng, rows):
     np.testing.assert_array_equal(got[2], np.where(there, least, x.max(1)))
 
 
+@pytest.mark.parametrize("rows", ["none", "one", "some", "all"])
+def test_lazy_where_without_a_selection(run, rng, rows):
+    """What is computed is equal where the mask is false; 16-bit words that a barrier holds."""
+
+    def body(x, o, p, q):
+        v = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+
+        def weights(top):
+            y = v - lax.broadcast_in_dim(top, v.shape, [0])
+            return y.astype(jnp.float16), jnp.sum(y, axis=1)
+
+        def step(i, carry):
+            _, total, top = carry
+            found, sums = lax.optimization_barrier(weights(top))
+            mask = v > lax.broadcast_in_dim(top, v.shape, [0]) + 50
+
+            def again():
+                wrong = jnp.any(mask, axis=1)
+                new = jnp.where(wrong, jnp.max(v, axis=1), top)
+                found, sums = weights(new)
+                return found, total + sums, new
+
+            same = found, total + sums, top
+            return plgpu.ext.warp_where(mask, again, same, select=False)
+
+        zeros = jnp.zeros((128,), f32)
+        start = jnp.zeros((128, 32), jnp.float16), zeros, zeros
+        o[...], p[...], q[...] = lax.fori_loop(0, 3, step, start)
+
+    x = rng.random((128, 32)).astype(f32)
+    there = {"none": [], "one": [77], "some": slice(30, 90, 7), "all": slice(None)}[rows]
+    x[there, 5] += 100
+    shapes = ((128, 32), jnp.float16), ((128,), f32), ((128,), f32)
+    got = run(body, tuple(plgpu.ShapeDtypeStruct(*s) for s in shapes), x)
+    top = np.where(x.max(1) > 50, x.max(1), 0)
+    y = x - top[:, None]
+    np.testing.assert_allclose(got[0].astype(f32), y, rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(got[1], 3 * y.sum(1), rtol=1e-5, atol=1e-3)
+    np.testing.assert_array_equal(got[2], top)
+
+
 def elsewhere(v):
     return plgpu.layout_cast(v, plgpu.Layout.WG_STRIDED(v.shape, vec_size=1)) + 1
 
