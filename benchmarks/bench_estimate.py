@@ -2,12 +2,13 @@
 
     python benchmarks/bench_estimate.py [--only WORD ...] [--rounds N] [--json FILE]
     python benchmarks/bench_estimate.py --table    # without a GPU: beside times that are kept
+    python benchmarks/bench_estimate.py --random 102 103 104    # kernels of estimate_random.py
 
-Each kernel of estimate_cases.py runs on random operands; its results must have no NaN (whether they
-are right is the matter of the other benchmarks). Times are of calls in CUDA graphs after a wait
-(queued); above 50 us of calls that go on for 0.15 s (sustained), as the estimate is of a GPU whose
-power is what limits its clock. At the end: the median of the errors and how many are below 20 %,
-of cases that were used to choose the constants of the model and of the others."""
+Each kernel of estimate_cases.py runs on random operands; its results must have no NaN (whether
+they are right is the matter of the other benchmarks). Times are of calls in CUDA graphs that go
+on for 0.15 s (sustained), as the estimate is of a GPU whose power is what limits its clock. At
+the end: the median of the errors and how many are below 20 %, of cases that were used to choose
+the constants of the model and of the others."""
 
 import argparse
 import statistics
@@ -16,6 +17,7 @@ import time
 import warnings
 
 import estimate_cases
+import estimate_random
 import numpy as np
 import results
 
@@ -32,7 +34,7 @@ def array(spec, torch):
     return torch.randn(spec.shape, device="cuda").to(getattr(torch, name))
 
 
-def measured(kernel, arrays, predicted, rounds, torch):
+def measured(kernel, arrays, rounds, torch):
     """Samples in seconds."""
     given = {}
     if any(isinstance(x, plgpu.DeviceArray) for x in arrays):  # torch has no 4-bit integers
@@ -45,11 +47,10 @@ def measured(kernel, arrays, predicted, rounds, torch):
     for out in outs:
         if out.dtype.is_floating_point and out.element_size() > 1:
             assert not torch.isnan(out).any(), "NaN in a result"
-    way = "queued" if predicted < 50e-6 else "sustained"
     timing = plgpu.testing.do_bench(
-        lambda: kernel(*arrays, **given), ways=way, rounds=rounds, graphs=way == "queued"
+        lambda: kernel(*arrays, **given), ways="sustained", rounds=rounds, graphs=True
     )
-    return timing[way].samples
+    return timing["sustained"].samples
 
 
 def report(found):
@@ -74,17 +75,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpu", default="H200", choices=("H200", "H100"))
     parser.add_argument("--table", action="store_true", help="no GPU: times of estimate_cases.py")
+    parser.add_argument("--random", nargs="*", type=int, default=[], help="seeds")
     results.argument(parser)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     kept, found, start = results.Results(__file__, args.json), [], time.perf_counter()
     print("| case | predicted, us | measured, us | ratio | bound |\n|---|---:|---:|---:|---|")
-    for case in estimate_cases.cases():
+    seeds = [c for seed in args.random for c in estimate_random.cases(seed)]
+    for case in seeds or estimate_cases.cases():
         title = f"{case.kind}: {case.name}"
         if args.only and not any(word in title for word in args.only):
             continue
         kernel, operands = case.make()
-        if not isinstance(kernel, plgpu.Kernel):
+        if not hasattr(kernel, "lower") or hasattr(kernel, "lower_each"):
             print(f"{title}: several kernels", file=sys.stderr)
             continue
         lowered = kernel.lower(*operands)
@@ -96,8 +99,11 @@ def main():
         else:
             import torch
 
-            arrays = [array(x, torch) for x in operands]
-            samples = measured(kernel, arrays, e.seconds, args.rounds, torch)
+            arrays = [
+                torch.from_numpy(case.values[k]).cuda() if k in case.values else array(x, torch)
+                for k, x in enumerate(operands)
+            ]
+            samples = measured(kernel, arrays, args.rounds, torch)
             del arrays
             torch.cuda.empty_cache()
         middle = statistics.median(samples)
