@@ -4,6 +4,8 @@ computes from them before its loops depend on them.
 Only what comes from arguments whose arrays are given is followed, through registers and shared
 memory. All else stays UNKNOWN, and so does what an op makes of it."""
 
+from typing import Any
+
 import numpy as np
 
 MOST = 1 << 14  # elements of an array that is followed
@@ -31,7 +33,7 @@ class Unknown:
 
 UNKNOWN = Unknown()
 
-_RUNNING = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
+_RUNNING: dict[str, Any] = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
 def _truncated(x, y):
