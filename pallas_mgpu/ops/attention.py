@@ -123,8 +123,9 @@ class _Plan:
         self.most = _F32(2.0**15 if x.dtype == np.float16 else 2.0**32)
         self.lazy, self.raised = _LAZY, 0  # log2 of what all probabilities are multiplied with
         # Rows that are computed again need no selection, which a tenth of the time to compile was.
-        # Those of 96 are 2 % slower without: so ptxas orders their loop.
-        self.selects = not cfg.trusting or _width(x.dim) == 96
+        # Those of 96, and causal ones of 128, are 1 or 2 % slower without: so ptxas orders them.
+        width = _width(x.dim)
+        self.selects = not cfg.trusting or width == 96 or width == 128 and uneven
         # The next queries are fetched while these are in use, where there is room.
         self.dim, self.value_dim = _width(x.dim), _width(x.value_dim)  # of rows on the chip
         self.out, self.width = math.gcd(self.value_dim, _OUT), self.value_dim  # of an accumulator
