@@ -122,10 +122,11 @@ class _Plan:
         self.left = plgpu.Layout.WGMMA  # of a left operand
         self.most = _F32(2.0**15 if x.dtype == np.float16 else 2.0**32)
         self.lazy, self.raised = _LAZY, 0  # log2 of what all probabilities are multiplied with
-        # Rows that are computed again need no selection, which a tenth of the time to compile was.
-        # Those of 96, and causal ones of 128, are 1 or 2 % slower without: so ptxas orders them.
+        # Rows that are computed again need no selection, which takes time to compile. Those of 96,
+        # and causal ones of 128, are 1 or 2 % slower without; 8 bits were not timed.
         width = _width(x.dim)
-        self.selects = not cfg.trusting or width == 96 or width == 128 and uneven
+        kept = x.dtype.itemsize == 1 or width == 96 or width == 128 and uneven
+        self.selects = kept or not cfg.trusting
         # The next queries are fetched while these are in use, where there is room.
         self.dim, self.value_dim = _width(x.dim), _width(x.value_dim)  # of rows on the chip
         self.out, self.width = math.gcd(self.value_dim, _OUT), self.value_dim  # of an accumulator
