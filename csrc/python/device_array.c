@@ -85,6 +85,9 @@ static void dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   if (a->weakrefs) PyObject_ClearWeakRefs(self);
   if (a->borrowed) {
+    PyObject *owner = a->base.keep;
+    if (a->foreign_stream && owner && Py_TYPE(owner) == pmpy.device_array_type)
+      DEVICE_ARRAY(owner)->foreign_stream = true;
     pmpy_release(&a->base);
   } else if (a->foreign_stream) {
     pm_device_free_unordered(a->device, a->ptr, pmpy_bytes(&a->spec));
@@ -433,6 +436,52 @@ static PyObject *method_copy(PyObject *self, PyObject *unused) {
   return device_copy(DEVICE_ARRAY(self));
 }
 
+/* Extents, of which one may be -1, for so many elements; 0 or -1. */
+static int read_extents(PyObject *shape, int64_t n, pmpy_spec *to) {
+  const Py_ssize_t rank = PyTuple_GET_SIZE(shape);
+  Py_ssize_t open = -1;
+  int64_t known = 1;
+  for (Py_ssize_t d = 0; d < rank && d < PM_MAX_RANK; d++) {
+    const int64_t extent = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d));
+    if (extent == -1 && PyErr_Occurred()) return -1;
+    to->shape[d] = extent;
+    if (extent == -1 && open < 0) open = d;
+    else if (extent < 0 || (extent && known > n / extent + 1)) known = -1;
+    else if (known >= 0) known *= extent;
+  }
+  if (open >= 0 && known > 0 && n % known == 0) {
+    to->shape[open] = n / known;
+    known = n;
+  }
+  if (rank > PM_MAX_RANK || known != n) {
+    PyErr_Format(PyExc_ValueError, "reshape: an array of %lld elements cannot have the shape %R",
+                 (long long)n, shape);
+    return -1;
+  }
+  to->rank = (uint8_t)rank;
+  return 0;
+}
+
+static PyObject *method_reshape(PyObject *self, PyObject *args) {
+  const pmpy_device_array *a = DEVICE_ARRAY(self);
+  PyObject *first = PyTuple_GET_SIZE(args) == 1 ? PyTuple_GET_ITEM(args, 0) : NULL;
+  PyObject *shape = first && !PyLong_Check(first) ? PySequence_Tuple(first) : Py_NewRef(args);
+  pmpy_spec to = {.dtype = a->spec.dtype};
+  int64_t n = 1;
+  for (int d = 0; d < a->spec.rank; d++) n *= a->spec.shape[d];
+  const int code = shape ? read_extents(shape, n, &to) : -1;
+  Py_XDECREF(shape);
+  if (code < 0) return NULL;
+  pmpy_buffer b = {.dtype = to.dtype,
+                   .rank = to.rank,
+                   .device = a->device,
+                   .cuda = true,
+                   .ptr = a->ptr,
+                   .read_only = a->read_only};
+  memcpy(b.shape, to.shape, sizeof b.shape);
+  return borrow(&b, self);
+}
+
 /* ---- functions ---------------------------------------------------------------------------- */
 
 static PyObject *device_put(PyObject *module, PyObject *args, PyObject *kw) {
@@ -527,6 +576,8 @@ static PyGetSetDef getset[] = {{"shape", get_shape, NULL, "extents", NULL},
 static PyMethodDef methods[] = {
     {"numpy", method_numpy, METH_NOARGS, "The array on the host."},
     {"copy", method_copy, METH_NOARGS, "A copy on the device."},
+    {"reshape", method_reshape, METH_VARARGS,
+     "reshape(*shape): the same memory with another shape, ints or one tuple; one may be -1."},
     {"__copy__", method_copy, METH_NOARGS, "A copy on the device."},
     {"__deepcopy__", method_copy, METH_O, "A copy on the device."},
     {"__array__", KEYWORDS(method_array), "The array on the host."},

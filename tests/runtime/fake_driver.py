@@ -209,7 +209,18 @@ def case_device_array():
     assert (np.asarray(d, dtype=np.float64) == x).all()
     refused(ValueError, "uncopied", d.__array__, copy=False)  # np.asarray(copy=) is NumPy 2's
     refused(plgpu.OutOfMemoryError, "out of memory", _core.device_empty, (1 << 40,), np.float32)
-    del d, out, b
+    for shape in ((2, -1), (-1,), (1, 2, N // 2), ((N, 1),), ([N // 4, 4],)):
+        want = x.reshape(*shape)
+        view = d.reshape(*shape)
+        assert view.shape == want.shape and (view.numpy() == want).all()
+    for wrong in ((3, -1), (N + 1,), (-1, -1), (-2, N), (), (1 << 62, 1 << 62), (1,) * 9 + (N,)):
+        refused(ValueError, "cannot have the shape", d.reshape, *wrong)
+    refused(TypeError, "", d.reshape, "x")
+    y = k(d)
+    view = y.reshape(1, N)
+    del y
+    assert (view.numpy() == x + 1).all() and fake.fake_live_bytes() == 3 * 4 * N + 2 * N
+    del d, out, b, view
     assert fake.fake_live_bytes() == 0
 
 
