@@ -11,7 +11,7 @@ import warnings
 from . import _core
 from ._caches import KEPT, add_family
 from ._names import check_keywords
-from ._strides import Programs, Views
+from ._strides import OfCopies, Programs, Views
 from ._types import ShapeDtypeStruct
 
 
@@ -142,6 +142,8 @@ def chosen(family, args, kwargs, described):
         {name: info for name, info in by_name.items() if info},
         {name: kwargs[name] for name, info in by_name.items() if not info},
     )
+    if isinstance(target, OfCopies):  # no arrays in memory: the kernel reads what they are part of
+        target = target.target
     return target, [arrays[i] for i in order]
 
 

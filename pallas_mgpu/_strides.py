@@ -122,7 +122,7 @@ class Transposed:
         return given
 
 
-class _OfCopies:
+class OfCopies:
     """A function of contiguous copies of the operands of these numbers. spared: those of them that
     target may be able to read as they are, which is tried first; or None."""
 
@@ -201,7 +201,7 @@ class Programs:
                     " row-major order, or does not begin at a multiple of 16 bytes"
                 )
             first = apart if several else None
-            target = _OfCopies(target, copied, self.name, first)
+            target = OfCopies(target, copied, self.name, first)
         return Transposed(target, exchanged, self.name) if exchanged else target
 
     def _may_have(self, kernel, strides):

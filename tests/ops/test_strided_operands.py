@@ -147,11 +147,11 @@ def test_when_copies_are_made(rng):
     softmax, matmul = ops.softmax.kernel, ops.matmul.kernel
     made = [softmax(described(x(8, n + 64)[:, :64])) for n in (8, 16, 24, 32, 40)]
     assert all(isinstance(k, _core.Kernel) for k in made[:4])
-    assert isinstance(made[4], _strides._OfCopies)
-    assert isinstance(softmax(described(x(64, 8).T)), _strides._OfCopies)
-    assert isinstance(softmax(described(x(8, 128)[:, ::2])), _strides._OfCopies)
+    assert isinstance(made[4], _strides.OfCopies)
+    assert isinstance(softmax(described(x(64, 8).T)), _strides.OfCopies)
+    assert isinstance(softmax(described(x(8, 128)[:, ::2])), _strides.OfCopies)
     assert isinstance(
-        matmul(described(x(64, 71)[:, :64]), described(x(64, 64))), _strides._OfCopies
+        matmul(described(x(64, 71)[:, :64]), described(x(64, 64))), _strides.OfCopies
     )
     assert isinstance(matmul(described(x(64, 72)[:, :64]), described(x(64, 64))), _core.Kernel)
 
@@ -162,7 +162,7 @@ def test_copies_are_aligned(rng):
     info = described(weights).replace(aligned=False)
     x = normal(rng, 70, 128)
     target = ops.mixed_matmul.kernel(x, info)
-    assert isinstance(target, _strides._OfCopies)
+    assert isinstance(target, _strides.OfCopies)
     want = ops.mixed_matmul.kernel(x, np.ascontiguousarray(weights))
     assert target.target is want
 
@@ -174,9 +174,9 @@ def test_misaligned_arrays(rng):
     def chosen(f, *shapes):
         return f.maker([(shape, dtype, None, False, None) for shape, dtype in shapes], {}, {})[0]
 
-    assert isinstance(chosen(ops.quantize, ((64, 512), BF16)), _strides._OfCopies)
+    assert isinstance(chosen(ops.quantize, ((64, 512), BF16)), _strides.OfCopies)
     int8 = (256, 128), np.dtype(np.int8)
-    assert isinstance(chosen(ops.mixed_matmul, ((64, 128), BF16), int8), _strides._OfCopies)
+    assert isinstance(chosen(ops.mixed_matmul, ((64, 128), BF16), int8), _strides.OfCopies)
     assert isinstance(chosen(ops.softmax, ((64, 512), BF16)), _core.Kernel)
     angles = (50, 32), F32
     rotary = chosen(ops.rotary, ((2, 50, 4, 64), BF16), angles, angles)

@@ -351,9 +351,9 @@ breaks(
         "p->cluster[k] =",
     ),
     two_axes_of_a_grid_are_one=(
-        "pm_launch_blocks",
-        "pm_min(g->n - 1 - k, 2)]",
-        "pm_min(g->n - 1 - k, 1)]",
+        "along",
+        "pm_min(g->n - 1 - axis, 2)",
+        "pm_min(g->n - 1 - axis, 1)",
     ),
     aliased_operands_are_constant=(
         "is_written",

@@ -500,9 +500,9 @@ breaks(
         'c.fn, name, pm_at(e, c.in, "r + 1"), pm_at(e, c.in, "r"));',
     ),
     words_are_converted_in_reverse=(
-        "emit_group_convert",
-        'pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));',
-        'pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r + 1"), pm_at(e, c.in, "r"));',
+        "convert_to_words",
+        'pm_str(e, "%s, %s", pm_at(e, in, "r"), pm_at(e, in, "r + 1"));',
+        'pm_str(e, "%s, %s", pm_at(e, in, "r + 1"), pm_at(e, in, "r"));',
     ),
 )
 breaks(
