@@ -150,9 +150,7 @@ def test_when_copies_are_made(rng):
     assert isinstance(made[4], _strides.OfCopies)
     assert isinstance(softmax(described(x(64, 8).T)), _strides.OfCopies)
     assert isinstance(softmax(described(x(8, 128)[:, ::2])), _strides.OfCopies)
-    assert isinstance(
-        matmul(described(x(64, 71)[:, :64]), described(x(64, 64))), _strides.OfCopies
-    )
+    assert isinstance(matmul(described(x(64, 71)[:, :64]), described(x(64, 64))), _strides.OfCopies)
     assert isinstance(matmul(described(x(64, 72)[:, :64]), described(x(64, 64))), _core.Kernel)
 
 
