@@ -9,6 +9,7 @@ from pallas_mgpu import ops
 
 UNIT = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-20}
 SHAPES = [(1, 1), (5, 130), (2, 3, 512), (33, 64), (3, 2048), (2, 5000), (2, 8200)]
+SHAPES += [(7, 1000), (3, 1500), (3, 3856), (2, 4193), (9, 300)]
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_errors():
         ops.add_layer_norm(x, x, np.ones(8, np.int32))
 
 
-@pytest.mark.parametrize("n", [512, 2048, 8192, 16384])
+@pytest.mark.parametrize("n", [512, 1000, 2048, 3856, 7000, 8184, 8192, 16384])
 def test_registers(n):
     """Nothing is spilled."""
     from pallas_mgpu.ops.add_norm import Problem, _kernel
