@@ -6,7 +6,7 @@
 Rows of 64 to 151936 elements, among them odd ones and widths of models, reductions along other
 axes, arrays that begin after a multiple of 16 bytes; bfloat16 and float32. A call moves 64 MiB (32
 read, 32 written), or 256; calls go round over five pairs of arrays, 320 MiB (two of 512). Medians
-of bursts in CUDA graphs, contestants in turns (plgpu.testing.do_bench), beside torch and three
+of bursts in CUDA graphs, alternating contestants (plgpu.testing.do_bench), beside torch and three
 copies of as many bytes. Kernels are compiled in several processes first, and checked there against
 float32 on a poisoned output. --below prints cases with a smaller share of the copy's bandwidth.
 --only: the cases whose names contain the text; --config: with this ops.NormConfig."""

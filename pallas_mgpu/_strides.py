@@ -205,7 +205,9 @@ class Programs:
         return Transposed(target, exchanged, self.name) if exchanged else target
 
     def _may_have(self, kernel, strides):
-        """May the kernel have a program for these strides?"""
+        """May the kernel have a program for these strides? Those of contiguous arrays it has."""
+        if not any(strides):
+            return True
         met = self.met.setdefault(kernel, set())
         if len(met) < _PROGRAMS:
             met.add(strides)

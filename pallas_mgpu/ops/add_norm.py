@@ -35,20 +35,10 @@ class Problem(NamedTuple):
     shape: tuple
 
 
-def _width(n):
-    """Columns of a part: those of a row, and where lanes share these in vectors of 16 bytes only
-    if there are more, some that are not there."""
-    if n > _HELD:
-        return _PART
-    if n % 1024 == 0 or n % 4 or n <= 64:
-        return n
-    return pl.cdiv(n, 1024) * 1024 if n > 512 else pl.next_power_of_2(n)
-
-
 def _height(x):
     """Rows of a tile; of open rows for any number of them."""
-    most = _TILE // _width(x.n)
-    return max(1, most if _sizes.is_open(x.shape) else min(most, x.rows))
+    most = _TILE // x.n if _sizes.is_open(x.shape) else min(_TILE // x.n, x.rows)
+    return max(1, most)
 
 
 class _Rows:
@@ -57,7 +47,7 @@ class _Rows:
     def __init__(self, x, start):
         self.x, self.start = x, start
         self.height = _height(x)
-        self.width = _width(x.n)
+        self.width = x.n if x.n <= _HELD else _PART
         self.parts, self.shape = pl.cdiv(x.n, self.width), (self.height, self.width)
 
     def _place(self, k):

@@ -51,7 +51,7 @@ def test_errors():
         ops.add_layer_norm(x, x, np.ones(8, np.int32))
 
 
-@pytest.mark.parametrize("n", [512, 1000, 2048, 3856, 7000, 8184, 8192, 16384])
+@pytest.mark.parametrize("n", [512, 2048, 8192, 16384])
 def test_registers(n):
     """Nothing is spilled."""
     from pallas_mgpu.ops.add_norm import Problem, _kernel
