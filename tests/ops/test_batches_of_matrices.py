@@ -340,7 +340,7 @@ def test_random_sizes_have_at_most_twelve_programs(rng, monkeypatch):
         programs = {getattr(kernel, "kernel", kernel) for kernel in kernels}
         assert 3 < len(programs) <= 12
         kernels = [matmul.kernel(spec((m, 520)), spec((n, 520, 520)), **options) for n, m in sizes]
-        assert len({getattr(kernel, "kernel", kernel) for kernel in kernels}) <= 15
+        assert len({getattr(kernel, "kernel", kernel) for kernel in kernels}) <= 12
 
 
 @pytest.mark.parametrize("case", OTHER_FORMS)
